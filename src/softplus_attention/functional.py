@@ -1,0 +1,301 @@
+"""The public functions: what they accept, and which implementation runs. The mathematics is in docs/method.md."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softplus_attention import validation as check
+from softplus_attention.power import Power, PowerByLength, by_head_or_row
+from softplus_attention.reference import attention_stages, reference_attention
+from softplus_attention.visibility import Visibility, cached, packed
+
+Impl = Literal["auto", "triton", "chunked", "reference"]
+Stage = Literal["scores", "normalised", "sharpened"]
+IMPLS = ("auto", "triton", "chunked", "reference")
+
+
+def softplus_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    power: Power = 15,
+    score_scale: float | None = None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    enable_gqa: bool = False,
+    impl: Impl = "auto",
+    validate: bool = False,
+) -> Tensor:
+    """Softplus attention with re-weighting (LSSAR), or without (LSSA, ``power=None``): a drop-in for
+    ``torch.nn.functional.scaled_dot_product_attention``.
+
+    The scores are cosines scaled by ``score_scale * log(N_i)``, where N_i is the number of keys row i sees in whatever
+    mode; softplus and l1-normalisation make weights of them, and relu(N_i * weight - 1)^power, normalised again, keeps the
+    keys above the row's average. q and k are normalised here: apply RoPE before.
+
+    Args:
+        q: (B, H, T_q, D), float16, bfloat16, float32 or float64, any strides. D up to 256.
+        k: (B, H_kv, T_k, D). v: (B, H_kv, T_k, D_v), D_v up to 256.
+        power: the sharpening power: None for LSSA; a number >= 1 (ints are fastest); a tensor, (H,) per head or
+            broadcastable to (B, H, T_q), which receives its gradient; or ``PowerByLength``.
+        score_scale: None means log(D). Not SDPA's ``scale``: it multiplies cosines.
+        is_causal: row i sees the keys up to its own. The last row stands on the last key, also where T_q != T_k
+            (bottom-right; torch's SDPA aligns top-left). T_q = 2, T_k = 4::
+
+                1 1 1 0
+                1 1 1 1
+
+        attn_mask: bool, True = visible, broadcasts to (B, H, T_q, T_k); applies together with the rest.
+        window: W leaves a row its own key and the W - 1 before it; needs ``is_causal``.
+        key_start, key_end: int32 (B, T_q), the range [start, end) each row may see: padding and packing without a mask.
+        enable_gqa: allows H to be a multiple of H_kv; head h reads key head h // (H / H_kv).
+        impl: "auto", "triton", "chunked" or "reference"; a named one never falls back to another.
+        validate: look at the values of tensor arguments on an accelerator too (it waits for the device).
+
+    Returns:
+        (B, H, T_q, D_v) in q's dtype. A row that sees no key is 0, with zero gradient.
+    """
+    q, k, v = autocast(q, k, v)
+    check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
+    visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
+    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate)
+
+
+def softplus_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    power: Power = 15,
+    score_scale: float | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    enable_gqa: bool = False,
+    impl: Impl = "auto",
+    validate: bool = False,
+) -> Tensor:
+    """``softplus_attention`` over packed documents: q (total_q, H, D), k and v (total_k, H_kv, D).
+
+    Document i owns the tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (int32, from 0 to the total); its rows see its own
+    keys only, and N_i counts from its start. ``max_seqlen_*`` are the longest documents. A power tensor is per head (H,) or
+    broadcasts to (1, H, total_q). Returns (total_q, H, D_v).
+    """
+    q, k, v = autocast(q, k, v)
+    visibility = packed_visibility(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, enable_gqa, validate
+    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    longest = max_seqlen_k
+    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate, most_keys=longest)[0].transpose(0, 1)
+
+
+def softplus_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cache_starts: Tensor | None = None,
+    normalized_keys: bool = False,
+    power: Power = 15,
+    score_scale: float | None = None,
+    window: int | None = None,
+    enable_gqa: bool = False,
+    impl: Impl = "auto",
+    validate: bool = False,
+) -> Tensor:
+    """``softplus_attention`` of new tokens over key/value caches of different fill.
+
+    q (B, H, T_q, D) are the last T_q tokens of each sequence; their keys and values are already in the caches
+    (B, H_kv, T_max, D) and counted in ``cache_seqlens`` (B,). They are causal among themselves. ``cache_starts`` (B,) is
+    the first real key of a left-padded sequence. ``normalized_keys`` says that the cache holds unit vectors, which saves
+    normalising all of it at every step. What lies outside a sequence's part of the cache is never read into a result.
+    Returns (B, H, T_q, D_v).
+    """
+    q, k_cache, v_cache = autocast(q, k_cache, v_cache)
+    visibility = cache_visibility(q, k_cache, v_cache, cache_seqlens, cache_starts, window, enable_gqa, validate)
+    return attend(
+        q, k_cache, v_cache, visibility, power, score_scale, impl, validate=validate, normalized_keys=normalized_keys
+    )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    stage: Stage = "sharpened",
+    power: Power = 15,
+    score_scale: float | None = None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    window: int | None = None,
+    key_start: Tensor | None = None,
+    key_end: Tensor | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The dense weights (B, H, T_q, T_k) that ``softplus_attention`` gives the values, or those of an earlier stage.
+
+    ``stage`` is "sharpened" (the final weights; for LSSA those of stage 1), "normalised" (stage 1) or "scores". float32
+    (float64 for float64 inputs), differentiable, quadratic in memory: for looking, not for training.
+    """
+    q, k = autocast(q, k)
+    check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
+    if stage not in ("scores", "normalised", "sharpened"):
+        check.fail("stage", "'scores', 'normalised' or 'sharpened'", repr(stage))
+    visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2])
+    check.check_power(power, *q.shape[:3], q.device, False)
+    return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
+
+
+class Choice(NamedTuple):
+    impl: str
+    reason: str
+
+
+def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
+    """What impl="auto" runs, and why."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Choice("chunked", "CPU tensors: row blocks in linear memory")
+    return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )
+
+
+def batch_visibility(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    window: int | None,
+    key_start: Tensor | None,
+    key_end: Tensor | None,
+) -> Visibility:
+    batch, heads, t_q, _ = q.shape
+    t_k = k.shape[2]
+    check.check_window(window, is_causal)
+    mask = check.check_mask(attn_mask, (batch, heads, t_q, t_k), q.device)
+    key_start = check.check_bounds("key_start", key_start, batch, t_q, q.device)
+    key_end = check.check_bounds("key_end", key_end, batch, t_q, q.device)
+    return Visibility(t_q, t_k, q.device, is_causal, window, key_start, key_end, mask)
+
+
+def packed_visibility(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window: int | None,
+    enable_gqa: bool,
+    validate: bool,
+) -> Visibility:
+    check.check_qkv(q, k, v, layout="(total, H, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
+    check.check_window(window, is_causal)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:
+            check.fail(name, "an int >= 0", repr(value), TypeError)
+    check.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, q.device, validate)
+    check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k, q.device, validate)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        expected = f"of as many documents as `cu_seqlens_q`, {cu_seqlens_q.numel() - 1}"
+        check.fail("cu_seqlens_k", expected, cu_seqlens_k.numel() - 1)
+    return packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], is_causal=is_causal, window=window)
+
+
+def cache_visibility(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    window: int | None,
+    enable_gqa: bool,
+    validate: bool,
+) -> Visibility:
+    check.check_qkv(q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k_cache", "v_cache"))
+    check.check_window(window, is_causal=True)
+    batch, t_q, t_max = q.shape[0], q.shape[2], k_cache.shape[2]
+    check.check_cache_lengths("cache_seqlens", cache_seqlens, batch, t_q, t_max, q.device, validate)
+    if cache_starts is not None:
+        check.check_cache_lengths("cache_starts", cache_starts, batch, 0, t_max, q.device, validate)
+    return cached(cache_seqlens, cache_starts, t_q, t_max, window=window)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: Power,
+    score_scale: float | None,
+    impl: Impl,
+    *,
+    validate: bool = False,
+    normalized_keys: bool = False,
+    most_keys: int | None = None,
+) -> Tensor:
+    """The one dispatch behind the public functions; shapes are already checked."""
+    if impl not in IMPLS:
+        check.fail("impl", f"one of {IMPLS}", repr(impl))
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2] if most_keys is None else most_keys)
+    check.check_power(power, *q.shape[:3], q.device, validate)
+    chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
+    if chosen == "reference":
+        return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"softplus_attention: torch.func transforms do not reach inside impl={chosen!r}; use impl='reference'"
+        )
+    if chosen == "triton":
+        raise NotImplementedError("impl='triton': the GPU kernels are not in this version; use 'reference' on CUDA")
+    if q.device.type != "cpu":
+        check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
+    return chunked_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+
+
+def chunked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+) -> Tensor:
+    from softplus_attention.kernels import ops  # noqa: F401  registers the op
+
+    start, end = visibility.ranges()
+    out, _ = torch.ops.softplus_attention.chunked_forward(
+        q, k, v, start, end, visibility.mask, *power_arguments(power), score_scale, normalized_keys
+    )
+    return out
+
+
+def power_arguments(power: Power) -> tuple[bool, float, Tensor | None, list[float] | None]:
+    """``power`` as an op's schema takes it: sharpen, power, power_rows, power_by_length."""
+    if power is None:
+        return False, 1.0, None, None
+    if isinstance(power, PowerByLength):
+        return True, 1.0, None, [float(power.base), float(power.slope), float(power.n0)]
+    if isinstance(power, Tensor):
+        return True, 1.0, by_head_or_row(power), None
+    return True, float(power), None, None

@@ -1,0 +1,401 @@
+"""The CPU path: exact attention over blocks of rows, forward and backward, in O(T * block) memory.
+
+A tile holds some rows of some heads against all the keys that those rows see, so both l1-normalisations and every row sum
+of the backward are plain reductions inside the tile. The tile is batched over heads, which is where the cores find their
+work. Formulas: docs/method.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from softplus_attention.power import PowerByLength
+from softplus_attention.reference import EQUAL_SCORES, compute_dtype
+
+# Elements of one tile buffer: large enough to share between cores, small enough to stay in their caches.
+TILE_ELEMENTS = 1 << 20
+LEAST_ROWS, MOST_ROWS = 64, 256
+
+
+@dataclass(frozen=True)
+class Sharpening:
+    """Stage 2 of one call: a constant power, a power per row (B|1, H|1, T_q|1), or one that follows the number of keys."""
+
+    constant: float
+    rows: Tensor | None
+    by_length: PowerByLength | None
+
+    def integer(self) -> int | None:
+        constant = self.rows is None and self.by_length is None and self.constant.is_integer()
+        return int(self.constant) if constant else None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``."""
+
+    group: int
+    members: slice
+    rows: slice
+    keys: slice
+    unseen: tuple[tuple[slice, Tensor], ...]  # parts of the keys, with True where a row must not see one
+    counts: Tensor  # N_i, broadcasts to (members, heads per key head, rows)
+
+
+class Problem:
+    """The inputs, laid out for tiling: (group, member, ...), a member being one key head with the query heads that share it.
+
+    Without per-sequence ranges or a mask all sequences are one group; else each sequence is its own.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        end: Tensor,
+        mask: Tensor | None,
+        score_scale: float,
+        normalized_keys: bool,
+        sharpening: Sharpening | None,
+    ) -> None:
+        batch, heads, self.t_q, _ = q.shape
+        kv_heads = k.shape[1]
+        self.shared = heads // kv_heads
+        self.score_scale, self.sharpening = score_scale, sharpening
+        self.groups = 1 if mask is None and start.shape[0] == 1 else batch
+        self.members = batch * kv_heads // self.groups
+        self.start, self.end = start.expand(self.groups, -1), end.expand(self.groups, -1)
+
+        # The cache of a decode step can be far longer than what is seen of it.
+        self.first = int(start.min()) if start.numel() else 0
+        last = max(int(end.max()) if end.numel() else 0, self.first)
+        k, v = k[:, :, self.first : last], v[:, :, self.first : last]
+
+        self.dtype = compute_dtype(q.dtype)
+        self.q, self.inverse_q_norm = unit_and_inverse_norm(self.by_query(q.to(self.dtype)))
+        k = self.by_key(k.to(self.dtype))
+        self.k, self.inverse_k_norm = (k, None) if normalized_keys else unit_and_inverse_norm(k)
+        self.v = self.by_key(v.to(self.dtype))
+        self.mask = None if mask is None else self.by_query(mask.expand(batch, heads, self.t_q, -1))
+        self.power = None
+        if sharpening is not None and sharpening.rows is not None:
+            rows = sharpening.rows.to(self.dtype).expand(batch, heads, self.t_q)
+            self.power = self.by_query(rows[..., None])[..., 0]
+
+        # A product turns 0 * NaN into NaN for rows that give a bad vector no weight: those products get cleaned operands.
+        self.clean_q, self.clean_k = cleaned(self.q), cleaned(self.k)
+        self.has_bad_scores = self.clean_q is not self.q or self.clean_k is not self.k
+        self.bad_keys: list[list[int]] | None = None
+        self.clean_v = cleaned(self.v)
+        if self.clean_v is not self.v:
+            bad = ~self.v.isfinite().all(-1).all(1)
+            self.bad_keys = [row.nonzero().flatten().tolist() for row in bad]
+
+    def by_query(self, x: Tensor) -> Tensor:
+        """(B, H, ...) -> (group, member, heads per key head, ...)"""
+        return x.reshape(self.groups, self.members, self.shared, *x.shape[2:])
+
+    def by_key(self, x: Tensor) -> Tensor:
+        """(B, H_kv, ...) -> (group, member, ...)"""
+        return x.reshape(self.groups, self.members, *x.shape[2:])
+
+    def rows_per_tile(self) -> int:
+        per_row = max(1, self.members * self.shared * self.k.shape[2])
+        most = max(1, MOST_ROWS // self.shared)
+        return min(most, max(TILE_ELEMENTS // per_row, LEAST_ROWS // self.shared, 1), max(self.t_q, 1))
+
+    def tiles(self) -> Iterator[Tile]:
+        block = self.rows_per_tile()
+        for group in range(self.groups):
+            for first_row in range(0, self.t_q, block):
+                rows = slice(first_row, min(first_row + block, self.t_q))
+                start, end = self.start[group, rows] - self.first, self.end[group, rows] - self.first
+                low, high = int(start.min()), int(end.max())
+                if high <= low:
+                    low = high = 0
+                width = max(1, TILE_ELEMENTS // (self.shared * (rows.stop - rows.start) * max(high - low, 1)))
+                for first_member in range(0, self.members, width):
+                    members = slice(first_member, min(first_member + width, self.members))
+                    unseen, counts = self.hidden_from(group, members, rows, start, end, low, high)
+                    yield Tile(group, members, rows, slice(low, high), unseen, counts)
+
+    def hidden_from(
+        self, group: int, members: slice, rows: slice, start: Tensor, end: Tensor, low: int, high: int
+    ) -> tuple[tuple[tuple[slice, Tensor], ...], Tensor]:
+        """What the tile's rows must not see of its keys, and how many keys each row sees."""
+        if self.mask is not None:
+            key = torch.arange(low, high)
+            seen = (key >= start[:, None]) & (key < end[:, None])
+            seen = seen & self.mask_tile(group, members, rows, low, high)
+            return ((slice(0, high - low), ~seen),), seen.sum(-1).to(self.dtype)
+        # All rows see the keys between the last start and the first end: only the edges need a mask.
+        counts = (end - start).to(self.dtype)
+        left, right = min(int(start.max()), high), max(int(end.min()), low)
+        if left >= right:
+            edges = [(low, high)]
+        else:
+            edges = [(low, left), (right, high)]
+        parts = []
+        for a, b in edges:
+            if a < b:
+                key = torch.arange(a, b)
+                parts.append((slice(a - low, b - low), (key < start[:, None]) | (key >= end[:, None])))
+        return tuple(parts), counts
+
+    def mask_tile(self, group: int, members: slice, rows: slice, low: int, high: int) -> Tensor:
+        assert self.mask is not None
+        mask = self.mask[group, members, :, rows]
+        return mask if mask.shape[-1] == 1 else mask[..., low + self.first : high + self.first]
+
+
+class Workspace:
+    """Tile buffers, allocated once per call."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.buffers: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        size = 1
+        for n in shape:
+            size *= n
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = torch.empty(size, dtype=self.dtype)
+        return buffer[:size].view(shape)
+
+
+def unit_and_inverse_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(x / ||x||, 1 / ||x||), both 0 for a zero vector, with no overflow or underflow of the squares."""
+    size = x.abs().amax(-1, keepdim=True)
+    size.masked_fill_(size == 0, 1)
+    x = x / size
+    inverse = x.square().sum(-1, keepdim=True)
+    inverse.masked_fill_(inverse == 0, torch.inf).rsqrt_()
+    return x.mul_(inverse), inverse.div_(size)
+
+
+def unit_backward(grad: Tensor, unit: Tensor, inverse_norm: Tensor) -> Tensor:
+    """The gradient of x / ||x||, from the gradient of the unit vector."""
+    return (grad - unit * (unit * grad).sum(-1, keepdim=True)).mul_(inverse_norm)
+
+
+def cleaned(x: Tensor) -> Tensor:
+    """x with its non-finite vectors set to zero; x itself where there are none."""
+    if x.sum().isfinite():
+        return x
+    finite = x.isfinite().all(-1, keepdim=True)
+    return x if bool(finite.all()) else torch.where(finite, x, 0)
+
+
+def softplus_(s: Tensor) -> Tensor:
+    if s.dtype == torch.float64:
+        return torch.logaddexp(s, s.new_zeros(()), out=s)
+    return torch.ops.aten.softplus.out(s, out=s)
+
+
+def integer_power(u: Tensor, exponent: int, out: Tensor) -> Tensor:
+    """u^exponent by squaring, where 0^0 is 0: a key without weight has no slope either."""
+    if exponent == 0:
+        return torch.gt(u, 0, out=out)
+    if exponent == 1:
+        return out.copy_(u)
+    torch.mul(u, u, out=out)
+    for position, bit in enumerate(bin(exponent)[3:]):
+        if position:
+            out.mul_(out)
+        if bit == "1":
+            out.mul_(u)
+    return out
+
+
+class RowTerms:
+    """What one tile's rows need in both directions: N, R, M, W and what follows from them, each (m, shared * rows, 1)."""
+
+    def __init__(self, problem: Problem, tile: Tile) -> None:
+        self.problem, self.tile = problem, tile
+        self.q = problem.q[tile.group, tile.members, :, tile.rows]
+        m, shared, rows, d = self.q.shape
+        self.shape = (m, shared * rows, tile.keys.stop - tile.keys.start)
+        counts = tile.counts.expand(m, shared, rows)
+        self.scale = self.column(problem.score_scale * counts.clamp(min=1).log())
+        self.counts = self.column(counts)
+        self.offset = (self.counts > 3).to(problem.dtype)
+        self.scaled_q = self.q.reshape(m, shared * rows, d) * self.scale
+        self.k = problem.k[tile.group, tile.members, tile.keys]
+        self.v = problem.v[tile.group, tile.members, tile.keys]
+        self.power = self.powers()
+
+    def column(self, x: Tensor) -> Tensor:
+        return x.reshape(self.shape[0], self.shape[1], 1)
+
+    def powers(self) -> int | Tensor | None:
+        sharpening = self.problem.sharpening
+        if sharpening is None:
+            return None
+        if sharpening.by_length is not None:
+            return sharpening.by_length.at(self.counts)
+        if self.problem.power is not None:
+            return self.column(self.problem.power[self.tile.group, self.tile.members, :, self.tile.rows])
+        return sharpening.integer() or self.counts.new_tensor(sharpening.constant)
+
+    def hide_(self, x: Tensor) -> Tensor:
+        """Zero where a row must not see a key. The mask selects: no unseen NaN survives it."""
+        m, shared = self.shape[0], self.problem.shared
+        for part, unseen in self.tile.unseen:
+            x.view(m, shared, -1, self.shape[2])[..., part].masked_fill_(unseen, 0)
+        return x
+
+    def use(self, total: Tensor, largest: Tensor) -> None:
+        """Takes R = sum f and max f of each row, and derives which rows sharpen and how."""
+        self.total = total
+        if self.power is not None:
+            height = self.counts * largest / total - self.offset  # M_i = max x
+            self.sharp = height > EQUAL_SCORES
+            self.height = torch.where(self.sharp, height, 1)
+            self.all_sharp = bool(self.sharp.all())
+
+    def relative_excess(self, f: Tensor, out: Tensor) -> Tensor:
+        """u = x / M, zero in rows that do not sharpen."""
+        slope = torch.where(self.sharp, self.counts / self.total / self.height, 0)
+        torch.mul(f, slope, out=out)
+        return out.sub_(torch.where(self.sharp, self.offset / self.height, 0)).relu_()
+
+    def raised(self, u: Tensor, below: int, out: Tensor) -> Tensor:
+        """u^(p - below)"""
+        if isinstance(self.power, int):
+            return integer_power(u, self.power - below, out)
+        assert self.power is not None
+        torch.pow(u, self.power - below, out=out)
+        return out.masked_fill_(u == 0, 0)
+
+
+def add_bad_keys(out: Tensor, weights: Tensor, v: Tensor, keys: list[int]) -> None:
+    """The keys whose v is not finite reach only the rows that give them weight."""
+    for key in keys:
+        w = weights[:, :, key, None]
+        out.add_(torch.where(w != 0, w * v[:, key, None, :], 0))
+
+
+def bad_keys_of(problem: Problem, tile: Tile) -> list[int]:
+    if problem.bad_keys is None:
+        return []
+    return [key - tile.keys.start for key in problem.bad_keys[tile.group] if tile.keys.start <= key < tile.keys.stop]
+
+
+def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
+    """Fills ``out`` (B, H, T_q, D_v) and ``stats`` (3, B, H, T_q): R = sum f, max f and W = sum w of each row."""
+    out_by_query = problem.by_query(out)
+    stats_by_query = [problem.by_query(x) for x in stats]
+    work = Workspace(problem.dtype)
+    for tile in problem.tiles():
+        here = (tile.group, tile.members, slice(None), tile.rows)
+        rows = RowTerms(problem, tile)
+        shape = rows.shape
+        if shape[2] == 0:
+            out_by_query[here] = 0
+            for x, value in zip(stats_by_query, (1, 0, 1), strict=True):
+                x[here] = value
+            continue
+        f = torch.bmm(rows.scaled_q, rows.k.mT, out=work("f", shape))
+        rows.hide_(softplus_(f))
+        total = f.sum(-1, keepdim=True)
+        total.masked_fill_(rows.counts == 0, 1)
+        largest = f.amax(-1, keepdim=True)
+        rows.use(total, largest)
+        weights, norm = f, total
+        if rows.power is not None:
+            u = rows.relative_excess(f, work("u", shape))
+            weights = rows.raised(u, 0, work("w", shape))
+            norm = weights.sum(-1, keepdim=True)
+            if not rows.all_sharp:
+                weights = torch.where(rows.sharp, weights, f)
+                norm = torch.where(rows.sharp, norm, total)
+        clean_v = problem.clean_v[tile.group, tile.members, tile.keys]
+        result = torch.bmm(weights, clean_v)
+        add_bad_keys(result, weights, rows.v, bad_keys_of(problem, tile))
+        target = out_by_query[here]
+        target.copy_(result.div_(norm).view(target.shape))
+        for x, value in zip(stats_by_query, (total, largest, norm), strict=True):
+            x[here] = value.view(x[here].shape)
+
+
+def backward(
+    problem: Problem, grad_out: Tensor, stats: Tensor, keys: int, power_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v for ``keys`` keys in all, in the compute dtype, and of the power of each row (B, H, T_q)."""
+    dtype = problem.dtype
+    d_out = problem.by_query(grad_out.to(dtype))
+    row_stats = [problem.by_query(x) for x in stats]
+    dq, dk, dv = torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
+    dp = torch.zeros_like(row_stats[0]) if power_grad else None
+    work = Workspace(dtype)
+    for tile in problem.tiles():
+        here = (tile.group, tile.members, slice(None), tile.rows)
+        there = (tile.group, tile.members, tile.keys)
+        rows = RowTerms(problem, tile)
+        shape = rows.shape
+        if shape[2] == 0:
+            continue
+        total, largest, norm = (rows.column(x[here]) for x in row_stats)
+        rows.use(total, largest)
+        g_out = d_out[here].reshape(shape[0], shape[1], -1)
+
+        f = torch.bmm(rows.scaled_q, rows.k.mT, out=work("f", shape))
+        slope = torch.sigmoid(f, out=work("slope", shape))
+        rows.hide_(softplus_(f))
+        if rows.power is None:
+            weights = f.div_(total)
+            steepness = None
+        else:
+            u = rows.relative_excess(f, work("u", shape))
+            steepness = rows.raised(u, 1, work("steepness", shape))
+            weights = torch.mul(u, steepness, out=work("w", shape)).div_(norm)
+            if not rows.all_sharp:
+                weights = torch.where(rows.sharp, weights, f.div_(total))
+                steepness.masked_fill_(~rows.sharp, 1)
+        if problem.has_bad_scores:
+            rows.hide_(weights)
+        dv[there].baddbmm_(weights.mT, g_out)
+
+        g = torch.bmm(g_out, rows.v.mT, out=work("g", shape))  # dP
+        for key in bad_keys_of(problem, tile):
+            g[:, :, key].masked_fill_(weights[:, :, key] == 0, 0)
+        g.sub_(torch.mul(weights, g, out=work("f", shape)).sum(-1, keepdim=True))  # dP - delta
+        if dp is not None:
+            log_u = torch.where(u > 0, u, 1).log_()
+            dp[here] = torch.where(rows.sharp, log_u * weights * g, 0).sum(-1).view(dp[here].shape)
+        if steepness is None:
+            slope.div_(total)
+        else:
+            g.mul_(steepness).mul_(torch.where(rows.sharp, rows.power / norm / rows.height, 1 / rows.counts.clamp(min=1)))  # dx
+            competition = rows.offset / rows.counts.clamp(min=1) * g.sum(-1, keepdim=True)  # eps
+            g.sub_(torch.where(rows.sharp, competition, 0))
+            slope.mul_(rows.counts / total)
+        rows.hide_(g.mul_(slope))  # ds
+
+        clean_k = problem.clean_k[there]
+        dq_tile = torch.bmm(g, clean_k).mul_(rows.scale)
+        dq[here] = dq_tile.view(dq[here].shape)
+        clean_q = problem.clean_q[here].reshape(rows.scaled_q.shape) * rows.scale
+        dk[there].baddbmm_(g.mT, clean_q)
+
+    dq = unit_backward(dq, problem.q, problem.inverse_q_norm)
+    if problem.inverse_k_norm is not None:
+        dk = unit_backward(dk, problem.k, problem.inverse_k_norm)
+    return dq, spread(dk, problem.first, keys), spread(dv, problem.first, keys), dp
+
+
+def spread(x: Tensor, first: int, keys: int) -> Tensor:
+    """The gradient of all keys, zero for those that nobody saw."""
+    if x.shape[2] == keys:
+        return x
+    full = x.new_zeros(*x.shape[:2], keys, x.shape[3])
+    full[:, :, first : first + x.shape[2]] = x
+    return full

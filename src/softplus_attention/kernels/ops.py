@@ -1,0 +1,122 @@
+"""The op as PyTorch knows it: schemas, shapes for tracing, and autograd. Implementations register themselves below."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.kernels import chunked
+from softplus_attention.power import PowerByLength
+from softplus_attention.reference import compute_dtype
+
+_library = torch.library.Library("softplus_attention", "DEF")
+
+# `sharpen` False is LSSA. The power is `power_rows` where given, else base + slope * log(max(N, n0) / n0) for a
+# `power_by_length` of (base, slope, n0), else `power`.
+_OPTIONS = (
+    "Tensor start, Tensor end, Tensor? mask, bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, "
+    "float score_scale, bool normalized_keys"
+)
+_library.define(f"chunked_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats)")
+_library.define(
+    f"chunked_backward(Tensor grad_out, Tensor stats, Tensor q, Tensor k, Tensor v, {_OPTIONS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
+)
+
+ONCE = (
+    "softplus_attention: the gradient of a gradient is not implemented in the fused backward; "
+    "use impl='reference' where double backward is needed"
+)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    mask: Tensor | None,
+    sharpen: bool,
+    power: float,
+    power_rows: Tensor | None,
+    power_by_length: list[float] | None,
+    score_scale: float,
+    normalized_keys: bool,
+) -> chunked.Problem:
+    by_length = None
+    if power_by_length is not None:
+        base, slope, n0 = power_by_length
+        by_length = PowerByLength(base, slope, int(n0))
+    sharpening = chunked.Sharpening(power, power_rows, by_length) if sharpen else None
+    return chunked.Problem(q, k, v, start, end, mask, score_scale, normalized_keys, sharpening)
+
+
+@torch.library.impl(_library, "chunked_forward", "CPU")
+def _chunked_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    out, stats = _forward_shapes(q, k, v)
+    if out.numel():
+        chunked.forward(_problem(q, k, v, *options), out, stats)
+    return out, stats
+
+
+@torch.library.impl(_library, "chunked_backward", "CPU")
+def _chunked_backward(
+    grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    power_rows = options[5]
+    if not grad_out.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), stats.new_zeros(stats.shape[1:])
+    problem = _problem(q, k, v, *options)
+    dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], power_rows is not None)
+    grads = (x.reshape(like.shape).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return *grads, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    return out, q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
+
+
+@torch.library.register_fake("softplus_attention::chunked_forward", lib=_library)
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return _forward_shapes(q, k, v)
+
+
+@torch.library.register_fake("softplus_attention::chunked_backward", lib=_library)
+def _(grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    d_power = stats.new_empty(0) if options[5] is None else stats.new_empty(stats.shape[1:])
+    return tuple(x.new_empty(x.shape) for x in (q, k, v)) + (d_power,)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, start, end, mask, sharpen, power, power_rows, *rest = inputs
+    ctx.save_for_backward(q, k, v, start, end, mask, power_rows, output[1])
+    ctx.set_materialize_grads(False)
+    ctx.options = (sharpen, power, rest)
+
+
+def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None) -> tuple[Any, ...]:
+    nothing = (None,) * 12
+    if grad_out is None:
+        return nothing
+    q, k, v, start, end, mask, power_rows, stats = ctx.saved_tensors
+    sharpen, power, rest = ctx.options
+    dq, dk, dv, d_power = torch.ops.softplus_attention.chunked_backward(
+        grad_out, stats, q, k, v, start, end, mask, sharpen, power, power_rows, *rest
+    )
+    d_rows = None
+    if power_rows is not None and ctx.needs_input_grad[8]:
+        d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
+    return dq, dk, dv, None, None, None, None, None, d_rows, None, None, None
+
+
+def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    raise RuntimeError(ONCE)
+
+
+torch.library.register_autograd(
+    "softplus_attention::chunked_forward", _chunked_grad, setup_context=_save, lib=_library
+)
+torch.library.register_autograd("softplus_attention::chunked_backward", _no_double_backward, lib=_library)

@@ -1,0 +1,130 @@
+"""The method in plain PyTorch: dense, slow, and the truth that every other implementation is tested against.
+
+The equations are those of docs/method.md, in the same order. Half precision is computed in float32 inside; the weights
+and the output are rounded once to the inputs' dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softplus_attention.power import Power, power_of_rows
+from softplus_attention.visibility import Visibility
+
+# A row whose largest x is below this has scores equal up to rounding: stage 1's weights stand.
+EQUAL_SCORES = 2.0**-10
+
+
+class Stages(NamedTuple):
+    """What a row of attention goes through, each (B, H, T_q, T_k) but the counts (B|1, H|1, T_q)."""
+
+    counts: Tensor
+    scores: Tensor
+    normalised: Tensor
+    sharpened: Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / ||x||, zero for a zero vector, with no overflow or underflow of the squares."""
+    size = x.detach().abs().amax(-1, keepdim=True)
+    x = x / torch.where(size == 0, 1, size)
+    square = x.square().sum(-1, keepdim=True)
+    return x * torch.where(square == 0, 1, square).rsqrt()
+
+
+def softplus(s: Tensor) -> Tensor:
+    """log(1 + e^s); torch's own is linear above 20, which float64 can see."""
+    return torch.logaddexp(s, s.new_zeros(())) if s.dtype == torch.float64 else F.softplus(s)
+
+
+def length_scaled_scores(q: Tensor, k: Tensor, counts: Tensor, score_scale: float) -> Tensor:
+    """s_ij = score_scale * log(N_i) * (q_i . k_j), for unit vectors q and k."""
+    return (q * (score_scale * counts.clamp(min=1).log())[..., None]) @ k.mT
+
+
+def l1_normalised(f: Tensor, visible: Tensor) -> Tensor:
+    """f / sum f over the visible keys; a row that sees nothing is zero. The mask selects, so no unseen NaN leaks."""
+    f = torch.where(visible, f, 0)
+    total = f.sum(-1, keepdim=True)
+    return f / torch.where(total == 0, 1, total)
+
+
+def sharpened(a: Tensor, visible: Tensor, counts: Tensor, power: Tensor | float, offset: Tensor | float) -> Tensor:
+    """relu(N a - o)^p, l1-normalised; a row of equal scores keeps its first-stage weights."""
+    x = torch.relu(counts[..., None] * a - offset)
+    largest = x.detach().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+    distinct = largest > EQUAL_SCORES
+    u = torch.where(distinct, x, 0) / torch.where(distinct, largest, 1)
+    w = torch.where(u > 0, torch.where(u > 0, u, 1) ** power, 0)
+    return torch.where(distinct, l1_normalised(w, visible), a)
+
+
+def paper_offset(counts: Tensor) -> Tensor:
+    """o_i = 1, but 0 in rows that see at most three keys."""
+    return (counts > 3).to(counts.dtype)[..., None]
+
+
+def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
+    """weights @ v, except that a key without weight adds nothing, not even its NaN or Inf."""
+    finite = v.isfinite().all(-1)
+    if torch.compiler.is_compiling() or finite.all():
+        return weights @ v
+    out = weights @ torch.where(finite[..., None], v, 0)
+    for key in (~finite).flatten(0, -2).any(0).nonzero().flatten().tolist():
+        w, value = weights[..., key, None], v[..., key, None, :]
+        bad = ~finite[..., key, None, None] & (w != 0)
+        out = out + torch.where(bad, torch.where(bad, w, 1) * value, 0)
+    return out
+
+
+def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def attention_stages(
+    q: Tensor,
+    k: Tensor,
+    visibility: Visibility,
+    power: Power,
+    score_scale: float | None = None,
+    normalized_keys: bool = False,
+) -> Stages:
+    """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; LSSA (power None) ends with the first."""
+    dtype = compute_dtype(q.dtype)
+    score_scale = math.log(q.shape[-1]) if score_scale is None else score_scale
+    visible = visibility.dense()
+    counts = visible.sum(-1).to(dtype)
+
+    q, k = q.to(dtype), expand_kv_heads(k, q.shape[1]).to(dtype)
+    scores = length_scaled_scores(unit(q), k if normalized_keys else unit(k), counts, score_scale)
+    a = l1_normalised(softplus(scores), visible)
+    if power is None:
+        return Stages(counts, scores, a, a)
+    p = power_of_rows(power, counts)
+    p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
+    return Stages(counts, scores, a, sharpened(a, visible, counts, p, paper_offset(counts)))
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: Power,
+    score_scale: float | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """The op, by the equations."""
+    dtype = compute_dtype(q.dtype)
+    weights = attention_stages(q, k, visibility, power, score_scale, normalized_keys).sharpened
+    weights = weights.to(q.dtype).to(dtype)
+    return weighted_sum(weights, expand_kv_heads(v, q.shape[1]).to(dtype)).to(q.dtype)

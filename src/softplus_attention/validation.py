@@ -1,0 +1,176 @@
+"""Checks of what users pass in: each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from softplus_attention.power import Power, PowerByLength, shape_of_power
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# softplus underflows in float32 beyond this.
+LARGEST_SCORE = 80.0
+LARGEST_HEAD_DIM = 256
+
+
+def fail(name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    raise kind(f"`{name}` must be {expected}, got {got}")
+
+
+def described(x: Tensor) -> str:
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool, names: tuple[str, str, str]) -> None:
+    """``layout`` is the form of the three tensors, "(B, H, T, D)" or "(total, H, D)"."""
+    rank = layout.count(",") + 1
+    heads = 1
+    for name, x in zip(names, (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            fail(name, f"a tensor {layout}", type(x).__name__, TypeError)
+        if x.dim() != rank:
+            fail(name, f"a tensor {layout}", described(x))
+        if x.dtype not in FLOATS:
+            fail(name, "float16, bfloat16, float32 or float64", described(x), TypeError)
+    for name, x in zip(names[1:], (k, v), strict=True):
+        if x.dtype != q.dtype:
+            fail(name, f"of `{names[0]}`'s dtype, {q.dtype}", described(x), TypeError)
+        if x.device != q.device:
+            fail(name, f"on `{names[0]}`'s device, {q.device}", described(x))
+        if rank == 4 and x.shape[0] != q.shape[0]:
+            fail(name, f"of `{names[0]}`'s batch size, {q.shape[0]}", described(x))
+    if k.shape[-1] != q.shape[-1]:
+        fail(names[1], f"of `{names[0]}`'s head dimension, {q.shape[-1]}", described(k))
+    length = 2 if rank == 4 else 0
+    if v.shape[length] != k.shape[length]:
+        fail(names[2], f"as long as `{names[1]}`, {k.shape[length]} keys", described(v))
+    if v.shape[heads] != k.shape[heads]:
+        fail(names[2], f"of as many heads as `{names[1]}`, {k.shape[heads]}", described(v))
+    for name, x in ((names[0], q), (names[2], v)):
+        if not 1 <= x.shape[-1] <= LARGEST_HEAD_DIM:
+            fail(name, f"of head dimension 1 to {LARGEST_HEAD_DIM}", described(x))
+    h, h_kv = q.shape[heads], k.shape[heads]
+    if h != h_kv:
+        if not enable_gqa:
+            fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", described(k))
+        if h_kv == 0 or h % h_kv:
+            fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", described(k))
+
+
+def check_window(window: int | None, is_causal: bool) -> None:
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int):
+        fail("window", "an int >= 1 or None", repr(window), TypeError)
+    if window < 1:
+        fail("window", "an int >= 1 or None", window)
+    if not is_causal:
+        fail("window", "None where `is_causal` is False (a window reaches backwards)", window)
+
+
+def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
+    """The mask with four axes, each of full size or 1."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor):
+        fail("attn_mask", "a bool tensor, True = visible", type(mask).__name__, TypeError)
+    if mask.dtype != torch.bool:
+        fail("attn_mask", "a bool tensor, True = visible (additive biases are not supported)", described(mask), TypeError)
+    if mask.device != device:
+        fail("attn_mask", f"on the device of the queries, {device}", described(mask))
+    if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):
+        fail("attn_mask", f"broadcastable to (B, H, T_q, T_k) = {shape}", described(mask))
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+
+
+def check_bounds(name: str, bound: Tensor | None, batch: int, t_q: int, device: torch.device) -> Tensor | None:
+    if bound is None:
+        return None
+    if not isinstance(bound, Tensor):
+        fail(name, f"an int32 tensor (B, T_q) = ({batch}, {t_q})", type(bound).__name__, TypeError)
+    if bound.dtype not in (torch.int32, torch.int64):
+        fail(name, "int32", described(bound), TypeError)
+    if bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != t_q:
+        fail(name, f"of shape (B, T_q) = ({batch}, {t_q})", described(bound))
+    if bound.device != device:
+        fail(name, f"on the device of the queries, {device}", described(bound))
+    return bound
+
+
+def readable(x: Tensor, validate: bool) -> bool:
+    """Whether to look at values: always on a CPU, elsewhere on demand (it waits for the device), never while tracing."""
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or validate)
+
+
+def check_power(power: Power, batch: int, heads: int, t_q: int, device: torch.device, validate: bool) -> None:
+    if power is None or isinstance(power, PowerByLength):
+        return
+    kinds = "None (LSSA), a number >= 1, a tensor or a PowerByLength"
+    if isinstance(power, Tensor):
+        if not power.dtype.is_floating_point:
+            fail("power", "a floating-point tensor", described(power), TypeError)
+        if power.device != device:
+            fail("power", f"on the device of the queries, {device}", described(power))
+        shape, full = shape_of_power(power), (batch, heads, t_q)
+        if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
+            fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", described(power))
+        if readable(power, validate) and power.numel() and not bool((power >= 1).all()):
+            fail("power", ">= 1 (below, the gradient is unbounded)", f"a tensor whose least value is {power.min():g}")
+        return
+    if isinstance(power, bool) or not isinstance(power, int | float):
+        fail("power", kinds, repr(power), TypeError)
+    if not 1 <= power < math.inf:
+        fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
+
+
+def check_score_scale(score_scale: float | None, head_dim: int, t_k: int) -> float:
+    if score_scale is None:
+        score_scale = math.log(head_dim)
+    elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
+        fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
+    if not 0 <= score_scale < math.inf:
+        fail("score_scale", "a finite number >= 0", score_scale)
+    if t_k > 1 and score_scale * math.log(t_k) > LARGEST_SCORE:
+        fail("score_scale", f"at most {LARGEST_SCORE:g} / log({t_k} keys), or softplus underflows", f"{score_scale:g}")
+    return float(score_scale)
+
+
+def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: torch.device, validate: bool) -> None:
+    if not isinstance(cu, Tensor):
+        fail(name, "an int32 tensor", type(cu).__name__, TypeError)
+    if cu.dtype not in (torch.int32, torch.int64):
+        fail(name, "an int32 tensor", described(cu), TypeError)
+    if cu.dim() != 1 or cu.numel() < 2:
+        fail(name, "1-D with at least two entries", described(cu))
+    if cu.device != device:
+        fail(name, f"on the device of the queries, {device}", described(cu))
+    if readable(cu, validate):
+        ends = cu.tolist()
+        if ends[0] != 0:
+            fail(name, "starting at 0", f"{ends[0]} first")
+        if any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+            fail(name, "non-decreasing", ends)
+        if ends[-1] != total:
+            fail(name, f"ending at the number of packed tokens, {total}", f"{ends[-1]} last")
+        most = max(b - a for a, b in zip(ends, ends[1:], strict=False))
+        if most > longest:
+            suffix = name.removeprefix("cu_seqlens")
+            fail(f"max_seqlen{suffix}", f"at least the longest document, {most}", longest)
+
+
+def check_cache_lengths(
+    name: str, lengths: Tensor, batch: int, least: int, most: int, device: torch.device, validate: bool
+) -> None:
+    if not isinstance(lengths, Tensor):
+        fail(name, f"an int32 tensor (B,) = ({batch},)", type(lengths).__name__, TypeError)
+    if lengths.dtype not in (torch.int32, torch.int64):
+        fail(name, "an int32 tensor", described(lengths), TypeError)
+    if lengths.dim() != 1 or lengths.shape[0] != batch:
+        fail(name, f"of shape (B,) = ({batch},)", described(lengths))
+    if lengths.device != device:
+        fail(name, f"on the device of the queries, {device}", described(lengths))
+    if readable(lengths, validate) and batch and not bool(((lengths >= least) & (lengths <= most)).all()):
+        fail(name, f"from {least} to {most}", lengths.tolist())

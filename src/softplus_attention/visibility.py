@@ -1,0 +1,87 @@
+"""Which keys each query row sees.
+
+Every mode of the op (causal, window, padding, packed documents, a cache with lengths) becomes one range of keys per row,
+cut further by an optional boolean mask. ``counts`` is N_i of the method: the number of keys a row sees, always.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Rows of ``t_q`` queries over ``t_k`` keys.
+
+    ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1 keys
+    before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is (B|1, H|1, t_q|1, t_k|1), True =
+    visible. All of them apply together. ``own_key`` (B or 1, t_q) is the key a row stands on, where it is not ``row + t_k - t_q``.
+    """
+
+    t_q: int
+    t_k: int
+    device: torch.device
+    is_causal: bool = False
+    window: int | None = None
+    key_start: Tensor | None = None
+    key_end: Tensor | None = None
+    mask: Tensor | None = None
+    own_key: Tensor | None = None
+
+    def positions(self) -> Tensor:
+        """(B or 1, t_q): the key each row stands on; distances (ALiBi) are measured from it."""
+        if self.own_key is not None:
+            return self.own_key
+        offset = self.t_k - self.t_q
+        return torch.arange(offset, offset + self.t_q, device=self.device, dtype=torch.int32)[None]
+
+    def ranges(self) -> tuple[Tensor, Tensor]:
+        """(start, end), each int32 (B or 1, t_q), 0 <= start <= end <= t_k: the keys a row may see before the mask."""
+        zero = torch.zeros((1, self.t_q), device=self.device, dtype=torch.int32)
+        start = zero if self.key_start is None else self.key_start.to(torch.int32).clamp(0, self.t_k)
+        end = zero + self.t_k if self.key_end is None else self.key_end.to(torch.int32).clamp(max=self.t_k)
+        if self.is_causal:
+            end = torch.minimum(end, self.positions() + 1)
+            if self.window is not None:
+                start = torch.maximum(start, self.positions() + 1 - self.window)
+        start, end = torch.broadcast_tensors(start, end)
+        return start, torch.maximum(start, end)
+
+    def dense(self) -> Tensor:
+        """(B|1, H|1, t_q, t_k), True = visible."""
+        start, end = self.ranges()
+        key = torch.arange(self.t_k, device=self.device, dtype=torch.int32)
+        visible = ((key >= start[..., None]) & (key < end[..., None]))[:, None]
+        return visible if self.mask is None else visible & self.mask
+
+
+def packed(
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, *, is_causal: bool, window: int | None
+) -> Visibility:
+    """Documents laid end to end: a row sees its own document only."""
+    row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
+    document = torch.bucketize(row, cu_seqlens_q[1:], right=True).clamp(max=cu_seqlens_q.numel() - 2)
+    start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
+    own_key = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
+    if is_causal:
+        end = torch.minimum(end, own_key + 1)
+        if window is not None:
+            start = torch.maximum(start, own_key + 1 - window)
+    return Visibility(
+        total_q, total_k, row.device, key_start=start[None], key_end=end[None], own_key=own_key[None]
+    )
+
+
+def cached(
+    cache_seqlens: Tensor, cache_starts: Tensor | None, t_q: int, t_max: int, *, window: int | None
+) -> Visibility:
+    """New tokens at the end of caches of ``cache_seqlens`` keys each, causal among themselves."""
+    row = torch.arange(t_q, device=cache_seqlens.device, dtype=torch.int32)
+    own_key = (cache_seqlens[:, None] - t_q + row).to(torch.int32)
+    start = torch.zeros_like(own_key) if cache_starts is None else cache_starts[:, None].to(torch.int32).expand_as(own_key)
+    if window is not None:
+        start = torch.maximum(start, own_key + 1 - window)
+    return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key)
