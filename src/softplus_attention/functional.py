@@ -97,7 +97,9 @@ def softplus_attention_varlen(
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     longest = max_seqlen_k
-    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate, most_keys=longest)[0].transpose(0, 1)
+    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate, most_keys=longest)[0].transpose(
+        0, 1
+    )
 
 
 def softplus_attention_decode(
@@ -179,7 +181,8 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
     )
 
 
@@ -237,7 +240,9 @@ def cache_visibility(
     enable_gqa: bool,
     validate: bool,
 ) -> Visibility:
-    check.check_qkv(q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k_cache", "v_cache"))
+    check.check_qkv(
+        q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k_cache", "v_cache")
+    )
     check.check_window(window, is_causal=True)
     batch, t_q, t_max = q.shape[0], q.shape[2], k_cache.shape[2]
     check.check_cache_lengths("cache_seqlens", cache_seqlens, batch, t_q, t_max, q.device, validate)

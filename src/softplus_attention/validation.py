@@ -78,7 +78,9 @@ def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int], device: to
     if not isinstance(mask, Tensor):
         fail("attn_mask", "a bool tensor, True = visible", type(mask).__name__, TypeError)
     if mask.dtype != torch.bool:
-        fail("attn_mask", "a bool tensor, True = visible (additive biases are not supported)", described(mask), TypeError)
+        fail(
+            "attn_mask", "a bool tensor, True = visible (additive biases are not supported)", described(mask), TypeError
+        )
     if mask.device != device:
         fail("attn_mask", f"on the device of the queries, {device}", described(mask))
     if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):

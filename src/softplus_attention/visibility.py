@@ -70,9 +70,7 @@ def packed(
         end = torch.minimum(end, own_key + 1)
         if window is not None:
             start = torch.maximum(start, own_key + 1 - window)
-    return Visibility(
-        total_q, total_k, row.device, key_start=start[None], key_end=end[None], own_key=own_key[None]
-    )
+    return Visibility(total_q, total_k, row.device, key_start=start[None], key_end=end[None], own_key=own_key[None])
 
 
 def cached(
@@ -81,7 +79,9 @@ def cached(
     """New tokens at the end of caches of ``cache_seqlens`` keys each, causal among themselves."""
     row = torch.arange(t_q, device=cache_seqlens.device, dtype=torch.int32)
     own_key = (cache_seqlens[:, None] - t_q + row).to(torch.int32)
-    start = torch.zeros_like(own_key) if cache_starts is None else cache_starts[:, None].to(torch.int32).expand_as(own_key)
+    start = (
+        torch.zeros_like(own_key) if cache_starts is None else cache_starts[:, None].to(torch.int32).expand_as(own_key)
+    )
     if window is not None:
         start = torch.maximum(start, own_key + 1 - window)
     return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key)

@@ -1,0 +1,1 @@
+"""Fast implementations of the op, and their registration with PyTorch (``ops``)."""

@@ -1,23 +1,23 @@
 """The CPU path: exact attention over blocks of rows, forward and backward, in O(T * block) memory.
 
 A tile holds some rows of some heads against all the keys that those rows see, so both l1-normalisations and every row sum
-of the backward are plain reductions inside the tile. The tile is batched over heads, which is where the cores find their
-work. Formulas: docs/method.md.
+of the backward are plain reductions inside the tile. Cores work on different tiles. Formulas: docs/method.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from softplus_attention.kernels.parallel import for_each
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
-# Elements of one tile buffer: large enough to share between cores, small enough to stay in their caches.
-TILE_ELEMENTS = 1 << 20
+# Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
+TILE_ELEMENTS = 1 << 18
 LEAST_ROWS, MOST_ROWS = 64, 256
 
 
@@ -36,14 +36,20 @@ class Sharpening:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``."""
+    """Rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``.
+
+    ``counts`` is N_i, with the scale and offset that follow from it; each broadcasts to (members, heads per key head, rows).
+    ``unseen`` names the parts of the keys that some row must not see, with True where it must not.
+    """
 
     group: int
     members: slice
     rows: slice
     keys: slice
-    unseen: tuple[tuple[slice, Tensor], ...]  # parts of the keys, with True where a row must not see one
-    counts: Tensor  # N_i, broadcasts to (members, heads per key head, rows)
+    unseen: tuple[tuple[slice, Tensor], ...]
+    counts: Tensor
+    scale: Tensor
+    offset: Tensor
 
 
 class Problem:
@@ -70,14 +76,17 @@ class Problem:
         self.score_scale, self.sharpening = score_scale, sharpening
         self.groups = 1 if mask is None and start.shape[0] == 1 else batch
         self.members = batch * kv_heads // self.groups
-        self.start, self.end = start.expand(self.groups, -1), end.expand(self.groups, -1)
 
         # The cache of a decode step can be far longer than what is seen of it.
-        self.first = int(start.min()) if start.numel() else 0
-        last = max(int(end.max()) if end.numel() else 0, self.first)
+        self.first, last = int(start.min()), int(end.max())
         k, v = k[:, :, self.first : last], v[:, :, self.first : last]
+        self.start, self.end = (x.expand(self.groups, -1) - self.first for x in (start, end))
 
         self.dtype = compute_dtype(q.dtype)
+        self.row_blocks = self.blocks_of_rows(last - self.first)
+        self.bounds = [self.bounds_of_blocks(group) for group in range(self.groups)]
+        self.counts = (self.end - self.start).to(self.dtype)
+        self.scale, self.offset = self.scale_and_offset(self.counts)
         self.q, self.inverse_q_norm = unit_and_inverse_norm(self.by_query(q.to(self.dtype)))
         k = self.by_key(k.to(self.dtype))
         self.k, self.inverse_k_norm = (k, None) if normalized_keys else unit_and_inverse_norm(k)
@@ -105,57 +114,62 @@ class Problem:
         """(B, H_kv, ...) -> (group, member, ...)"""
         return x.reshape(self.groups, self.members, *x.shape[2:])
 
-    def rows_per_tile(self) -> int:
-        per_row = max(1, self.members * self.shared * self.k.shape[2])
-        most = max(1, MOST_ROWS // self.shared)
-        return min(most, max(TILE_ELEMENTS // per_row, LEAST_ROWS // self.shared, 1), max(self.t_q, 1))
+    def blocks_of_rows(self, keys: int) -> list[slice]:
+        least, most = max(1, LEAST_ROWS // self.shared), max(1, MOST_ROWS // self.shared)
+        block = min(most, max(TILE_ELEMENTS // max(1, self.shared * keys), least))
+        return [slice(first, min(first + block, self.t_q)) for first in range(0, self.t_q, block)]
 
-    def tiles(self) -> Iterator[Tile]:
-        block = self.rows_per_tile()
-        for group in range(self.groups):
-            for first_row in range(0, self.t_q, block):
-                rows = slice(first_row, min(first_row + block, self.t_q))
-                start, end = self.start[group, rows] - self.first, self.end[group, rows] - self.first
-                low, high = int(start.min()), int(end.max())
-                if high <= low:
-                    low = high = 0
-                width = max(1, TILE_ELEMENTS // (self.shared * (rows.stop - rows.start) * max(high - low, 1)))
-                for first_member in range(0, self.members, width):
-                    members = slice(first_member, min(first_member + width, self.members))
-                    unseen, counts = self.hidden_from(group, members, rows, start, end, low, high)
-                    yield Tile(group, members, rows, slice(low, high), unseen, counts)
+    def bounds_of_blocks(self, group: int) -> list[tuple[int, int, int, int]]:
+        """Of each block of rows: least and largest start, least and largest end."""
+        extremes = []
+        for rows in self.row_blocks:
+            for x in (self.start, self.end):
+                extremes += x[group, rows].aminmax()
+        return [tuple(x) for x in torch.stack(extremes).view(-1, 4).tolist()]
 
-    def hidden_from(
-        self, group: int, members: slice, rows: slice, start: Tensor, end: Tensor, low: int, high: int
-    ) -> tuple[tuple[tuple[slice, Tensor], ...], Tensor]:
-        """What the tile's rows must not see of its keys, and how many keys each row sees."""
+    def scale_and_offset(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.score_scale * counts.clamp(min=1).log(), (counts > 3).to(self.dtype)
+
+    def strips(self) -> list[tuple[int, slice]]:
+        """(group, members): the parts of the problem whose gradients do not meet."""
+        rows = self.row_blocks[0]
+        per_member = max(1, self.shared * (rows.stop - rows.start) * self.k.shape[2])
+        width = max(1, TILE_ELEMENTS // per_member)
+        return [
+            (group, slice(first, min(first + width, self.members)))
+            for group in range(self.groups)
+            for first in range(0, self.members, width)
+        ]
+
+    def tile(self, group: int, members: slice, block: int) -> Tile:
+        rows = self.row_blocks[block]
+        low, last_start, first_end, high = self.bounds[group][block]
+        start, end = self.start[group, rows, None], self.end[group, rows, None]
+        keys = slice(low, max(low, high))
         if self.mask is not None:
-            key = torch.arange(low, high)
-            seen = (key >= start[:, None]) & (key < end[:, None])
-            seen = seen & self.mask_tile(group, members, rows, low, high)
-            return ((slice(0, high - low), ~seen),), seen.sum(-1).to(self.dtype)
+            key = torch.arange(low, keys.stop, dtype=torch.int32)
+            seen = (key >= start) & (key < end) & self.mask_tile(group, members, rows, keys)
+            counts = seen.sum(-1).to(self.dtype)
+            unseen = ((slice(0, keys.stop - low), ~seen),)
+            return Tile(group, members, rows, keys, unseen, counts, *self.scale_and_offset(counts))
         # All rows see the keys between the last start and the first end: only the edges need a mask.
-        counts = (end - start).to(self.dtype)
-        left, right = min(int(start.max()), high), max(int(end.min()), low)
-        if left >= right:
-            edges = [(low, high)]
-        else:
-            edges = [(low, left), (right, high)]
-        parts = []
+        edges = [(low, last_start), (first_end, high)] if last_start < first_end else [(low, high)]
+        unseen = []
         for a, b in edges:
             if a < b:
-                key = torch.arange(a, b)
-                parts.append((slice(a - low, b - low), (key < start[:, None]) | (key >= end[:, None])))
-        return tuple(parts), counts
+                key = torch.arange(a, b, dtype=torch.int32)
+                unseen.append((slice(a - low, b - low), (key < start) | (key >= end)))
+        terms = (x[group, rows] for x in (self.counts, self.scale, self.offset))
+        return Tile(group, members, rows, keys, tuple(unseen), *terms)
 
-    def mask_tile(self, group: int, members: slice, rows: slice, low: int, high: int) -> Tensor:
+    def mask_tile(self, group: int, members: slice, rows: slice, keys: slice) -> Tensor:
         assert self.mask is not None
         mask = self.mask[group, members, :, rows]
-        return mask if mask.shape[-1] == 1 else mask[..., low + self.first : high + self.first]
+        return mask if mask.shape[-1] == 1 else mask[..., keys.start + self.first : keys.stop + self.first]
 
 
 class Workspace:
-    """Tile buffers, allocated once per call."""
+    """Tile buffers, allocated once per call and thread."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -169,6 +183,12 @@ class Workspace:
         if buffer is None or buffer.numel() < size:
             buffer = self.buffers[name] = torch.empty(size, dtype=self.dtype)
         return buffer[:size].view(shape)
+
+
+def workspace(buffers: threading.local, dtype: torch.dtype) -> Workspace:
+    if not hasattr(buffers, "work"):
+        buffers.work = Workspace(dtype)
+    return buffers.work
 
 
 def unit_and_inverse_norm(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,10 +243,9 @@ class RowTerms:
         self.q = problem.q[tile.group, tile.members, :, tile.rows]
         m, shared, rows, d = self.q.shape
         self.shape = (m, shared * rows, tile.keys.stop - tile.keys.start)
-        counts = tile.counts.expand(m, shared, rows)
-        self.scale = self.column(problem.score_scale * counts.clamp(min=1).log())
-        self.counts = self.column(counts)
-        self.offset = (self.counts > 3).to(problem.dtype)
+        self.counts, self.scale, self.offset = (
+            self.column(x.expand(m, shared, rows)) for x in (tile.counts, tile.scale, tile.offset)
+        )
         self.scaled_q = self.q.reshape(m, shared * rows, d) * self.scale
         self.k = problem.k[tile.group, tile.members, tile.keys]
         self.v = problem.v[tile.group, tile.members, tile.keys]
@@ -258,14 +277,15 @@ class RowTerms:
         if self.power is not None:
             height = self.counts * largest / total - self.offset  # M_i = max x
             self.sharp = height > EQUAL_SCORES
-            self.height = torch.where(self.sharp, height, 1)
             self.all_sharp = bool(self.sharp.all())
+            self.height = height if self.all_sharp else torch.where(self.sharp, height, 1)
 
     def relative_excess(self, f: Tensor, out: Tensor) -> Tensor:
         """u = x / M, zero in rows that do not sharpen."""
-        slope = torch.where(self.sharp, self.counts / self.total / self.height, 0)
-        torch.mul(f, slope, out=out)
-        return out.sub_(torch.where(self.sharp, self.offset / self.height, 0)).relu_()
+        slope, offset = self.counts / self.total / self.height, self.offset / self.height
+        if not self.all_sharp:
+            slope, offset = torch.where(self.sharp, slope, 0), torch.where(self.sharp, offset, 0)
+        return torch.mul(f, slope, out=out).sub_(offset).relu_()
 
     def raised(self, u: Tensor, below: int, out: Tensor) -> Tensor:
         """u^(p - below)"""
@@ -293,8 +313,11 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
     """Fills ``out`` (B, H, T_q, D_v) and ``stats`` (3, B, H, T_q): R = sum f, max f and W = sum w of each row."""
     out_by_query = problem.by_query(out)
     stats_by_query = [problem.by_query(x) for x in stats]
-    work = Workspace(problem.dtype)
-    for tile in problem.tiles():
+    buffers = threading.local()
+
+    def work_on(piece: tuple[int, slice, int]) -> None:
+        work = workspace(buffers, problem.dtype)
+        tile = problem.tile(*piece)
         here = (tile.group, tile.members, slice(None), tile.rows)
         rows = RowTerms(problem, tile)
         shape = rows.shape
@@ -302,7 +325,7 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
             out_by_query[here] = 0
             for x, value in zip(stats_by_query, (1, 0, 1), strict=True):
                 x[here] = value
-            continue
+            return
         f = torch.bmm(rows.scaled_q, rows.k.mT, out=work("f", shape))
         rows.hide_(softplus_(f))
         total = f.sum(-1, keepdim=True)
@@ -325,6 +348,11 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
         for x, value in zip(stats_by_query, (total, largest, norm), strict=True):
             x[here] = value.view(x[here].shape)
 
+    # The longest rows of a causal problem come last: started first, they leave no core waiting for one long tile.
+    for_each(
+        work_on, [(*strip, block) for block in reversed(range(len(problem.row_blocks))) for strip in problem.strips()]
+    )
+
 
 def backward(
     problem: Problem, grad_out: Tensor, stats: Tensor, keys: int, power_grad: bool
@@ -335,14 +363,16 @@ def backward(
     row_stats = [problem.by_query(x) for x in stats]
     dq, dk, dv = torch.zeros_like(problem.q), torch.zeros_like(problem.k), torch.zeros_like(problem.v)
     dp = torch.zeros_like(row_stats[0]) if power_grad else None
-    work = Workspace(dtype)
-    for tile in problem.tiles():
+    buffers = threading.local()
+
+    def work_on_tile(tile: Tile) -> None:
+        work = workspace(buffers, dtype)
         here = (tile.group, tile.members, slice(None), tile.rows)
         there = (tile.group, tile.members, tile.keys)
         rows = RowTerms(problem, tile)
         shape = rows.shape
         if shape[2] == 0:
-            continue
+            return
         total, largest, norm = (rows.column(x[here]) for x in row_stats)
         rows.use(total, largest)
         g_out = d_out[here].reshape(shape[0], shape[1], -1)
@@ -374,7 +404,9 @@ def backward(
         if steepness is None:
             slope.div_(total)
         else:
-            g.mul_(steepness).mul_(torch.where(rows.sharp, rows.power / norm / rows.height, 1 / rows.counts.clamp(min=1)))  # dx
+            g.mul_(steepness).mul_(
+                torch.where(rows.sharp, rows.power / norm / rows.height, 1 / rows.counts.clamp(min=1))
+            )  # dx
             competition = rows.offset / rows.counts.clamp(min=1) * g.sum(-1, keepdim=True)  # eps
             g.sub_(torch.where(rows.sharp, competition, 0))
             slope.mul_(rows.counts / total)
@@ -386,6 +418,11 @@ def backward(
         clean_q = problem.clean_q[here].reshape(rows.scaled_q.shape) * rows.scale
         dk[there].baddbmm_(g.mT, clean_q)
 
+    def work_on(strip: tuple[int, slice]) -> None:
+        for block in range(len(problem.row_blocks)):
+            work_on_tile(problem.tile(*strip, block))
+
+    for_each(work_on, problem.strips())
     dq = unit_backward(dq, problem.q, problem.inverse_q_norm)
     if problem.inverse_k_norm is not None:
         dk = unit_backward(dk, problem.k, problem.inverse_k_norm)

@@ -116,7 +116,5 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     raise RuntimeError(ONCE)
 
 
-torch.library.register_autograd(
-    "softplus_attention::chunked_forward", _chunked_grad, setup_context=_save, lib=_library
-)
+torch.library.register_autograd("softplus_attention::chunked_forward", _chunked_grad, setup_context=_save, lib=_library)
 torch.library.register_autograd("softplus_attention::chunked_backward", _no_double_backward, lib=_library)
