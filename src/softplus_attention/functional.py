@@ -36,9 +36,9 @@ def softplus_attention(
     """Softplus attention with re-weighting (LSSAR), or without (LSSA, ``power=None``): a drop-in for
     ``torch.nn.functional.scaled_dot_product_attention``.
 
-    The scores are cosines scaled by ``score_scale * log(N_i)``, where N_i is the number of keys row i sees in whatever
-    mode; softplus and l1-normalisation make weights of them, and relu(N_i * weight - 1)^power, normalised again, keeps the
-    keys above the row's average. q and k are normalised here: apply RoPE before.
+    The scores are cosines scaled by ``score_scale * log(N_i)``, where N_i is the number of keys that row i sees, in
+    every mode. Softplus and l1-normalisation make weights of them; relu(N_i * weight - 1)^power, normalised again,
+    keeps the keys above the row's average. q and k are normalised here: apply RoPE before.
 
     Args:
         q: (B, H, T_q, D), float16, bfloat16, float32 or float64, any strides. D up to 256.
@@ -87,9 +87,9 @@ def softplus_attention_varlen(
 ) -> Tensor:
     """``softplus_attention`` over packed documents: q (total_q, H, D), k and v (total_k, H_kv, D).
 
-    Document i owns the tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (int32, from 0 to the total); its rows see its own
-    keys only, and N_i counts from its start. ``max_seqlen_*`` are the longest documents. A power tensor is per head (H,) or
-    broadcasts to (1, H, total_q). Returns (total_q, H, D_v).
+    Document i owns the tokens ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]`` (int32, from 0 to the total); its rows see
+    its own keys only, and N_i counts from its start. ``max_seqlen_*`` are the longest documents. A power tensor is per
+    head (H,) or broadcasts to (1, H, total_q). Returns (total_q, H, D_v).
     """
     q, k, v = autocast(q, k, v)
     visibility = packed_visibility(
@@ -120,9 +120,9 @@ def softplus_attention_decode(
     """``softplus_attention`` of new tokens over key/value caches of different fill.
 
     q (B, H, T_q, D) are the last T_q tokens of each sequence; their keys and values are already in the caches
-    (B, H_kv, T_max, D) and counted in ``cache_seqlens`` (B,). They are causal among themselves. ``cache_starts`` (B,) is
-    the first real key of a left-padded sequence. ``normalized_keys`` says that the cache holds unit vectors, which saves
-    normalising all of it at every step. What lies outside a sequence's part of the cache is never read into a result.
+    (B, H_kv, T_max, D) and counted in ``cache_seqlens`` (B,). They are causal among themselves. ``cache_starts`` (B,)
+    is the first real key of a left-padded sequence. ``normalized_keys`` says that the cache holds unit vectors, which
+    saves normalising all of it at every step. What lies outside a sequence's part of the cache never reaches a result.
     Returns (B, H, T_q, D_v).
     """
     q, k_cache, v_cache = autocast(q, k_cache, v_cache)
@@ -157,7 +157,7 @@ def attention_weights(
         check.fail("stage", "'scores', 'normalised' or 'sharpened'", repr(stage))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2])
-    check.check_power(power, *q.shape[:3], q.device, False)
+    check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, False)
     return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
 
 
@@ -268,7 +268,7 @@ def attend(
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
     score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2] if most_keys is None else most_keys)
-    check.check_power(power, *q.shape[:3], q.device, validate)
+    check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
     if chosen == "reference":
         return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)

@@ -98,7 +98,7 @@ def attention_stages(
     score_scale: float | None = None,
     normalized_keys: bool = False,
 ) -> Stages:
-    """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; LSSA (power None) ends with the first."""
+    """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; LSSA ends with the first."""
     dtype = compute_dtype(q.dtype)
     score_scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     visible = visibility.dense()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NoReturn
 
 import torch
@@ -103,11 +104,12 @@ def check_bounds(name: str, bound: Tensor | None, batch: int, t_q: int, device: 
 
 
 def readable(x: Tensor, validate: bool) -> bool:
-    """Whether to look at values: always on a CPU, elsewhere on demand (it waits for the device), never while tracing."""
+    """Whether to look at values: on a CPU always, elsewhere on demand (the device must wait), never while tracing."""
     return not torch.compiler.is_compiling() and (x.device.type == "cpu" or validate)
 
 
-def check_power(power: Power, batch: int, heads: int, t_q: int, device: torch.device, validate: bool) -> None:
+def check_power(power: Power, full: tuple[int, int, int], device: torch.device, validate: bool) -> None:
+    """``full`` is (B, H, T_q)."""
     if power is None or isinstance(power, PowerByLength):
         return
     kinds = "None (LSSA), a number >= 1, a tensor or a PowerByLength"
@@ -116,7 +118,7 @@ def check_power(power: Power, batch: int, heads: int, t_q: int, device: torch.de
             fail("power", "a floating-point tensor", described(power), TypeError)
         if power.device != device:
             fail("power", f"on the device of the queries, {device}", described(power))
-        shape, full = shape_of_power(power), (batch, heads, t_q)
+        shape = shape_of_power(power)
         if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
             fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", described(power))
         if readable(power, validate) and power.numel() and not bool((power >= 1).all()):
@@ -153,11 +155,11 @@ def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: to
         ends = cu.tolist()
         if ends[0] != 0:
             fail(name, "starting at 0", f"{ends[0]} first")
-        if any(b < a for a, b in zip(ends, ends[1:], strict=False)):
+        if any(b < a for a, b in pairwise(ends)):
             fail(name, "non-decreasing", ends)
         if ends[-1] != total:
             fail(name, f"ending at the number of packed tokens, {total}", f"{ends[-1]} last")
-        most = max(b - a for a, b in zip(ends, ends[1:], strict=False))
+        most = max(b - a for a, b in pairwise(ends))
         if most > longest:
             suffix = name.removeprefix("cu_seqlens")
             fail(f"max_seqlen{suffix}", f"at least the longest document, {most}", longest)

@@ -1,7 +1,7 @@
 """Which keys each query row sees.
 
-Every mode of the op (causal, window, padding, packed documents, a cache with lengths) becomes one range of keys per row,
-cut further by an optional boolean mask. ``counts`` is N_i of the method: the number of keys a row sees, always.
+Every mode of the op (causal, window, padding, packed documents, a cache with lengths) becomes one range of keys per
+row, cut further by an optional boolean mask. N_i of the method is the number of keys that this leaves to row i, always.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 class Visibility:
     """Rows of ``t_q`` queries over ``t_k`` keys.
 
-    ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1 keys
-    before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is (B|1, H|1, t_q|1, t_k|1), True =
-    visible. All of them apply together. ``own_key`` (B or 1, t_q) is the key a row stands on, where it is not ``row + t_k - t_q``.
+    ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1
+    keys before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is
+    (B|1, H|1, t_q|1, t_k|1), True = visible. All of them apply together. ``own_key`` (B or 1, t_q) is the key a row
+    stands on, where that is not ``row + t_k - t_q``.
     """
 
     t_q: int

@@ -1,7 +1,7 @@
 """The CPU path: exact attention over blocks of rows, forward and backward, in O(T * block) memory.
 
-A tile holds some rows of some heads against all the keys that those rows see, so both l1-normalisations and every row sum
-of the backward are plain reductions inside the tile. Cores work on different tiles. Formulas: docs/method.md.
+A tile holds some rows of some heads against all the keys that those rows see, so both l1-normalisations and every row
+sum of the backward are plain reductions inside the tile. Cores work on different tiles. Formulas: docs/method.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEAST_ROWS, MOST_ROWS = 64, 256
 
 @dataclass(frozen=True)
 class Sharpening:
-    """Stage 2 of one call: a constant power, a power per row (B|1, H|1, T_q|1), or one that follows the number of keys."""
+    """Stage 2 of one call: a constant power, one per row (B|1, H|1, T_q|1), or one that follows the number of keys."""
 
     constant: float
     rows: Tensor | None
@@ -38,8 +38,8 @@ class Sharpening:
 class Tile:
     """Rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``.
 
-    ``counts`` is N_i, with the scale and offset that follow from it; each broadcasts to (members, heads per key head, rows).
-    ``unseen`` names the parts of the keys that some row must not see, with True where it must not.
+    ``counts`` is N_i, with the scale and offset that follow from it; each broadcasts to (members, heads per key head,
+    rows). ``unseen`` names the parts of the keys that some row must not see, with True where it must not.
     """
 
     group: int
@@ -53,7 +53,7 @@ class Tile:
 
 
 class Problem:
-    """The inputs, laid out for tiling: (group, member, ...), a member being one key head with the query heads that share it.
+    """The inputs, laid out for tiling: (group, member, ...); a member is one key head and the query heads that share it.
 
     Without per-sequence ranges or a mask all sequences are one group; else each sequence is its own.
     """
@@ -89,7 +89,11 @@ class Problem:
         self.scale, self.offset = self.scale_and_offset(self.counts)
         self.q, self.inverse_q_norm = unit_and_inverse_norm(self.by_query(q.to(self.dtype)))
         k = self.by_key(k.to(self.dtype))
-        self.k, self.inverse_k_norm = (k, None) if normalized_keys else unit_and_inverse_norm(k)
+        self.inverse_k_norm: Tensor | None = None
+        if normalized_keys:
+            self.k = k
+        else:
+            self.k, self.inverse_k_norm = unit_and_inverse_norm(k)
         self.v = self.by_key(v.to(self.dtype))
         self.mask = None if mask is None else self.by_query(mask.expand(batch, heads, self.t_q, -1))
         self.power = None
@@ -97,7 +101,7 @@ class Problem:
             rows = sharpening.rows.to(self.dtype).expand(batch, heads, self.t_q)
             self.power = self.by_query(rows[..., None])[..., 0]
 
-        # A product turns 0 * NaN into NaN for rows that give a bad vector no weight: those products get cleaned operands.
+        # A product turns 0 * NaN into NaN, also for rows that give a bad vector no weight: it gets cleaned operands.
         self.clean_q, self.clean_k = cleaned(self.q), cleaned(self.k)
         self.has_bad_scores = self.clean_q is not self.q or self.clean_k is not self.k
         self.bad_keys: list[list[int]] | None = None
@@ -121,7 +125,7 @@ class Problem:
 
     def bounds_of_blocks(self, group: int) -> list[tuple[int, int, int, int]]:
         """Of each block of rows: least and largest start, least and largest end."""
-        extremes = []
+        extremes: list[Tensor] = []
         for rows in self.row_blocks:
             for x in (self.start, self.end):
                 extremes += x[group, rows].aminmax()
@@ -150,8 +154,8 @@ class Problem:
             key = torch.arange(low, keys.stop, dtype=torch.int32)
             seen = (key >= start) & (key < end) & self.mask_tile(group, members, rows, keys)
             counts = seen.sum(-1).to(self.dtype)
-            unseen = ((slice(0, keys.stop - low), ~seen),)
-            return Tile(group, members, rows, keys, unseen, counts, *self.scale_and_offset(counts))
+            hidden = ((slice(0, keys.stop - low), ~seen),)
+            return Tile(group, members, rows, keys, hidden, counts, *self.scale_and_offset(counts))
         # All rows see the keys between the last start and the first end: only the edges need a mask.
         edges = [(low, last_start), (first_end, high)] if last_start < first_end else [(low, high)]
         unseen = []
@@ -236,7 +240,7 @@ def integer_power(u: Tensor, exponent: int, out: Tensor) -> Tensor:
 
 
 class RowTerms:
-    """What one tile's rows need in both directions: N, R, M, W and what follows from them, each (m, shared * rows, 1)."""
+    """What a tile's rows need in both directions: N, R, M, W and what follows from them, each (m, shared * rows, 1)."""
 
     def __init__(self, problem: Problem, tile: Tile) -> None:
         self.problem, self.tile = problem, tile
@@ -323,8 +327,8 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
         shape = rows.shape
         if shape[2] == 0:
             out_by_query[here] = 0
-            for x, value in zip(stats_by_query, (1, 0, 1), strict=True):
-                x[here] = value
+            for x, nothing in zip(stats_by_query, (1, 0, 1), strict=True):
+                x[here] = nothing
             return
         f = torch.bmm(rows.scaled_q, rows.k.mT, out=work("f", shape))
         rows.hide_(softplus_(f))
@@ -401,7 +405,7 @@ def backward(
         if dp is not None:
             log_u = torch.where(u > 0, u, 1).log_()
             dp[here] = torch.where(rows.sharp, log_u * weights * g, 0).sum(-1).view(dp[here].shape)
-        if steepness is None:
+        if rows.power is None or steepness is None:
             slope.div_(total)
         else:
             g.mul_(steepness).mul_(

@@ -70,8 +70,8 @@ def _chunked_backward(
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), stats.new_zeros(stats.shape[1:])
     problem = _problem(q, k, v, *options)
     dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], power_rows is not None)
-    grads = (x.reshape(like.shape).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
-    return *grads, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
+    dq, dk, dv = (x.reshape(like.shape).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
 
 
 def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,15 +79,19 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
 
 
-@torch.library.register_fake("softplus_attention::chunked_forward", lib=_library)
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     return _forward_shapes(q, k, v)
 
 
-@torch.library.register_fake("softplus_attention::chunked_backward", lib=_library)
-def _(grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _backward_fake(
+    grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
     d_power = stats.new_empty(0) if options[5] is None else stats.new_empty(stats.shape[1:])
-    return tuple(x.new_empty(x.shape) for x in (q, k, v)) + (d_power,)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), d_power
+
+
+torch.library.register_fake("softplus_attention::chunked_forward", _forward_fake, lib=_library)
+torch.library.register_fake("softplus_attention::chunked_backward", _backward_fake, lib=_library)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

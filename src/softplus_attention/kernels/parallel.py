@@ -1,7 +1,7 @@
 """Independent pieces of one op on several cores, each piece on one core from beginning to end.
 
-PyTorch splits every single operation over the cores and joins them again; for chains of short operations the joining costs
-more than the work. PyTorch releases the GIL inside its operations, so plain threads run such chains side by side.
+PyTorch splits every single operation over the cores and joins them again; for chains of short operations the joining
+costs more than the work. It releases the GIL inside its operations, so plain threads run such chains side by side.
 """
 
 from __future__ import annotations
