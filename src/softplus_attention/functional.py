@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -171,6 +173,8 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
     device = torch.device(device)
     if device.type == "cpu":
         return Choice("chunked", "CPU tensors: row blocks in linear memory")
+    if device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None:
+        return Choice("triton", "CUDA tensors: fused kernels in linear memory")
     return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
 
 
@@ -277,7 +281,7 @@ def attend(
             f"softplus_attention: torch.func transforms do not reach inside impl={chosen!r}; use impl='reference'"
         )
     if chosen == "triton":
-        raise NotImplementedError("impl='triton': the GPU kernels are not in this version; use 'reference' on CUDA")
+        return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     if q.device.type != "cpu":
         check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
     return chunked_attention(q, k, v, visibility, power, score_scale, normalized_keys)
@@ -293,6 +297,37 @@ def chunked_attention(
         q, k, v, start, end, visibility.mask, *power_arguments(power), score_scale, normalized_keys
     )
     return out
+
+
+def triton_attention(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+) -> Tensor:
+    if q.dtype == torch.float64:
+        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
+    if q.device.type != "cuda" and not triton_interprets():
+        check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
+    if q.device.type != "cuda" and q.dtype == torch.bfloat16:
+        check.fail("q", "float16 or float32 in Triton's interpreter, whose products misread bfloat16", "bfloat16", TypeError)
+    from softplus_attention.kernels import triton_ops  # noqa: F401  registers the op
+
+    out, *_ = torch.ops.softplus_attention.triton_forward(
+        q,
+        k,
+        v,
+        *visibility.given_ranges(),
+        visibility.mask,
+        visibility.is_causal,
+        visibility.window,
+        *power_arguments(power),
+        score_scale,
+        normalized_keys,
+    )
+    return out
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs its kernels in its interpreter, which takes CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def power_arguments(power: Power) -> tuple[bool, float, Tensor | None, list[float] | None]:

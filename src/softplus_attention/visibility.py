@@ -51,6 +51,12 @@ class Visibility:
         start, end = torch.broadcast_tensors(start, end)
         return start, torch.maximum(start, end)
 
+    def given_ranges(self) -> tuple[Tensor | None, Tensor | None]:
+        """(key_start, key_end) within the keys, both or neither, without what follows from ``is_causal`` and ``window``."""
+        if self.key_start is None and self.key_end is None:
+            return None, None
+        return Visibility(self.t_q, self.t_k, self.device, key_start=self.key_start, key_end=self.key_end).ranges()
+
     def dense(self) -> Tensor:
         """(B|1, H|1, t_q, t_k), True = visible."""
         start, end = self.ranges()

@@ -53,7 +53,7 @@ class Tile:
 
 
 class Problem:
-    """The inputs, laid out for tiling: (group, member, ...); a member is one key head and the query heads that share it.
+    """The inputs, laid out for tiling: (group, member, ...); a member is a key head and the query heads that share it.
 
     Without per-sequence ranges or a mask all sequences are one group; else each sequence is its own.
     """

@@ -116,9 +116,9 @@ def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None)
     return dq, dk, dv, None, None, None, None, None, d_rows, None, None, None
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+def no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     raise RuntimeError(ONCE)
 
 
 torch.library.register_autograd("softplus_attention::chunked_forward", _chunked_grad, setup_context=_save, lib=_library)
-torch.library.register_autograd("softplus_attention::chunked_backward", _no_double_backward, lib=_library)
+torch.library.register_autograd("softplus_attention::chunked_backward", no_double_backward, lib=_library)

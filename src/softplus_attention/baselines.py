@@ -1,0 +1,391 @@
+"""The other attentions, and the ablations of ours, by composition: a sentence about scores, weights and a second stage.
+
+``AttentionSpec`` is the sentence, ``composed_attention`` carries it out with the functions of the reference, and
+``sdpa_attention`` runs those that are a softmax through torch's fused kernels. In every one of them N_i is the number
+of keys that row i sees, so prefill, packed, padded and decode rows agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softplus_attention import validation as check
+from softplus_attention.power import Power, PowerByLength, power_of_rows
+from softplus_attention.reference import (
+    compute_dtype,
+    expand_kv_heads,
+    l1_normalised,
+    paper_offset,
+    sharpened,
+    softplus,
+    unit,
+    weighted_sum,
+)
+from softplus_attention.visibility import Visibility
+
+Positive = Literal["softplus", "exp", "sigmoid", "relu", "elu1"]
+Normaliser = Literal["l1", "mean", "none", "entmax"]
+SecondStage = Literal["none", "relu_power", "exp"]
+Bias = Literal["none", "minus_log_n"]
+Positions = Literal["rope", "alibi", "none"]
+CHOICES = {
+    "positive": get_args(Positive),
+    "normaliser": get_args(Normaliser),
+    "second_stage": get_args(SecondStage),
+    "bias": get_args(Bias),
+    "positions": get_args(Positions),
+}
+DEFAULT_POWERS = {"none": None, "relu_power": 15, "exp": 1}
+# The value that Scalable-Softmax starts its learned scale from.
+SSMAX_START = 0.43
+IMPLS = ("auto", "sdpa", "reference")
+Parameters = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """An attention as a sentence; ``str()`` says it. The defaults are LSSAR.
+
+        scores   s_ij = d^-0.5 q.k, or cosines with ``qk_norm``; times log d (``log_d``), times log N_i (``log_n``),
+                 times a learned number per head (``learned_scale``, Scalable-Softmax); minus log N_i (``bias``)
+        stage 1  ``positive`` of the scores, then ``normaliser``: "l1", "mean" (divided by N_i), "none", or "entmax",
+                 which maps the scores itself (``alpha``)
+        stage 2  "none"; "relu_power": relu(N a - o)^power, l1-normalised; "exp": softmax of power * (N a - o)
+
+    ``power`` is a number or a PowerByLength; None is the stage's own: 15, or 1 for "exp", where it is an inverse
+    temperature. Powers in a tensor are passed at the call. ``times_n`` False writes a for N a: with the offset on,
+    relu(a - 1) is zero in every row of more than three keys and stage 1 stands; with it off, the factor N cancels and
+    nothing changes. ``offset`` False is o = 0; in the "exp" stage the offset cancels. ``window`` is used where the call
+    names none. ``positions`` is what a module adds to this attention; "alibi" is added here: -slope_h |i - j| on the
+    scores. A rotation keeps norms, so ``qk_norm`` is the same before and after RoPE.
+
+    A row whose weights are all zero (ReLU with no positive score) gives 0.
+    """
+
+    positive: Positive = "softplus"
+    qk_norm: bool = True
+    log_d: bool = True
+    log_n: bool = True
+    learned_scale: bool = False
+    bias: Bias = "none"
+    normaliser: Normaliser = "l1"
+    alpha: float = 1.5
+    second_stage: SecondStage = "relu_power"
+    power: int | float | PowerByLength | None = None
+    times_n: bool = True
+    offset: bool = True
+    window: int | None = None
+    positions: Positions = "rope"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                check.fail(name, f"one of {choices}", repr(getattr(self, name)))
+        for name in ("qk_norm", "log_d", "log_n", "learned_scale", "times_n", "offset"):
+            if not isinstance(getattr(self, name), bool):
+                check.fail(name, "True or False", repr(getattr(self, name)), TypeError)
+        if not is_number(self.alpha) or not 1 < self.alpha < math.inf:
+            check.fail("alpha", "a number above 1 (entmax with 1 is softmax)", repr(self.alpha))
+        if self.normaliser == "entmax" and self.positive != "exp":
+            check.fail("positive", "'exp' where `normaliser` is 'entmax', which maps the scores itself", self.positive)
+        check.check_window(self.window, is_causal=True)
+        self.check_power()
+
+    def check_power(self) -> None:
+        if self.power is None or isinstance(self.power, PowerByLength):
+            pass
+        elif isinstance(self.power, Tensor):
+            check.fail("power", 'a number or a PowerByLength; pass a tensor as parameters={"power": ...}', "a tensor")
+        elif not is_number(self.power):
+            check.fail("power", "None, a number or a PowerByLength", repr(self.power), TypeError)
+        elif self.second_stage == "exp" and not 0 < self.power < math.inf:
+            check.fail("power", "a number above 0, the inverse temperature of the 'exp' stage", self.power)
+        elif self.second_stage == "relu_power" and not 1 <= self.power < math.inf:
+            check.fail("power", "a number >= 1: below, the gradient is unbounded", self.power)
+        if self.second_stage == "none" and self.power is not None:
+            check.fail("power", "None where `second_stage` is 'none'", repr(self.power))
+
+    def but(self, **changes: Any) -> AttentionSpec:
+        """The same sentence with some words changed: ``spec.but(log_n=False)``."""
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in changes:
+            if name not in known:
+                raise ValueError(f"AttentionSpec has no field `{name}`; its fields are {', '.join(known)}")
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def sharpening(self) -> int | float | PowerByLength | None:
+        """The power with the stage's default filled in; None without a second stage."""
+        return DEFAULT_POWERS[self.second_stage] if self.power is None else self.power
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether torch's fused softmax attention computes it; a bias that is constant in a row cancels there."""
+        return self.positive == "exp" and self.normaliser == "l1" and self.second_stage == "none"
+
+    @property
+    def is_softplus_attention(self) -> bool:
+        """Whether ``softplus_attention`` computes it: LSSA or LSSAR of any power and window, with or without log d."""
+        stage_1 = self.positive == "softplus" and self.normaliser == "l1" and self.qk_norm and self.log_n
+        as_published = not self.learned_scale and self.bias == "none" and self.positions != "alibi"
+        stage_2 = self.second_stage == "none" or (self.second_stage == "relu_power" and self.times_n and self.offset)
+        return stage_1 and as_published and stage_2
+
+    def score_scale(self, head_dim: int) -> float:
+        """What multiplies q . k (or the cosine), but for log N_i and the learned scale."""
+        return (1.0 if self.qk_norm else head_dim**-0.5) * (math.log(head_dim) if self.log_d else 1.0)
+
+    def __str__(self) -> str:
+        factors = [self.learned_scale and "s", self.log_d and "log d", self.log_n and "log N"]
+        scores = " ".join([x for x in factors if x] + ["cosines" if self.qk_norm else "dot products / sqrt d"])
+        scores += " - log N" if self.bias == "minus_log_n" else ""
+        scores += " - ALiBi" if self.positions == "alibi" else ""
+        normalised = {"l1": "l1-normalised", "mean": "divided by N", "none": "not normalised"}
+        positive = "ELU + 1" if self.positive == "elu1" else self.positive
+        text = f"{positive} of {scores}, {normalised.get(self.normaliser)}"
+        if self.normaliser == "entmax":
+            text = f"{self.alpha:g}-entmax of {scores}"
+        excess = ("N a" if self.times_n else "a") + (" - 1" if self.offset else "")
+        if self.second_stage == "relu_power":
+            text += f"; then relu({excess})^{self.sharpening}, l1-normalised"
+        elif self.second_stage == "exp":
+            text += f"; then softmax of {'' if self.sharpening == 1 else f'{self.sharpening} '}({excess})"
+        text += "" if self.window is None else f"; over a window of {self.window}"
+        return text + ("; without positions" if self.positions == "none" else "")
+
+
+def is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def elu_plus_one(s: Tensor) -> Tensor:
+    """s + 1 above zero, e^s below; torch's ELU plus 1 would round e^s away."""
+    return torch.where(s > 0, s + 1, s.clamp(max=0).exp())
+
+
+# Softplus of scores without a bound (no qk_norm) can underflow in a whole row, which then gives 0.
+POSITIVE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softplus": softplus,
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "elu1": elu_plus_one,
+}
+
+
+def learned_parameters(spec: AttentionSpec, num_heads: int) -> dict[str, Tensor]:
+    """The initial values of what the attention itself learns, by name."""
+    return {"ssmax_scale": torch.full((num_heads,), SSMAX_START)} if spec.learned_scale else {}
+
+
+def check_parameters(spec: AttentionSpec, parameters: Parameters | None, q: Tensor, validate: bool = False) -> None:
+    known = (["ssmax_scale"] if spec.learned_scale else []) + (["power"] if spec.second_stage != "none" else [])
+    for name, value in (parameters or {}).items():
+        if name not in known:
+            raise ValueError(f"`parameters` may hold {known or 'nothing'} for this attention ({spec}), got {name!r}")
+        if not isinstance(value, Tensor):
+            check.fail(f"parameters[{name!r}]", "a tensor", type(value).__name__, TypeError)
+        if name == "power":
+            check.check_power(value, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
+        elif value.shape != (q.shape[1],) or value.device != q.device:
+            expected = f"of shape (H,) = ({q.shape[1]},) on {q.device}"
+            check.fail(f"parameters[{name!r}]", expected, check.described(value))
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8/H), 2^(-16/H), ... for a power of two; else those of the next lower one, filled up from the next higher."""
+    lower = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * h / lower) for h in range(1, lower + 1)]
+    return slopes + [2 ** (-4 * h / lower) for h in range(1, 2 * lower, 2)][: heads - lower]
+
+
+def alibi_bias(heads: int, visibility: Visibility, dtype: torch.dtype) -> Tensor:
+    """-slope_h |i - j| (B|1, H, T_q, T_k), i being the key that the row stands on."""
+    slopes = torch.tensor(alibi_slopes(heads), dtype=dtype, device=visibility.device)[:, None, None]
+    key = torch.arange(visibility.t_k, device=visibility.device)
+    distance = (visibility.positions()[:, None, :, None] - key).abs()
+    return -slopes * distance.to(dtype)
+
+
+def scaled_queries(spec: AttentionSpec, q: Tensor, counts: Tensor, parameters: Parameters | None) -> Tensor:
+    """The queries, such that their products with the keys are the scores before any bias."""
+    scale = spec.score_scale(q.shape[-1]) * (counts.clamp(min=1).log() if spec.log_n else torch.ones_like(counts))
+    if spec.learned_scale:
+        learned = (parameters or {}).get("ssmax_scale")
+        scale = scale * (SSMAX_START if learned is None else learned.to(q.dtype)[:, None])
+    return (unit(q) if spec.qk_norm else q) * scale[..., None]
+
+
+def seen_by_some_row(visible: Tensor) -> Tensor:
+    """(B|1, 1, T_k, 1). A key that no row sees may hold anything, even NaN, and 0 * NaN is NaN in a product."""
+    return visible.any(-2).any(1, keepdim=True)[..., None]
+
+
+def entmax(scores: Tensor, visible: Tensor, alpha: float) -> Tensor:
+    try:
+        from entmax import entmax15, entmax_bisect
+    except ImportError as error:
+        raise ImportError(
+            "normaliser='entmax' needs the entmax package: pip install 'softplus-attention[baselines]'"
+        ) from error
+    if not scores.shape[-1]:
+        return scores
+    # The package finds no threshold in a row that holds NaN or Inf: such a row is computed without, then set to NaN.
+    bad = (visible & ~scores.isfinite()).any(-1, keepdim=True)
+    scores = torch.where(visible & ~bad, scores, 0)
+    # Whatever lies 1 / (alpha - 1) below the maximum has no weight. A floor just under it keeps the running sums of the
+    # package exact, where -inf would make them NaN and a huge number would drown the small ones.
+    largest = torch.where(visible, scores.detach(), -torch.inf).amax(-1, keepdim=True)
+    floor = torch.where(largest.isfinite(), largest, 0) - 2 / (alpha - 1)
+    scores = torch.where(visible & (scores > floor), scores, floor)
+    weights = entmax15(scores, -1) if alpha == 1.5 else entmax_bisect(scores, alpha, -1)
+    return torch.where(visible, torch.where(bad, torch.nan, weights), 0)
+
+
+def softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    hidden = torch.finfo(scores.dtype).min
+    return torch.where(visible, torch.where(visible, scores, hidden).softmax(-1), 0)
+
+
+def first_stage(spec: AttentionSpec, scores: Tensor, visible: Tensor, counts: Tensor) -> Tensor:
+    if spec.normaliser == "entmax":
+        return entmax(scores, visible, spec.alpha)
+    if spec.normaliser == "l1" and spec.positive == "exp":
+        return softmax(scores, visible)
+    f = POSITIVE_MAPS[spec.positive](torch.where(visible, scores, 0))
+    if spec.normaliser == "l1":
+        return l1_normalised(f, visible)
+    f = torch.where(visible, f, 0)
+    return f / counts.clamp(min=1)[..., None] if spec.normaliser == "mean" else f
+
+
+def second_stage(spec: AttentionSpec, a: Tensor, visible: Tensor, counts: Tensor, power: Power) -> Tensor:
+    p = power_of_rows(power, counts)
+    p = p.to(a.dtype)[..., None] if isinstance(p, Tensor) else p
+    if spec.second_stage == "exp":
+        return softmax(p * (counts[..., None] * a if spec.times_n else a), visible)
+    offset = paper_offset(counts) if spec.offset else counts.new_zeros(())
+    # relu(a - o) is relu(N a - N o) / N: the factor cancels, and the tolerance for equal scores keeps its meaning.
+    return sharpened(a, visible, counts, p, offset if spec.times_n else offset * counts[..., None])
+
+
+def composed_weights(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    visibility: Visibility,
+    parameters: Parameters | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """The final weights (B, H, T_q, T_k) of any spec, dense, in float32 or float64."""
+    dtype, heads = compute_dtype(q.dtype), q.shape[1]
+    visible = visibility.dense()
+    counts = visible.sum(-1).to(dtype)
+
+    k = torch.where(seen_by_some_row(visible), k, 0).to(dtype)
+    k = unit(k) if spec.qk_norm and not normalized_keys else k
+    scores = scaled_queries(spec, q.to(dtype), counts, parameters) @ expand_kv_heads(k, heads).mT
+    if spec.bias == "minus_log_n":
+        # Sigmoid attention subtracts log n for a constant sequence length n; with N_i a prefill and a decode row agree.
+        scores = scores - counts.clamp(min=1).log()[..., None]
+    if spec.positions == "alibi":
+        scores = scores + alibi_bias(heads, visibility, dtype)
+    a = first_stage(spec, scores, visible, counts)
+    if spec.second_stage == "none":
+        return a
+    return second_stage(spec, a, visible, counts, (parameters or {}).get("power", spec.sharpening))
+
+
+def composed_attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    parameters: Parameters | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """Any spec by its equations; half precision is float32 inside, the weights and the output rounded once."""
+    dtype = compute_dtype(q.dtype)
+    weights = composed_weights(spec, q, k, visibility, parameters, normalized_keys).to(q.dtype).to(dtype)
+    v = torch.where(seen_by_some_row(visibility.dense()), v, 0)
+    return weighted_sum(weights, expand_kv_heads(v, q.shape[1]).to(dtype)).to(q.dtype)
+
+
+def sdpa_attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    parameters: Parameters | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """A softmax spec through torch's ``scaled_dot_product_attention``, the scale worked into the queries in float32."""
+    dtype, work = q.dtype, compute_dtype(q.dtype)
+    t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
+    if t_k == 0:
+        return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
+    # A bias rounded to half precision would be wrong by whole units at long distances.
+    run_in = work if spec.positions == "alibi" else dtype
+    q = scaled_queries(spec, q.to(work), visible_counts(visibility).to(work), parameters).to(run_in)
+    k = unit(k.to(work)) if spec.qk_norm and not normalized_keys else k
+    k, v = k.to(run_in), v.to(run_in)
+
+    bounds = (visibility.mask, visibility.key_start, visibility.key_end, visibility.own_key)
+    whole = all(x is None for x in bounds) and (visibility.window is None or visibility.window >= t_k)
+    plain = whole and spec.positions != "alibi"
+    grouped = k.shape[1] != heads
+    if plain and visibility.is_causal and t_q == t_k:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped)
+    if plain and (not visibility.is_causal or t_q == 1):
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=grouped)
+
+    visible = visibility.dense()
+    seen = seen_by_some_row(visible)
+    # Of torch's kernels only the quadratic one takes a mask with grouped heads: the heads are expanded instead.
+    k, v = (expand_kv_heads(torch.where(seen, x, 0), heads) for x in (k, v))
+    # A row that sees nothing is NaN or uniform there, by kernel: it looks at everything and is then set to zero.
+    sees = visible.any(-1, keepdim=True)
+    mask = visible | ~sees
+    if spec.positions == "alibi":
+        mask = torch.where(mask, alibi_bias(heads, visibility, run_in), -torch.inf)
+    return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0), 0).to(dtype)
+
+
+def visible_counts(visibility: Visibility) -> Tensor:
+    """N_i (B|1, H|1, T_q), without a dense mask where there is none."""
+    if visibility.mask is not None:
+        return visibility.dense().sum(-1)
+    start, end = visibility.ranges()
+    return (end - start)[:, None]
+
+
+def attend(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    impl: str = "auto",
+    parameters: Parameters | None = None,
+    *,
+    normalized_keys: bool = False,
+    validate: bool = False,
+) -> Tensor:
+    """The dispatch behind every composed attention; shapes are already checked. "auto" is SDPA wherever it applies."""
+    if impl not in IMPLS:
+        check.fail("impl", f"one of {IMPLS} for this attention ({spec})", repr(impl))
+    if impl == "sdpa" and not spec.is_softmax:
+        check.fail("impl", f"'auto' or 'reference': this attention is no softmax ({spec})", "'sdpa'")
+    check_parameters(spec, parameters, q, validate)
+    run = composed_attention if impl == "reference" or not spec.is_softmax else sdpa_attention
+    return run(spec, q, k, v, visibility, parameters, normalized_keys)

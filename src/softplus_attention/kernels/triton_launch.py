@@ -1,0 +1,242 @@
+"""Launches of the Triton kernels: strides, block sizes, scratch tensors. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from softplus_attention.kernels import triton_backward as bwd
+from softplus_attention.kernels import triton_forward as fwd
+
+LARGEST_INTEGER_POWER = 1023
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rows and keys of a tile, warps per program, depth of the software pipeline."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"BM": self.rows, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def padded(d: int) -> int:
+    return max(16, triton.next_power_of_2(d))
+
+
+def forward_blocks(width: int, precise: bool) -> Blocks:
+    if precise:
+        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(32, 32, 4, 1)
+    if width <= 64:
+        return Blocks(128, 64, 4, 3)
+    return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(64, 64, 8, 2)
+
+
+def dq_blocks(width: int, precise: bool) -> Blocks:
+    if precise:
+        return Blocks(32, 32, 4, 1)
+    if width <= 64:
+        return Blocks(128, 64, 8, 2)
+    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 8, 1)
+
+
+def dkv_blocks(width: int, precise: bool) -> Blocks:
+    if precise:
+        return Blocks(32, 32, 4, 1)
+    if width <= 64:
+        return Blocks(64, 128, 8, 2)
+    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(32, 64, 8, 1)
+
+
+def unit_last_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+@dataclass
+class Problem:
+    """The arguments that all kernels share, as the kernels take them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    start: Tensor | None
+    end: Tensor | None
+    mask: Tensor | None
+    is_causal: bool
+    window: int | None
+    sharpen: bool
+    power: float
+    power_rows: Tensor | None
+    power_by_length: list[float] | None
+    score_scale: float
+    normalized_keys: bool
+
+    def __post_init__(self) -> None:
+        self.q, self.k, self.v = (unit_last_stride(x) for x in (self.q, self.k, self.v))
+        self.batch, self.h, self.t_q, self.d = self.q.shape
+        self.h_kv, self.t_k, self.dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
+        self.precise = self.q.dtype == torch.float32
+        self.width = max(padded(self.d), padded(self.dv))
+        self.range_stride = 0
+        if self.start is not None and self.end is not None:
+            start, end = torch.broadcast_tensors(self.start.to(torch.int32), self.end.to(torch.int32))
+            self.start, self.end = start.contiguous(), end.contiguous()
+            self.range_stride = 0 if start.shape[0] == 1 else start.stride(0)
+        self.counts: Tensor | None = None
+        if self.mask is not None:
+            self.counts = self.mask_counts()
+        if self.power_rows is not None:
+            self.power_rows = self.power_rows.expand(self.batch, self.h, self.t_q)
+
+    def mask_counts(self) -> Tensor:
+        """N_i under a mask, (B|1, H|1, T_q) int32."""
+        from softplus_attention.visibility import Visibility
+
+        visible = Visibility(
+            self.t_q, self.t_k, self.q.device, self.is_causal, self.window, self.start, self.end, self.mask
+        )
+        return visible.dense().sum(-1, dtype=torch.int32)
+
+    def power_code(self) -> int:
+        if not self.sharpen:
+            return 0
+        plain = self.power_rows is None and self.power_by_length is None
+        integral = plain and self.power.is_integer() and self.power <= LARGEST_INTEGER_POWER
+        return int(self.power) if integral else -1
+
+    def shared_arguments(self) -> dict[str, Any]:
+        nothing = self.q  # a pointer that is never read
+        base, slope, n0 = self.power_by_length or (self.power, 0.0, 1.0)
+        mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
+        counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
+        mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
+        power_strides = (0, 0, 0) if self.power_rows is None else self.power_rows.stride()
+        return {
+            "Start": nothing if self.start is None else self.start,
+            "End": nothing if self.end is None else self.end,
+            "Mask": nothing if mask is None else mask.view(torch.uint8),
+            "Counts": nothing if counts is None else counts,
+            "Power": nothing if self.power_rows is None else self.power_rows,
+            "t_q": self.t_q,
+            "t_k": self.t_k,
+            "h": self.h,
+            "h_kv": self.h_kv,
+            "window": self.window or 0,
+            "power_base": base,
+            "power_slope": slope,
+            "power_n0": n0,
+            **dict(zip(("stride_qb", "stride_qh", "stride_qt"), strides(self.q), strict=True)),
+            **dict(zip(("stride_kb", "stride_kh", "stride_kt"), strides(self.k), strict=True)),
+            **dict(zip(("stride_vb", "stride_vh", "stride_vt"), strides(self.v), strict=True)),
+            "stride_rb": self.range_stride,
+            **dict(zip(("stride_mb", "stride_mh", "stride_mm", "stride_mn"), mask_strides, strict=True)),
+            "stride_cb": 0 if counts is None else counts.stride(0),
+            "stride_ch": 0 if counts is None else counts.stride(1),
+            **dict(zip(("stride_pb", "stride_ph", "stride_pm"), power_strides, strict=True)),
+            "CAUSAL": self.is_causal,
+            "HAS_WINDOW": self.window is not None,
+            "HAS_RANGES": self.start is not None,
+            "HAS_MASK": mask is not None,
+            "POWER": self.power_code(),
+            "HAS_POWER_ROWS": self.power_rows is not None,
+            "D": self.d,
+            "DV": self.dv,
+            "BD": padded(self.d),
+            "BDV": padded(self.dv),
+            "PRECISE": self.precise,
+        }
+
+
+def key_norms(problem: Problem) -> Tensor:
+    """1 / ||k||, (B, H_kv, T_k) float32."""
+    k = problem.k
+    if problem.normalized_keys:
+        return k.new_ones(k.shape[:3], dtype=torch.float32)
+    norms = k.new_empty(k.shape[:3], dtype=torch.float32)
+    block = 64
+    fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block), problem.batch * problem.h_kv)](
+        k, norms, problem.t_k, problem.h_kv, *strides(k), D=problem.d, BD=padded(problem.d), BN=block
+    )
+    return norms
+
+
+def forward(problem: Problem, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
+    """Fills ``out`` and ``stats`` (3, B, H, T_q): sum f', max x, sum w; ``flat`` (B, H) says where rows of equal scores are."""
+    blocks = forward_blocks(problem.width, problem.precise)
+    fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
+        Q=problem.q, K=problem.k, V=problem.v, Out=out, Norms=norms, Total=stats[0], Height=stats[1], Weight=stats[2],
+        Flat=flat, score_scale=problem.score_scale,
+        **dict(zip(("stride_ob", "stride_oh", "stride_ot"), strides(out), strict=True)),
+        **problem.shared_arguments(), **blocks.options(),
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem,
+    grad_out: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    flat: Tensor,
+    norms: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    grad_power: Tensor | None,
+) -> None:
+    """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
+    dq, dk, dv = grads
+    grad_out = unit_last_stride(grad_out)
+    shared = problem.shared_arguments()
+    n_rows = problem.batch * problem.h * problem.t_q
+    rows = stats.new_empty(8, n_rows)
+    grad_strides = dict(zip(("stride_gb", "stride_gh", "stride_gt"), strides(grad_out), strict=True))
+
+    blocks = dq_blocks(problem.width, problem.precise)
+    bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
+        Q=problem.q, K=problem.k, V=problem.v, Out=out, GradOut=grad_out, Norms=norms, Total=stats[0], Height=stats[1],
+        Weight=stats[2], Flat=flat, GradQ=dq, GradPower=stats if grad_power is None else grad_power, Rows=rows,
+        n_rows=n_rows, score_scale=problem.score_scale, POWER_GRAD=grad_power is not None,
+        **dict(zip(("stride_ob", "stride_oh", "stride_ot"), strides(out), strict=True)),
+        **dict(zip(("stride_dqb", "stride_dqh", "stride_dqt"), strides(dq), strict=True)),
+        **grad_strides, **shared, **blocks.options(),
+    )  # fmt: skip
+
+    blocks = dkv_blocks(problem.width, problem.precise)
+    first_row, last_row = rows_that_see(problem, blocks)
+    bwd.dkv_kernel[(triton.cdiv(problem.t_k, blocks.keys), problem.batch * problem.h_kv)](
+        Q=problem.q, K=problem.k, V=problem.v, GradOut=grad_out, Norms=norms, Flat=flat, Rows=rows,
+        FirstRow=first_row, LastRow=last_row, GradK=dk, GradV=dv, n_rows=n_rows,
+        stride_fb=0 if problem.range_stride == 0 else first_row.stride(0), NORMALIZED_KEYS=problem.normalized_keys,
+        **dict(zip(("stride_dkb", "stride_dkh", "stride_dkt"), strides(dk), strict=True)),
+        **dict(zip(("stride_dvb", "stride_dvh", "stride_dvt"), strides(dv), strict=True)),
+        **grad_strides, **shared, **blocks.options(),
+    )  # fmt: skip
+
+
+def rows_that_see(problem: Problem, blocks: Blocks) -> tuple[Tensor, Tensor]:
+    """For ranges given per row: the rows [first, last) that may see a key of each block of keys, (B|1, key blocks)."""
+    start, end = problem.start, problem.end
+    if start is None or end is None:
+        return problem.q, problem.q  # never read
+    tail = -problem.t_q % blocks.rows
+    some = end > start
+    lowest = torch.nn.functional.pad(torch.where(some, start, problem.t_k), (0, tail), value=problem.t_k)
+    highest = torch.nn.functional.pad(torch.where(some, end, 0), (0, tail), value=0)
+    lowest = lowest.unflatten(1, (-1, blocks.rows)).amin(-1)  # (B|1, row blocks)
+    highest = highest.unflatten(1, (-1, blocks.rows)).amax(-1)
+    first_key = torch.arange(0, problem.t_k, blocks.keys, device=start.device, dtype=torch.int32)[:, None]
+    meets = (lowest[:, None] < first_key + blocks.keys) & (highest[:, None] > first_key)  # (B|1, key blocks, row blocks)
+    index = torch.arange(meets.shape[-1], device=start.device, dtype=torch.int32)
+    first = torch.where(meets, index, meets.shape[-1]).amin(-1)
+    last = torch.where(meets, index + 1, 0).amax(-1)
+    return (first * blocks.rows).to(torch.int32), (last * blocks.rows).clamp(max=problem.t_q).to(torch.int32)

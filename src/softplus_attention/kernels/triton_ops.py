@@ -1,0 +1,107 @@
+"""The Triton kernels as PyTorch knows them: schemas, shapes for tracing, and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.kernels import triton_launch
+from softplus_attention.kernels.ops import no_double_backward
+
+_library = torch.library.Library("softplus_attention", "FRAGMENT")
+
+_OPTIONS = (
+    "Tensor? start, Tensor? end, Tensor? mask, bool is_causal, int? window, bool sharpen, float power, "
+    "Tensor? power_rows, float[]? power_by_length, float score_scale, bool normalized_keys"
+)
+_POWER_ROWS = 7  # its place among the options
+_library.define(
+    f"triton_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats, Tensor flat, Tensor norms)"
+)
+_library.define(
+    "triton_backward(Tensor grad_out, Tensor out, Tensor stats, Tensor flat, Tensor norms, Tensor q, Tensor k, Tensor v, "
+    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
+)
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, t_q, _ = q.shape
+    if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
+        out = q.new_empty(batch, t_q, heads, v.shape[3]).transpose(1, 2)
+    else:
+        out = q.new_empty(batch, heads, t_q, v.shape[3])
+    return (
+        out,
+        q.new_empty(3, batch, heads, t_q, dtype=torch.float32),
+        q.new_zeros(batch, heads, dtype=torch.int32),
+        q.new_empty(k.shape[:3], dtype=torch.float32),
+    )
+
+
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, stats, flat, norms = _forward_shapes(q, k, v)
+    if out.numel() and k.shape[2]:
+        problem = triton_launch.Problem(q, k, v, *options)
+        norms = triton_launch.key_norms(problem)
+        triton_launch.forward(problem, out, stats, flat, norms)
+    else:
+        out.zero_()
+    return out, stats, flat, norms
+
+
+def _backward_shapes(
+    grad_out: Tensor, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wants_power = options[_POWER_ROWS] is not None
+    d_power = stats.new_empty(stats.shape[1:] if wants_power else (0,))
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_power
+
+
+def _triton_backward(
+    grad_out: Tensor, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, d_power = _backward_shapes(grad_out, out, stats, flat, norms, q, k, v, *options)
+    if out.numel() and k.shape[2]:
+        problem = triton_launch.Problem(q, k, v, *options)
+        wanted = d_power if options[_POWER_ROWS] is not None else None
+        triton_launch.backward(problem, grad_out, out, stats, flat, norms, (dq, dk, dv), wanted)
+    else:
+        for x in (dq, dk, dv, d_power):
+            x.zero_()
+    return dq, dk, dv, d_power
+
+
+for _key in ("CUDA", "CPU"):  # CPU tensors run in Triton's interpreter
+    _library.impl("triton_forward", _triton_forward, _key)
+    _library.impl("triton_backward", _triton_backward, _key)
+torch.library.register_fake(
+    "softplus_attention::triton_forward", lambda q, k, v, *options: _forward_shapes(q, k, v), lib=_library
+)
+torch.library.register_fake("softplus_attention::triton_backward", _backward_shapes, lib=_library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *rest = inputs
+    ctx.save_for_backward(q, k, v, start, end, mask, power_rows, *output)
+    ctx.set_materialize_grads(False)
+    ctx.options = (is_causal, window, sharpen, power, rest)
+
+
+def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[Any, ...]:
+    if grad_out is None:
+        return (None,) * 14
+    q, k, v, start, end, mask, power_rows, out, stats, flat, norms = ctx.saved_tensors
+    is_causal, window, sharpen, power, rest = ctx.options
+    dq, dk, dv, d_power = torch.ops.softplus_attention.triton_backward(
+        grad_out, out, stats, flat, norms, q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *rest
+    )
+    d_rows = None
+    if power_rows is not None and ctx.needs_input_grad[10]:
+        d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
+    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None
+
+
+torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)
+torch.library.register_autograd("softplus_attention::triton_backward", no_double_backward, lib=_library)
