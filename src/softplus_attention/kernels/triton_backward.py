@@ -19,7 +19,6 @@ from softplus_attention.kernels.triton_common import (
     raised,
     row_power,
     seen_by,
-    sigmoid_from,
     softplus2,
     store_rows,
 )
@@ -43,10 +42,10 @@ def dq_pass(
             b_norm = tl.load(p_norm + o_n)
         t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
-        e, f = softplus2(t, PRECISE)
-        sigma = sigmoid_from(t, e) * b_norm[None, :]
+        f = softplus2(t, PRECISE)
+        sigma = tl.exp2(t - f) * b_norm[None, :]
         if MASKED:
-            seen = seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK, False)
+            seen = seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
         if POWER != 0:
             u = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)
@@ -54,7 +53,7 @@ def dq_pass(
                 u = tl.where(seen, u, 0.0)
             steepness = raised(u, b_p[:, None], POWER, 1)
             if POWER_GRAD:
-                b_dp += tl.sum(tl.where(u > 0, steepness * u * tl.log2(u) * g, 0.0), 1)
+                b_dp += tl.sum(tl.where((u > 0) & (b_flat[:, None] == 0), steepness * u * tl.log2(u) * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
             g = g * steepness
@@ -90,8 +89,9 @@ def dq_kernel(
     p_norm = Norms + (b * h_kv + kv_head) * t_k
 
     b_start, b_end = key_range(o_m, t_q, t_k, window, Start + b * stride_rb, End + b * stride_rb, CAUSAL, HAS_WINDOW, HAS_RANGES)
-    p_mask = Mask + b * stride_mb + head * stride_mh + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm
+    p_mask = Mask
     if HAS_MASK:
+        p_mask = Mask + b * stride_mb + head * stride_mh + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm  # [BM]
         b_counts = tl.load(Counts + b * stride_cb + head * stride_ch + o_m, mask=m_rows, other=0).to(tl.float32)
     else:
         b_counts = (b_end - b_start).to(tl.float32)
@@ -109,23 +109,26 @@ def dq_kernel(
     b_factor = b_scale * LOG2E * b_inverse
 
     p_row = bh * t_q + o_m
-    b_total = tl.load(Total + p_row, mask=m_rows, other=1.0)
     b_weight = tl.load(Weight + p_row, mask=m_rows, other=1.0)
     b_least = tl.maximum(b_counts, 1.0)
     b_flat = b_counts < 0
-    b_slope = tl.zeros([BM], tl.float32)
-    b_offset = b_slope
-    b_alpha = 1.0 / b_least
-    if POWER != 0:
+    b_offset = tl.zeros([BM], tl.float32)
+    b_excess = tl.where(b_counts > 3, 1.0, 0.0)
+    if POWER == 0:
+        b_ratio = b_counts / (b_weight * LN2)  # N / R
+        b_slope = 1.0 / b_weight
+        b_alpha = 1.0 / b_least
+    else:
+        b_total = tl.load(Total + p_row, mask=m_rows, other=1.0)
         b_height = tl.load(Height + p_row, mask=m_rows, other=1.0)
+        b_ratio = b_counts / (b_total * LN2)
         b_flat = b_height == 0
+        # u is scaled so that u^p is the weight itself: u / W^(1/p).
+        b_root = tl.exp2(-tl.log2(b_weight) / b_p)
         b_divisor = tl.where(b_flat, 1.0, b_height)
-        b_offset = tl.where(b_counts > 3, 1.0, 0.0) / b_divisor
-        b_slope = b_counts / b_total / b_divisor
-        b_alpha = tl.where(b_flat, b_alpha, b_p / b_weight / b_divisor)
-        # A row of equal scores has u = 0 here: its weights are f itself.
-        b_slope = tl.where(b_flat, 0.0, b_slope)
-        b_offset = tl.where(b_flat, 0.0, b_offset)
+        b_slope = tl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
+        b_offset = tl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
+        b_alpha = tl.where(b_flat, 1.0 / b_least, b_p * b_root / b_divisor)
 
     some = b_end > b_start
     n_low = tl.min(tl.where(some, b_start, NOWHERE)) // BN * BN
@@ -170,31 +173,26 @@ def dq_kernel(
             D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False,
         )  # fmt: skip
 
-    b_ratio = b_counts / (b_total * LN2)  # N / R
     b_epsilon = tl.zeros([BM], tl.float32)
     b_grad = b_alpha[:, None] * b_steep
     if POWER != 0:
-        b_epsilon = tl.where(b_flat, 0.0, tl.where(b_counts > 3, 1.0, 0.0) / b_least * b_alpha * b_sum)
+        b_epsilon = tl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sum)
         b_grad -= b_epsilon[:, None] * b_even
     b_grad = b_grad * (b_ratio * b_scale)[:, None]
     b_unit = b_q.to(tl.float32) * b_inverse[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
     store_rows(GradQ + b * stride_dqb + head * stride_dqh, b_grad, o_rows, t_q, stride_dqt, o_d, D)
     if POWER_GRAD:
-        tl.store(GradPower + p_row, b_dp * LN2 / b_weight, mask=m_rows)
+        tl.store(GradPower + p_row, b_dp * LN2, mask=m_rows)
 
-    # What the key-major kernel needs of each row, in the order in which it reads them.
-    b_share = tl.where(b_flat, 1.0 / b_total, 1.0 / b_weight)
-    if POWER == 0:
-        b_share = 1.0 / b_total
+    # What the other kernel needs of each row. A row of equal scores is marked by its offset.
+    b_outer = b_ratio * b_scale * b_inverse
     tl.store(Rows + p_row, b_factor, mask=m_rows)
     tl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
-    tl.store(Rows + 2 * n_rows + p_row, b_offset, mask=m_rows)
+    tl.store(Rows + 2 * n_rows + p_row, tl.where(b_flat, -1e-30, b_offset), mask=m_rows)
     tl.store(Rows + 3 * n_rows + p_row, b_delta, mask=m_rows)
-    tl.store(Rows + 4 * n_rows + p_row, b_share, mask=m_rows)
-    tl.store(Rows + 5 * n_rows + p_row, b_ratio, mask=m_rows)
-    tl.store(Rows + 6 * n_rows + p_row, b_alpha * b_scale * b_inverse, mask=m_rows)
-    tl.store(Rows + 7 * n_rows + p_row, b_epsilon * b_scale * b_inverse, mask=m_rows)
+    tl.store(Rows + 4 * n_rows + p_row, b_alpha * b_outer, mask=m_rows)
+    tl.store(Rows + 5 * n_rows + p_row, b_epsilon * b_outer, mask=m_rows)
 
 
 @triton.jit
@@ -217,23 +215,23 @@ def dkv_pass(
         b_slope = tl.load(p_rows + n_rows + o_m, mask=m_rows, other=0.0)
         b_offset = tl.load(p_rows + 2 * n_rows + o_m, mask=m_rows, other=0.0)
         b_delta = tl.load(p_rows + 3 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_share = tl.load(p_rows + 4 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_ratio = tl.load(p_rows + 5 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_alpha = tl.load(p_rows + 6 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_epsilon = tl.load(p_rows + 7 * n_rows + o_m, mask=m_rows, other=0.0)
+        b_alpha = tl.load(p_rows + 4 * n_rows + o_m, mask=m_rows, other=0.0)
+        b_epsilon = tl.load(p_rows + 5 * n_rows + o_m, mask=m_rows, other=0.0)
 
-        t = tl.dot(b_k, tl.trans(b_q), input_precision="ieee") * b_norm[:, None] * b_factor[None, :]  # [BN, BM]
-        g = tl.dot(b_v, tl.trans(b_do), input_precision="ieee") - b_delta[None, :]
-        e, f = softplus2(t, PRECISE)
-        sigma = sigmoid_from(t, e) * b_ratio[None, :]
+        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
+        f = softplus2(t, PRECISE)
+        sigma = tl.exp2(t - f)
         if MASKED:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
-            p_mask_rows = p_mask + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm
-            seen = seen_by(o_n, b_start, b_end, p_mask_rows, stride_mn, HAS_MASK, True)
+            p_mask_rows = p_mask
+            if HAS_MASK:
+                p_mask_rows = p_mask + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm
+            seen = seen_by(o_n, b_start, b_end, p_mask_rows, stride_mn, HAS_MASK)
             f = tl.where(seen, f, 0.0)
             sigma = tl.where(seen, sigma, 0.0)
+        weight = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)  # u
         if POWER != 0:
-            b_p = b_share
+            b_p = b_slope
             if POWER < 0:
                 if HAS_MASK:
                     b_counts = tl.load(p_counts + o_m, mask=m_rows, other=0).to(tl.float32)
@@ -243,20 +241,16 @@ def dkv_pass(
                 b_p = row_power(
                     b_counts, p_power, o_m, m_rows, stride_pm, power_base, power_slope, power_n0, POWER, HAS_POWER_ROWS
                 )
-            u = tl.maximum(f * b_slope[None, :] - b_offset[None, :], 0.0)
-            steepness = raised(u, b_p[None, :], POWER, 1)
-            weight = steepness * u
+            steepness = raised(weight, b_p[:, None], POWER, 1)
             if FLAT_ROWS:
-                b_flat = b_slope == 0
-                weight = tl.where(b_flat[None, :], f, weight)
-                steepness = tl.where(b_flat[None, :], 1.0, steepness)
+                steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
+            weight = weight * steepness
+        b_dv = tl.dot(tl.trans(weight.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
+        g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
+        if POWER != 0:
             g = g * steepness
-        else:
-            weight = f
-        weight = weight * b_share[None, :]
-        b_dv = tl.dot(weight.to(b_do.dtype), b_do, b_dv, input_precision="ieee")
-        ds = sigma * (g * b_alpha[None, :] - b_epsilon[None, :])
-        b_dk = tl.dot(ds.to(b_q.dtype), b_q, b_dk, input_precision="ieee")
+        ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
+        b_dk = tl.dot(tl.trans(ds.to(b_q.dtype)), b_q, b_dk, input_precision="ieee")
     return b_dk, b_dv
 
 

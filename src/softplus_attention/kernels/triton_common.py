@@ -40,21 +40,13 @@ def log2_one_plus(e, PRECISE: tl.constexpr):
 
 @triton.jit
 def softplus2(t, PRECISE: tl.constexpr):
-    """(2^-|t|, log2(1 + 2^t))"""
-    e = tl.exp2(-tl.abs(t))
-    return e, log2_one_plus(e, PRECISE) + tl.maximum(t, 0.0)
-
-
-@triton.jit
-def sigmoid_from(t, e):
-    """1 / (1 + 2^-t), from e = 2^-|t|."""
-    r = 1.0 / (1.0 + e)
-    return tl.where(t >= 0, r, e * r)
+    """log2(1 + 2^t)"""
+    return log2_one_plus(tl.exp2(-tl.abs(t)), PRECISE) + tl.maximum(t, 0.0)
 
 
 @triton.jit
 def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr):
-    """u^(p - BELOW), where 0^0 is 0. POWER from 1 to 1023 goes by multiplication; -1 reads b_p, [BM, 1] or [1, BM]."""
+    """u^(p - BELOW), where 0^0 is 0. POWER from 1 to 1023 goes by multiplication; -1 reads b_p [BM, 1]."""
     if POWER > 0:
         n: tl.constexpr = POWER - BELOW
         if n == 0:
@@ -141,16 +133,11 @@ def key_range(
 
 
 @triton.jit
-def seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK: tl.constexpr, KEY_MAJOR: tl.constexpr):
-    """[BM, BN] (or [BN, BM] where KEY_MAJOR): whether a row sees a key. p_mask [BM] points at each row of the mask."""
-    if KEY_MAJOR:
-        seen = (o_n[:, None] >= b_start[None, :]) & (o_n[:, None] < b_end[None, :])
-        if HAS_MASK:
-            seen &= tl.load(p_mask[None, :] + o_n[:, None].to(tl.int64) * stride_mask_n, mask=seen, other=0) != 0
-    else:
-        seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
-        if HAS_MASK:
-            seen &= tl.load(p_mask[:, None] + o_n[None, :].to(tl.int64) * stride_mask_n, mask=seen, other=0) != 0
+def seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK: tl.constexpr):
+    """[BM, BN]: whether a row sees a key. p_mask [BM] points at each row of the mask."""
+    seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+    if HAS_MASK:
+        seen &= tl.load(p_mask[:, None] + o_n[None, :].to(tl.int64) * stride_mask_n, mask=seen, other=0) != 0
     return seen
 
 

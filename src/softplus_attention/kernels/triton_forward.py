@@ -51,9 +51,9 @@ def first_pass(
     for n in range(n_low, n_high, BN):
         o_n = n + tl.arange(0, BN)
         t = scores2(b_q, b_factor, p_k, p_norm, o_n, t_k, stride_kt, o_d, D, BD, MASKED)
-        _, f = softplus2(t, PRECISE)
+        f = softplus2(t, PRECISE)
         if MASKED:
-            seen = seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK, False)
+            seen = seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK)
             f = tl.where(seen, f, 0.0)
             t = tl.where(seen, t, float("-inf"))
         b_total += tl.sum(f, 1)
@@ -73,11 +73,11 @@ def second_pass(
         o_n = n + tl.arange(0, BN)
         t = scores2(b_q, b_factor, p_k, p_norm, o_n, t_k, stride_kt, o_d, D, BD, MASKED)
         b_v = load_rows(p_v, o_n.to(tl.int64), t_k, stride_vt, o_dv, DV, BDV, MASKED)  # [BN, BDV]
-        _, w = softplus2(t, PRECISE)
+        w = softplus2(t, PRECISE)
         if POWER != 0:
             w = raised(tl.maximum(w * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0)
         if MASKED:
-            w = tl.where(seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK, False), w, 0.0)
+            w = tl.where(seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         b_out = tl.dot(w.to(b_v.dtype), b_v, b_out, input_precision="ieee")
     return b_out, b_weight
@@ -99,12 +99,12 @@ def careful_pass(
         o_n = n + tl.arange(0, BN)
         t = scores2(b_q, b_factor, p_k, p_norm, o_n, t_k, stride_kt, o_d, D, BD, True)
         b_v = load_rows(p_v, o_n.to(tl.int64), t_k, stride_vt, o_dv, DV, BDV, True)
-        _, f = softplus2(t, PRECISE)
+        f = softplus2(t, PRECISE)
         w = f
         if POWER != 0:
             w = raised(tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0)
             w = tl.where(b_flat[:, None], f, w)
-        w = tl.where(seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK, False), w, 0.0)
+        w = tl.where(seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         finite = (b_v - b_v) == 0
         b_out = tl.dot(w.to(b_v.dtype), tl.where(finite, b_v, 0.0).to(b_v.dtype), b_out, input_precision="ieee")
@@ -125,7 +125,10 @@ def forward_kernel(
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """POWER 0 is LSSA, > 0 an integer power, -1 a power per row. Total = sum f', Height = max x (0 in LSSA), Weight = sum w."""
+    """POWER 0 is LSSA (one pass), > 0 an integer power, -1 a power per row.
+
+    Total = sum f' and Height = max x (0 where scores are equal) are written in LSSAR only; Weight = sum w, in LSSA sum f'.
+    """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -139,8 +142,9 @@ def forward_kernel(
     p_norm = Norms + (b * h_kv + kv_head) * t_k
 
     b_start, b_end = key_range(o_m, t_q, t_k, window, Start + b * stride_rb, End + b * stride_rb, CAUSAL, HAS_WINDOW, HAS_RANGES)
-    p_mask = Mask + b * stride_mb + head * stride_mh + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm  # [BM]
+    p_mask = Mask
     if HAS_MASK:
+        p_mask = Mask + b * stride_mb + head * stride_mh + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm  # [BM]
         b_counts = tl.load(Counts + b * stride_cb + head * stride_ch + o_m, mask=m_rows, other=0).to(tl.float32)
     else:
         b_counts = (b_end - b_start).to(tl.float32)
@@ -164,37 +168,37 @@ def forward_kernel(
         full_low = n_low
         full_high = n_low
 
-    b_total = tl.zeros([BM], tl.float32)
-    b_largest = tl.full([BM], float("-inf"), tl.float32)
-    if HAS_WINDOW or HAS_RANGES:
+    p_row = bh * t_q + o_m
+    b_flat = b_counts < 0
+    b_slope = tl.zeros([BM], tl.float32)
+    b_offset = b_slope
+    if POWER != 0:
+        b_total = tl.zeros([BM], tl.float32)
+        b_largest = tl.full([BM], float("-inf"), tl.float32)
+        if HAS_WINDOW or HAS_RANGES:
+            b_total, b_largest = first_pass(
+                b_total, b_largest, b_q, b_factor, p_k, p_norm, n_low, full_low, t_k, stride_kt, o_d, b_start, b_end, p_mask,
+                stride_mn, D, BD, BN, PRECISE, True, HAS_MASK,
+            )  # fmt: skip
+        if not HAS_MASK:
+            b_total, b_largest = first_pass(
+                b_total, b_largest, b_q, b_factor, p_k, p_norm, full_low, full_high, t_k, stride_kt, o_d, b_start, b_end, p_mask,
+                stride_mn, D, BD, BN, PRECISE, False, HAS_MASK,
+            )  # fmt: skip
         b_total, b_largest = first_pass(
-            b_total, b_largest, b_q, b_factor, p_k, p_norm, n_low, full_low, t_k, stride_kt, o_d, b_start, b_end, p_mask,
+            b_total, b_largest, b_q, b_factor, p_k, p_norm, full_high, n_high, t_k, stride_kt, o_d, b_start, b_end, p_mask,
             stride_mn, D, BD, BN, PRECISE, True, HAS_MASK,
         )  # fmt: skip
-    if not HAS_MASK:
-        b_total, b_largest = first_pass(
-            b_total, b_largest, b_q, b_factor, p_k, p_norm, full_low, full_high, t_k, stride_kt, o_d, b_start, b_end, p_mask,
-            stride_mn, D, BD, BN, PRECISE, False, HAS_MASK,
-        )  # fmt: skip
-    b_total, b_largest = first_pass(
-        b_total, b_largest, b_q, b_factor, p_k, p_norm, full_high, n_high, t_k, stride_kt, o_d, b_start, b_end, p_mask,
-        stride_mn, D, BD, BN, PRECISE, True, HAS_MASK,
-    )  # fmt: skip
-    b_total = tl.where(b_counts > 0, b_total, 1.0)
-
-    b_flat = b_counts < 0
-    b_height = tl.zeros([BM], tl.float32)
-    b_slope, b_offset = b_height, b_height
-    if POWER != 0:
-        _, b_peak = softplus2(b_largest, PRECISE)
+        b_total = tl.where(b_counts > 0, b_total, 1.0)
         b_excess = tl.where(b_counts > 3, 1.0, 0.0)
-        b_height = b_counts / b_total * b_peak - b_excess
+        b_height = b_counts / b_total * softplus2(b_largest, PRECISE) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
         b_flat = (b_counts > 0) & (b_sharp == 0)
-        b_height = tl.where(b_sharp, b_height, 0.0)
         b_divisor = tl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
+        tl.store(Total + p_row, b_total, mask=m_rows)
+        tl.store(Height + p_row, tl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
     b_out = tl.zeros([BM, BDV], tl.float32)
     b_weight = tl.zeros([BM], tl.float32)
@@ -224,8 +228,5 @@ def forward_kernel(
         if any_flat > 0:
             tl.atomic_max(Flat + bh, 1)
     b_weight = tl.where(b_weight == 0, 1.0, b_weight)
-    store_rows(Out + b * stride_ob + head * stride_oh, b_out / b_weight[:, None], o_m.to(tl.int64), t_q, stride_ot, o_dv, DV)
-    p_row = bh * t_q + o_m
-    tl.store(Total + p_row, b_total, mask=m_rows)
-    tl.store(Height + p_row, b_height, mask=m_rows)
     tl.store(Weight + p_row, b_weight, mask=m_rows)
+    store_rows(Out + b * stride_ob + head * stride_oh, b_out / b_weight[:, None], o_m.to(tl.int64), t_q, stride_ot, o_dv, DV)

@@ -17,15 +17,17 @@ LARGEST_INTEGER_POWER = 1023
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows and keys of a tile, warps per program, depth of the software pipeline."""
+    """Rows and keys of a tile, warps per program, depth of the software pipeline, registers per thread."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def options(self) -> dict[str, int]:
-        return {"BM": self.rows, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        options = {"BM": self.rows, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
 def padded(d: int) -> int:
@@ -198,7 +200,7 @@ def backward(
     grad_out = unit_last_stride(grad_out)
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
-    rows = stats.new_empty(8, n_rows)
+    rows = stats.new_empty(6, n_rows)
     grad_strides = dict(zip(("stride_gb", "stride_gh", "stride_gt"), strides(grad_out), strict=True))
 
     blocks = dq_blocks(problem.width, problem.precise)

@@ -1,0 +1,46 @@
+"""Shared set-up: cores, hypothesis profiles, poisoned memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Read when torch loads: waiting threads must not spin, and the profiler need not report its start and stop.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+THREADS = min(2, os.cpu_count() or 1)
+
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Every test starts on the same number of threads, and no call may leave another one behind."""
+    torch.set_num_threads(THREADS)
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    assert left == THREADS, "the number of threads was not put back"
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that a value which is read but never written shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)

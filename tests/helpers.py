@@ -1,0 +1,186 @@
+"""Comparing implementations of the op: forward and every gradient, on any device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention import softplus_attention_decode, softplus_attention_varlen
+from softplus_attention.reference import EQUAL_SCORES, attention_stages
+from softplus_attention.visibility import Visibility, cached, packed
+
+Attention = Callable[..., Tensor]
+Layout = Callable[[Tensor], Tensor]
+
+
+def as_given(x: Tensor) -> Tensor:
+    return x
+
+
+def transposed(x: Tensor) -> Tensor:
+    """A (B, H, T, D) view of memory laid out as (B, T, H, D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """The same numbers on every device and in every dtype up to rounding."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+
+
+def visibility_of(function: Attention, q: Tensor, k: Tensor, options: dict[str, Any]) -> Visibility:
+    """Which keys the rows of one call see; q and k as (B, H, T, D)."""
+    window = options.get("window")
+    if function is softplus_attention_varlen:
+        cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
+        causal = options.get("is_causal", False)
+        return packed(cu_q, cu_k, q.shape[2], k.shape[2], is_causal=causal, window=window)
+    if function is softplus_attention_decode:
+        starts = options.get("cache_starts")
+        return cached(options["cache_seqlens"], starts, q.shape[2], k.shape[2], window=window)
+    mask = options.get("attn_mask")
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    given = {name: options[name] for name in ("is_causal", "window", "key_start", "key_end") if name in options}
+    return Visibility(q.shape[2], k.shape[2], q.device, mask=mask, **given)
+
+
+def doubtful_rows(function: Attention, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """Rows whose largest x is within a factor 2 of the threshold below which stage 1 stands: there rounding decides.
+
+    (B, H, T_q), or (total, H) for packed documents.
+    """
+    is_packed = function is softplus_attention_varlen
+    if is_packed:
+        q, k = (x.transpose(0, 1)[None] for x in (q, k))
+    visibility = visibility_of(function, q, k, options)
+    normalized_keys = options.get("normalized_keys", False)
+    stages = attention_stages(q.double(), k.double(), visibility, None, options.get("score_scale"), normalized_keys)
+    x = stages.counts[..., None] * stages.normalised - (stages.counts > 3).double()[..., None]
+    x = x.nan_to_num(nan=1.0)
+    largest = x.amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    doubtful = (largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2)
+    return doubtful[0].transpose(0, 1) if is_packed else doubtful
+
+
+def run(
+    function: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    impl: str,
+    grad_out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    layout: Layout = as_given,
+    power: Any = 15,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """The output and, with ``grad_out``, the gradients of q, k, v and of a tensor power."""
+    dtype = q.dtype if dtype is None else dtype
+    leaves = {name: x.detach().to(dtype).clone() for name, x in (("q", q), ("k", k), ("v", v))}
+    arguments = dict(leaves)
+    if isinstance(power, Tensor):
+        power = power.detach().to(torch.float64 if dtype == torch.float64 else power.dtype).clone()
+        leaves["power"] = power
+    for leaf in leaves.values():
+        leaf.requires_grad_(grad_out is not None)
+    q, k, v = (layout(x) for x in arguments.values())
+    out = function(q, k, v, impl=impl, power=power, **options)
+    result = {"out": out.detach()}
+    if grad_out is not None:
+        grads = torch.autograd.grad(out, list(leaves.values()), grad_out.to(dtype))
+        result |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return result
+
+
+def unit_in_the_last_place(x: Tensor, dtype: torch.dtype) -> float:
+    """One unit in the last place of ``dtype`` at the size of the largest element of x."""
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+
+
+def largest_error(x: Tensor, truth: Tensor) -> float:
+    return float((x.double() - truth).abs().max()) if x.numel() else 0.0
+
+
+def outcomes(
+    function: Attention, q: Tensor, k: Tensor, v: Tensor, impl: str, power: Any, layout: Layout, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """(implementation, reference in the same dtype, reference in float64), doubtful rows left out of all three."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    grad_out = randn(*shape, seed=sum(shape), dtype=q.dtype, device=str(q.device))
+    clear = ~doubtful_rows(function, layout(q), layout(k), **options)[..., None].expand(shape)
+    grad_out = grad_out * clear
+    common = {"grad_out": grad_out, "power": power, "layout": layout, **options}
+    ours = run(function, q, k, v, impl=impl, **common)
+    theirs = run(function, q, k, v, impl="reference", **common)
+    truth = run(function, q, k, v, impl="reference", dtype=torch.float64, **common)
+    for result in (ours, theirs, truth):
+        result["out"] = result["out"] * clear
+    return ours, theirs, truth
+
+
+def yardstick(
+    function: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    impl: str,
+    power: Any = 15,
+    layout: Layout = as_given,
+    **options: Any,
+) -> None:
+    """Holds ``impl`` to the low-precision reference, forward and every gradient.
+
+    Its error against the float64 reference is at most twice the error of the reference run in q's dtype, plus one unit
+    in the last place at the tensor's scale.
+    """
+    ours, theirs, truth = outcomes(function, q, k, v, impl, power, layout, options)
+    for name, exact in truth.items():
+        assert exact.isfinite().all(), f"{name}: the float64 reference is not finite"
+        assert ours[name].shape == exact.shape, f"{name}: shape {tuple(ours[name].shape)}"
+        assert ours[name].dtype == theirs[name].dtype, f"{name}: dtype {ours[name].dtype}"
+        error, budget = largest_error(ours[name], exact), 2 * largest_error(theirs[name], exact)
+        budget += unit_in_the_last_place(exact, ours[name].dtype)
+        assert error <= budget, f"{name}: error {error:.3e}, allowed {budget:.3e} ({impl}, {q.dtype})"
+
+
+def assert_equal_in_float64(
+    function: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    impl: str,
+    power: Any = 15,
+    layout: Layout = as_given,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> None:
+    """``impl`` against the reference, both in float64, relative to each tensor's scale."""
+    ours, _, truth = outcomes(function, q.double(), k.double(), v.double(), impl, power, layout, options)
+    for name, exact in truth.items():
+        assert exact.isfinite().all(), f"{name}: the float64 reference is not finite"
+        assert ours[name].shape == exact.shape, f"{name}: shape {tuple(ours[name].shape)}"
+        scale = max(1.0, float(exact.abs().max())) if exact.numel() else 1.0
+        error = largest_error(ours[name], exact)
+        assert error <= tolerance * scale, f"{name}: error {error:.3e} at scale {scale:.3e} ({impl})"
+
+
+def peak_memory(work: Callable[[], Any]) -> int:
+    """Bytes that ``work`` holds at its worst beyond what it began with; of the calling thread, so run it on one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kept = work()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    del kept
+    return peak

@@ -1,0 +1,369 @@
+"""The CPU path against the reference: every shape, mask, power, layout and dtype, forward and every gradient."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers import as_given, assert_equal_in_float64, peak_memory, randn, run, transposed, yardstick
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from softplus_attention import (
+    PowerByLength,
+    softplus_attention,
+    softplus_attention_decode,
+    softplus_attention_varlen,
+)
+from softplus_attention.kernels import chunked
+from softplus_attention.kernels.parallel import for_each
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+LENGTHS = [1, 2, 3, 4, 5, 8, 17, 33, 63, 111]
+LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@contextmanager
+def tiles(elements: int, least_rows: int, most_rows: int) -> Iterator[None]:
+    before = chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS
+    chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS = elements, least_rows, most_rows
+    try:
+        yield
+    finally:
+        chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS = before
+
+
+@st.composite
+def tile_sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    least = draw(st.sampled_from([1, 3, 8, 64]))
+    return draw(st.sampled_from([1, 50, 300, 4000, 1 << 18])), least, least * draw(st.sampled_from([1, 2, 5]))
+
+
+def bools(*shape: int, seed: int, share: float) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+def expanded(x: Tensor) -> Tensor:
+    """The first sequence for all, by a stride of 0."""
+    return x[:1].expand_as(x)
+
+
+def sliced(x: Tensor) -> Tensor:
+    """Every second element of a wider tensor: no stride is 1."""
+    return torch.stack((x, torch.full_like(x, torch.nan)), dim=-1).flatten(-2)[..., ::2]
+
+
+LAYOUTS = {"contiguous": as_given, "transposed": transposed, "expanded": expanded, "sliced": sliced}
+
+
+@st.composite
+def powers(draw: st.DrawFn, batch: int, heads: int, t_q: int) -> Any:
+    kind = draw(st.sampled_from(["lssa", "int", "float", "heads", "rows", "by-length"]))
+    if kind == "int":
+        return draw(st.sampled_from([1, 2, 3, 4, 7, 15, 31]))
+    if kind == "float":
+        return draw(st.sampled_from([1.0, 1.5, 2.5, 15.0, 20.25]))
+    if kind == "by-length":
+        return PowerByLength(draw(st.sampled_from([1, 3.0, 15])), draw(st.sampled_from([0, 2.5])), 8)
+    if kind == "lssa":
+        return None
+    shape: tuple[int, ...] = (heads,)
+    if kind == "rows":
+        full = (batch, heads, t_q)[3 - draw(st.sampled_from([0, 2, 3])) :]
+        shape = tuple(draw(st.sampled_from([1, n])) for n in full)
+    return 1 + 15 * uniform(shape, draw(st.integers(0, 99)))
+
+
+def uniform(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    """Keyword arguments of one call of ``softplus_attention``, q, k and v among them, in float64."""
+    seed = draw(st.integers(0, 1 << 16))
+    batch, kv_heads, share = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * share
+    t_q, t_k = draw(st.sampled_from(LENGTHS)), draw(st.sampled_from(LENGTHS))
+    if draw(st.booleans()):
+        t_q = t_k
+    d, d_v = draw(st.sampled_from([2, 5, 16, 17, 60, 100])), draw(st.sampled_from([1, 7, 16, 33]))
+    call: dict[str, Any] = {
+        "q": randn(batch, heads, t_q, d, seed=seed, dtype=torch.float64),
+        "k": randn(batch, kv_heads, t_k, d, seed=seed + 1, dtype=torch.float64),
+        "v": randn(batch, kv_heads, t_k, d_v, seed=seed + 2, dtype=torch.float64),
+        "power": draw(powers(batch, heads, t_q)),
+        "enable_gqa": share > 1 or draw(st.booleans()),
+        "is_causal": draw(st.booleans()),
+    }
+    if draw(st.integers(0, 3)) == 0:
+        call["k"] = call["k"][:, :, :1] + 0.2 * call["k"]  # keys close to each other: small x
+    if call["is_causal"] and draw(st.booleans()):
+        call["window"] = draw(st.sampled_from([1, 2, 3, 4, 7, 40, 200]))
+    if draw(st.booleans()):
+        full = (batch, heads, t_q, t_k)[draw(st.integers(0, 4)) :]
+        shape = [draw(st.sampled_from([1, n])) for n in full]
+        call["attn_mask"] = bools(*shape, seed=seed, share=draw(st.sampled_from([0.3, 0.8, 1.0])))
+    integers = torch.Generator().manual_seed(seed)
+    for name, low, high in (("key_start", -3, t_k + 2), ("key_end", -1, t_k + 4)):
+        if draw(st.integers(0, 2)) == 0:
+            rows = draw(st.sampled_from([1, batch]))
+            dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+            call[name] = torch.randint(low, high, (rows, t_q), generator=integers, dtype=dtype)
+    if draw(st.integers(0, 3)) == 0:
+        call["score_scale"] = draw(st.sampled_from([0.0, 0.5, 6.0]))
+    return call
+
+
+@settings(max_examples=120)
+@given(calls(), tile_sizes(), st.sampled_from(list(LAYOUTS)))
+def test_equals_the_reference_in_float64(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
+    with tiles(*sizes):
+        assert_equal_in_float64(softplus_attention, impl="chunked", layout=LAYOUTS[layout], **call)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, derandomize=False)
+@given(calls(), tile_sizes(), st.sampled_from(list(LAYOUTS)))
+def test_equals_the_reference_in_float64_for_long(
+    call: dict[str, Any], sizes: tuple[int, int, int], layout: str
+) -> None:
+    test_equals_the_reference_in_float64.hypothesis.inner_test(call, sizes, layout)
+
+
+@settings(max_examples=60)
+@given(calls(), tile_sizes(), st.sampled_from([torch.bfloat16, torch.float16]))
+def test_half_precision_is_as_good_as_the_reference(
+    call: dict[str, Any], sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    q, k, v = (call.pop(name).to(dtype) for name in "qkv")
+    with tiles(*sizes):
+        yardstick(softplus_attention, q, k, v, impl="chunked", **call)
+
+
+# float32 is compared on shapes, and on a power for each row, with so many numbers that the largest rounding error is no
+# matter of luck.
+SHAPES = {
+    "T63-D60": (2, 4, 2, 63, 63, 60, 60),
+    "T111-D17-Dv33": (1, 3, 3, 111, 111, 17, 33),
+    "T257-D100-mqa": (1, 4, 1, 257, 257, 100, 64),
+    "Tq50-Tk300-D64": (2, 2, 2, 50, 300, 64, 64),
+    "T500-D64": (1, 1, 1, 500, 500, 64, 64),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("power", [None, 1, 3, 15, 2.5, "rows"], ids=lambda p: f"p{p}")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_low_precision_yardstick(shape: tuple[int, ...], power: Any, dtype: torch.dtype) -> None:
+    batch, heads, kv_heads, t_q, t_k, d, d_v = shape
+    q = randn(batch, heads, t_q, d, seed=1, dtype=dtype)
+    k = randn(batch, kv_heads, t_k, d, seed=2, dtype=dtype)
+    v = randn(batch, kv_heads, t_k, d_v, seed=3, dtype=dtype)
+    power = 1 + 14 * uniform((batch, heads, t_q), seed=4) if power == "rows" else power
+    options = {"is_causal": True, "enable_gqa": True, "layout": transposed}
+    yardstick(softplus_attention, q, k, v, impl="chunked", power=power, **options)
+
+
+@pytest.mark.parametrize(
+    ("integers", "causal", "window"),
+    [(torch.int32, False, None), (torch.int32, True, None), (torch.int32, True, 5), (torch.int64, True, None)],
+    ids=["full", "causal", "window", "int64"],
+)
+def test_packed_documents(integers: torch.dtype, causal: bool, window: int | None) -> None:
+    cu_q = torch.tensor([0, 1, 1, 20, 63], dtype=integers)
+    cu_k = torch.tensor([0, 3, 3, 22, 90], dtype=integers)
+    q, k, v = randn(63, 4, 17, seed=1), randn(90, 2, 17, seed=2), randn(90, 2, 9, seed=3)
+    options = {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": 43,
+        "max_seqlen_k": 68,
+        "is_causal": causal,
+        "window": window,
+        "enable_gqa": True,
+    }
+    for power in (None, 15, PowerByLength(3, 1, 4), torch.tensor([1.0, 2.5, 7.0, 15.0])):
+        for sizes in ((1 << 18, 64, 256), (300, 1, 7)):
+            with tiles(*sizes):
+                assert_equal_in_float64(softplus_attention_varlen, q, k, v, impl="chunked", power=power, **options)
+
+
+@pytest.mark.parametrize("normalized", [False, True], ids=["raw", "normalised"])
+@pytest.mark.parametrize("window", [None, 6], ids=["all", "window"])
+def test_decode_steps(window: int | None, normalized: bool) -> None:
+    q, k, v = randn(3, 4, 3, 17, seed=1), randn(3, 2, 40, 17, seed=2), randn(3, 2, 40, 9, seed=3)
+    if normalized:
+        k = torch.nn.functional.normalize(k.double(), dim=-1)
+    options = {
+        "cache_seqlens": torch.tensor([3, 40, 25], dtype=torch.int32),
+        "cache_starts": torch.tensor([0, 7, 24], dtype=torch.int32),
+        "window": window,
+        "normalized_keys": normalized,
+        "enable_gqa": True,
+    }
+    for power in (None, 15, PowerByLength(3, 1, 4), torch.tensor([1.0, 2.5, 7.0, 15.0])):
+        assert_equal_in_float64(softplus_attention_decode, q, k, v, impl="chunked", power=power, **options)
+
+
+def test_equal_keys_and_zero_vectors_equal_the_reference() -> None:
+    q, k, v = (randn(2, 2, 40, 16, seed=s) for s in (1, 2, 3))
+    k[0] = k[0, :, :1]
+    q[1, 0, 20] = 0
+    k[1, 0, 11] = 0
+    for power in (None, 1, 3, 15, torch.tensor([2.5, 15.0])):
+        assert_equal_in_float64(softplus_attention, q, k, v, impl="chunked", power=power, is_causal=True)
+
+
+def everything(seed: int, t: int = 300, **options: Any) -> dict[str, Tensor]:
+    q, k, v = (randn(2, heads, t, 24, seed=seed + i) for i, heads in enumerate((4, 2, 2)))
+    grad_out = randn(2, 4, t, 24, seed=seed + 3)
+    power = torch.linspace(2, 15, 4)
+    return run(
+        softplus_attention, q, k, v, impl="chunked", grad_out=grad_out, power=power, enable_gqa=True, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+def test_thread_counts_give_the_same_numbers(masked: bool) -> None:
+    options = {"is_causal": True, "attn_mask": bools(2, 1, 300, 300, seed=1, share=0.7) if masked else None}
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with tiles(1 << 12, 8, 32):
+            results.append(everything(5, **options))
+    torch.set_num_threads(2)
+    for other in results[1:]:
+        for name, x in results[0].items():
+            assert torch.equal(x, other[name]), name
+
+
+def test_repeats_bit_for_bit() -> None:
+    first, second = everything(6, is_causal=True), everything(6, is_causal=True)
+    for name, x in first.items():
+        assert torch.equal(x, second[name]), name
+
+
+@pytest.mark.parametrize("power", [None, 15], ids=lambda p: f"p{p}")
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "forward-backward"])
+def test_memory_grows_linearly(training: bool, power: Any) -> None:
+    torch.set_num_threads(1)
+
+    def extra(t: int) -> int:
+        q, k, v = (randn(1, 1, t, 16, seed=s).requires_grad_(training) for s in (1, 2, 3))
+
+        def work() -> Any:
+            out = softplus_attention(q, k, v, is_causal=True, power=power, impl="chunked")
+            return (out, *torch.autograd.grad(out.sum(), (q, k, v))) if training else out
+
+        outputs = (4 if training else 1) * q.numel() * q.element_size()
+        return peak_memory(work) - outputs
+
+    short, long = extra(2048), extra(8192)
+    torch.set_num_threads(2)
+    assert short < 2048 * 2048 * 4, f"{short} bytes at 2048: as much as a whole matrix of scores"
+    assert long <= 4.4 * short, f"{short} bytes at 2048, {long} at 8192"
+
+
+class TestThreads:
+    def test_an_exception_in_a_worker_comes_out(self) -> None:
+        class TroubleError(Exception):
+            pass
+
+        def work(piece: int) -> None:
+            if piece == 7:
+                raise TroubleError(piece)
+
+        with pytest.raises(TroubleError, match="7"):
+            for_each(work, range(20))
+        assert torch.get_num_threads() == 2
+
+    @pytest.mark.parametrize("step", ["forward", "backward"])
+    def test_an_exception_inside_the_op_comes_out(self, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = (randn(1, 2, 300, 16, seed=s).requires_grad_() for s in (1, 2, 3))
+        out = softplus_attention(q, k, v, impl="chunked") if step == "backward" else None
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(chunked, "softplus_", fail)
+        with pytest.raises(MemoryError, match="no room"):
+            softplus_attention(q, k, v, impl="chunked") if out is None else out.sum().backward()
+        assert torch.get_num_threads() == 2
+
+    def test_every_piece_runs_once_and_on_more_than_one_thread(self) -> None:
+        seen: list[tuple[int, int]] = []
+        meeting = threading.Barrier(2, timeout=10)
+
+        def work(piece: int) -> None:
+            if piece < 2:
+                meeting.wait()
+            seen.append((piece, threading.get_ident()))
+
+        for_each(work, range(30))
+        assert sorted(piece for piece, _ in seen) == list(range(30))
+        assert len({thread for _, thread in seen}) == 2
+
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_the_number_of_threads_stays(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        everything(1)
+        assert torch.get_num_threads() == threads
+        found: list[int] = []
+        later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        torch.set_num_threads(2)
+        assert found == [threads]
+
+    def test_calls_from_several_threads_do_not_meet(self) -> None:
+        expected = everything(3, t=100, is_causal=True)
+        results: list[dict[str, Tensor]] = []
+        callers = [
+            threading.Thread(target=lambda: results.append(everything(3, t=100, is_causal=True))) for _ in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        assert len(results) == 4
+        for result in results:
+            for name, x in expected.items():
+                assert torch.equal(x, result[name]), name
+
+
+@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_works_in_every_gradient_mode(context: Callable[[], Any]) -> None:
+    q, k, v = (randn(2, 2, 300, 16, seed=s).requires_grad_() for s in (1, 2, 3))
+    with context():
+        out = softplus_attention(q, k, v, is_causal=True, impl="chunked")
+    assert out.requires_grad == (context is torch.enable_grad)
+    assert out.is_inference() == (context is torch.inference_mode)
+    expected = softplus_attention(q, k, v, is_causal=True, impl="reference").detach()
+    torch.testing.assert_close(out.detach().clone(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "power"])
+def test_gradients_of_some_inputs_only(wanted: str) -> None:
+    tensors = {x: randn(1, 2, 30, 16, seed=i, dtype=torch.float64) for i, x in enumerate("qkv")}
+    tensors["power"] = torch.tensor([3.0, 2.5], dtype=torch.float64)
+    tensors[wanted].requires_grad_()
+    grads = []
+    for impl in ("chunked", "reference"):
+        out = softplus_attention(**tensors, is_causal=True, impl=impl)
+        grads.append(torch.autograd.grad(out.square().sum(), tensors[wanted])[0])
+    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+
+def test_the_inputs_stay_as_they_were() -> None:
+    q, k, v = (randn(2, 2, 100, 16, seed=s).requires_grad_() for s in (1, 2, 3))
+    copies = [x.detach().clone() for x in (q, k, v)]
+    softplus_attention(q, k, v, is_causal=True, impl="chunked").sum().backward()
+    for x, copy in zip((q, k, v), copies, strict=True):
+        assert torch.equal(x.detach(), copy)

@@ -1,0 +1,399 @@
+"""The modules: a cached step is a row of the full forward, a packed document is that document alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from softplus_attention import PowerByLength, softplus_attention
+from softplus_attention.catalog import LSSAR
+from softplus_attention.nn import KeyValueCache, RotaryEmbedding, SoftplusAttention
+
+B, T, DIM, HEADS = 2, 13, 32, 4
+SEVERAL = ["lssar", "lssa", "softmax", "softmax-qknorm-logn", "ssmax", "sigmoid", "entmax", "softmax-alibi"]
+
+
+def module(name: Any = "lssar", seed: int = 0, **options: Any) -> SoftplusAttention:
+    torch.manual_seed(seed)
+    return SoftplusAttention(DIM, HEADS, attention=name, **options)
+
+
+def tokens(batch: int = B, length: int = T, *, seed: int = 1, width: int = DIM) -> Tensor:
+    return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
+
+
+def close(x: Tensor, y: Tensor, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def step_by_step(layer: SoftplusAttention, x: Tensor, cache: KeyValueCache, prefill: int) -> Tensor:
+    parts = [x[:, :prefill], *x[:, prefill:].split(1, dim=1)]
+    return torch.cat([layer(part, cache=cache) for part in parts], 1)
+
+
+def test_the_plain_forward_is_projections_around_the_op() -> None:
+    layer, x = module(power=7, rope=None), tokens()
+    q, k, v = (p(x).view(B, T, HEADS, -1).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+    out = softplus_attention(q, k, v, power=7, is_causal=True)
+    close(layer(x), layer.o_proj(out.transpose(1, 2).reshape(B, T, -1)), 1e-6)
+    assert layer(x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+@torch.no_grad()
+def test_cached_steps_are_the_full_forward(name: str, kv_heads: int) -> None:
+    layer, x = module(name, num_kv_heads=kv_heads), tokens()
+    expected = layer(x)
+    for prefill in (1, 6):
+        close(step_by_step(layer, x, KeyValueCache(), prefill), expected)
+    chunks = KeyValueCache(max_length=T)
+    close(torch.cat([layer(part, cache=chunks) for part in x.split(5, 1)], 1), expected)
+
+
+@torch.no_grad()
+def test_cached_steps_with_a_window_and_a_power_by_length() -> None:
+    layer, x = module(LSSAR.but(power=PowerByLength(3, 2, 4)), window=5), tokens()
+    close(step_by_step(layer, x, KeyValueCache(), 3), layer(x))
+    assert (layer(x) - module(LSSAR.but(power=3))(x)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@torch.no_grad()
+def test_left_padding(name: str) -> None:
+    layer, x = module(name), tokens()
+    pads = torch.tensor([4, 0], dtype=torch.int32)
+    short = layer(x[:1, 4:])
+    padded = x.clone()
+    padded[0, :4] = 1e3
+    start = pads[:, None].expand(B, T).contiguous()
+    out = layer(padded, key_start=start)
+    close(out[:1, 4:], short)
+    close(out[1:], layer(x[1:]))
+    close(step_by_step(layer, padded, KeyValueCache(starts=pads), 6)[:1, 4:], short)
+
+
+@torch.no_grad()
+def test_left_padded_positions_count_from_the_first_real_token() -> None:
+    cache = KeyValueCache(starts=torch.tensor([2, 0], dtype=torch.int32))
+    assert cache.positions(B, 4, torch.device("cpu")).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+    module()(tokens(length=4), cache=cache)
+    assert cache.positions(B, 2, torch.device("cpu")).tolist() == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax", "softmax-alibi"])
+@torch.no_grad()
+def test_right_padded_prefill_then_steps(name: str) -> None:
+    """Sequences of different lengths share a cache; each continues at its own end."""
+    layer, x = module(name), tokens()
+    counts = torch.tensor([5, 8], dtype=torch.int32)
+    cache = KeyValueCache()
+    layer(x[:, :8], cache=cache, token_counts=counts)
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [5, 8]
+    for step in range(3):
+        new = torch.stack([x[0, 5 + step], x[1, 8 + step]])[:, None]
+        out = layer(new, cache=cache)
+        close(out[0, 0], layer(x[:1])[0, 5 + step])
+        close(out[1, 0], layer(x[1:])[0, 8 + step])
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_packed_documents_are_separate_documents(name: str) -> None:
+    layer = module(name, num_kv_heads=2)
+    documents = [tokens(1, n, seed=n) for n in (5, 1, 9)]
+    cu = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    out = layer(torch.cat(documents, 1), cu_seqlens=cu, max_seqlen=9)
+    close(out, torch.cat([layer(document) for document in documents], 1))
+    restarting = [*range(5), 0, *range(9)]
+    assert layer.positions(torch.cat(documents, 1), cu, None).tolist() == restarting
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax", "sigmoid"])
+def test_cross_attention(name: str) -> None:
+    layer = module(name, source_dim=20, num_kv_heads=2)
+    x, source = tokens(), tokens(length=7, seed=3, width=20)
+    out = layer(x, source)
+    assert out.shape == x.shape
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    close(layer(x, source[:, order]), out)  # neither causal nor rotated
+    close(layer(x[:, :4], source), out[:, :4])
+    longer = torch.cat([source, tokens(length=3, seed=4, width=20)], 1)
+    end = torch.full((B, T), 7, dtype=torch.int32)
+    close(layer(x, longer, key_end=end), out)
+    assert (layer(x, longer) - out).abs().max() > 1e-4
+
+
+def test_self_attention_is_causal_unless_told_otherwise() -> None:
+    layer, x = module(), tokens()
+    close(layer(x[:, :6]), layer(x)[:, :6])
+    assert (layer(x[:, :6], is_causal=False) - layer(x, is_causal=False)[:, :6]).abs().max() > 1e-4
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    close(layer(x, is_causal=False, attn_mask=mask), layer(x))
+
+
+@settings(max_examples=30)
+@given(
+    offset=st.integers(0, 1_000_000),
+    distance=st.integers(-1000, 1000),
+    fraction=st.sampled_from((1.0, 0.5)),
+    theta=st.sampled_from((10_000.0, 500_000.0)),
+)
+def test_rotary_scores_depend_on_the_distance_alone(offset: int, distance: int, fraction: float, theta: float) -> None:
+    rope = RotaryEmbedding(16, theta=theta, fraction=fraction)
+    q, k = (tokens(1, 1, seed=seed, width=16)[None] for seed in (1, 2))
+    base, other = 1000, 1000 + distance
+    score = rope(q, offset=base) @ rope(k, offset=other).mT
+    moved = rope(q, offset=base + offset) @ rope(k, offset=other + offset).mT
+    close(moved, score, 1e-5)
+    close(rope(q, offset=offset).norm(), q.norm())
+
+
+def test_rotary_is_the_rotation_of_pairs() -> None:
+    x = tokens(1, 3, width=8)[None].double()
+    out = RotaryEmbedding(8, theta=100.0, fraction=0.5)(x, torch.tensor([0, 7, 1_000_000]))
+    assert torch.equal(out[..., 4:], x[..., 4:])
+    for row, position in enumerate((0, 7, 1_000_000)):
+        for i, frequency in enumerate((1.0, 0.1)):
+            pair = torch.complex(x[0, 0, row, i], x[0, 0, row, i + 2])
+            turned = pair * torch.exp(torch.tensor(1j * position * frequency, dtype=torch.complex128))
+            close(torch.view_as_real(turned), out[0, 0, row, [i, i + 2]], 1e-9)
+
+
+def test_positions_given_offset_or_counted() -> None:
+    rope, x = RotaryEmbedding(16), tokens(B, 5, width=16)[:, None]
+    close(rope(x, torch.arange(3, 8)), rope(x, offset=3))
+    each = rope(x, torch.tensor([[3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]))
+    close(each[:1], rope(x[:1], offset=3))
+    close(each[1:], rope(x[1:]))
+    layer, y = module(), tokens()
+    close(layer(y, position_ids=torch.arange(500, 500 + T)), layer(y))
+    assert (layer(y, position_ids=torch.zeros(T)) - layer(y)).abs().max() > 1e-4
+    low = rope(x.bfloat16(), offset=100_000)
+    assert low.dtype == torch.bfloat16
+    close(low.float(), rope(x.bfloat16().float(), offset=100_000), 1e-2)
+
+
+@torch.no_grad()
+def test_a_full_cache_says_so() -> None:
+    layer, cache = module(), KeyValueCache(max_length=6)
+    layer(tokens(length=5), cache=cache)
+    layer(tokens(length=1), cache=cache)
+    with pytest.raises(ValueError, match=r"full: 6 of 6 tokens .* 1 more do not fit"):
+        layer(tokens(length=1), cache=cache)
+
+
+@torch.no_grad()
+def test_a_cache_grows_resets_and_reorders() -> None:
+    layer, x, cache = module(num_kv_heads=2), tokens(length=70), KeyValueCache()
+    close(step_by_step(layer, x, cache, 60), layer(x))
+    assert cache.keys is not None
+    assert len(cache) == 70
+    assert cache.keys.shape == (B, 2, 128, 8)
+    memory = cache.keys
+    close(memory[:, :, :70].norm(dim=-1), torch.ones(B, 2, 70))  # stored normalised
+    cache.reset()
+    close(step_by_step(layer, x[:, :9], cache, 4), layer(x[:, :9]))
+    assert cache.keys is memory
+    cache.reorder(torch.tensor([1, 1, 0]))
+    again = x[[1, 1, 0]]
+    close(layer(again[:, 9:10], cache=cache), layer(again[:, :10])[:, 9:])
+
+
+@torch.no_grad()
+def test_reorder_takes_lengths_and_starts_along() -> None:
+    layer, x = module("softmax"), tokens()
+    cache = KeyValueCache(starts=torch.tensor([3, 0], dtype=torch.int32))
+    layer(x[:, :8], cache=cache, token_counts=torch.tensor([6, 8], dtype=torch.int32))
+    cache.reorder(torch.tensor([1, 0]))
+    out = layer(torch.stack([x[1, 8], x[0, 6]])[:, None], cache=cache)
+    close(out[1, 0], layer(x[:1, 3:7])[0, -1])
+    close(out[0, 0], layer(x[1:, :9])[0, -1])
+
+
+def test_softmax_keys_are_cached_as_they_are() -> None:
+    layer, x, cache = module("softmax", rope=None), tokens(), KeyValueCache()
+    with torch.no_grad():
+        layer(x, cache=cache)
+        assert cache.keys is not None
+        close(cache.keys[:, :, :T], layer.heads(layer.k_proj(x)))
+    with pytest.raises(RuntimeError, match="keeps no gradients"):
+        layer(x, cache=KeyValueCache())
+
+
+@torch.no_grad()
+def test_prefill_reads_the_keys_that_the_cache_rounded() -> None:
+    """In bfloat16 the rows of a prefill and the steps agree as far as one rounding of the output."""
+    layer, x = module(power=15).bfloat16(), tokens().bfloat16()
+    whole = layer(x, cache=KeyValueCache())
+    assert whole.dtype == torch.bfloat16
+    close(step_by_step(layer, x, KeyValueCache(), 4).float(), whole.float(), 2e-2)
+
+
+def test_learned_power() -> None:
+    layer, x = module(power="learned"), tokens()
+    assert layer.learned_power is not None
+    close(layer.learned_power, torch.full((HEADS,), 15.0))
+    close(layer(x), module()(x))
+    optimiser = torch.optim.SGD([layer.raw_power], lr=1e4)  # type: ignore[list-item]
+    for _ in range(3):
+        optimiser.zero_grad()
+        layer(x).square().sum().backward()
+        assert layer.raw_power is not None
+        assert layer.raw_power.grad is not None
+        assert layer.raw_power.grad.abs().max() > 0
+        optimiser.step()
+        assert (layer.learned_power >= 1).all()
+        assert layer(x).isfinite().all()
+    with torch.no_grad():
+        layer.raw_power.fill_(-200)  # type: ignore[union-attr]
+    close(layer(x), module(power=1)(x))
+    for start in (1.0, 1.5, 200.0):
+        other = module(LSSAR.but(power=start), power="learned").learned_power
+        assert other is not None
+        close(other, torch.full((HEADS,), max(start, 1.01)), 1e-4)
+
+
+def test_powers_that_are_set() -> None:
+    layer, x = module(power=3), tokens()
+    close(layer(x), module("lssar-p3")(x))
+    layer.set_power(7)
+    close(layer(x), module(power=7)(x))
+    assert (layer(x) - module(power=3)(x)).abs().max() > 1e-4
+    with pytest.raises(ValueError, match="is learned"):
+        module(power="learned").set_power(3)
+
+
+def test_the_scale_of_ssmax_is_a_parameter() -> None:
+    layer = module("ssmax")
+    assert isinstance(layer.ssmax_scale, nn.Parameter)
+    layer(tokens()).square().sum().backward()
+    assert layer.ssmax_scale.grad is not None
+    assert (layer.ssmax_scale.grad != 0).all()
+    before = layer(tokens())
+    with torch.no_grad():
+        layer.ssmax_scale.mul_(2)
+    assert (layer(tokens()) - before).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("options", [{"power": "learned"}, {"name": "ssmax", "bias": True}, {}])
+def test_state_dict(options: dict[str, Any]) -> None:
+    layer = module(seed=0, **options)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    other = module(seed=5, **options)
+    assert (other(tokens()) - layer(tokens())).abs().max() > 1e-4
+    other.load_state_dict(torch.load(file))
+    assert torch.equal(other(tokens()), layer(tokens()))
+    assert torch.equal(copy.deepcopy(layer)(tokens()), layer(tokens()))
+
+
+def test_autocast() -> None:
+    layer, x = module(power="learned", num_kv_heads=2), tokens()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+        with torch.no_grad():
+            cached = step_by_step(layer, x, KeyValueCache(), 5)
+    assert out.dtype == cached.dtype == torch.bfloat16
+    close(out.float(), layer(x), 5e-2)
+    close(cached.float(), layer(x), 5e-2)
+    out.float().sum().backward()
+    assert layer.q_proj.weight.grad is not None
+    assert layer.q_proj.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["lssar", "softmax"])
+def test_compiles_whole(name: str) -> None:
+    """Traced into one graph, forward and backward, at any length; the code generator would only cost time here."""
+    torch._dynamo.reset()
+    layer = module(name, power="learned" if name == "lssar" else None, num_kv_heads=2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for length in (T, 2 * T):
+        x = tokens(length=length)
+        results = []
+        for run in (layer, compiled):
+            out = run(x)
+            results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
+        for ours, theirs in zip(*results, strict=True):
+            close(ours, theirs, 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lssar", "softmax", "sigmoid"])
+def test_compiles_with_inductor(name: str) -> None:
+    torch._dynamo.reset()
+    layer = module(name)
+    compiled = torch.compile(layer, fullgraph=True)
+    for length in (13, 29):
+        x = tokens(length=length)
+        close(compiled(x), layer(x))
+        compiled(x).square().sum().backward()
+
+
+def test_repr() -> None:
+    text = repr(module("ssmax", num_kv_heads=2))
+    assert "32, heads=4x8, kv_heads=2, attention='ssmax'" in text
+    assert "RotaryEmbedding(8, theta=10000)" in text
+    assert "power='learned'" in repr(module(power="learned"))
+    assert "RotaryEmbedding" not in repr(module("softmax-alibi"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dim": 30}, "`dim` must be a multiple of `num_heads`, 4.*30"),
+        ({"num_heads": 0}, "`num_heads`"),
+        ({"num_kv_heads": 3}, "`num_kv_heads` must be a divisor of `num_heads`, 4, got 3"),
+        ({"head_dim": 7}, "`head_dim`.*7 of 7"),
+        ({"attention": "sofmax"}, "did you mean 'softmax'"),
+        ({"power": "leaned"}, "`power`.*'learned'.*'leaned'"),
+        ({"power": 0.5}, "`power`.*>= 1"),
+        ({"attention": "softmax", "power": "learned"}, "`power`.*softmax has no second stage"),
+        ({"attention": "softmax", "power": 3}, "`power` must be None"),
+        ({"window": 0}, "`window`"),
+        ({"rope": RotaryEmbedding(16)}, "`rope`.*head dimension, 8, got 16"),
+        ({"rope": RotaryEmbedding(8), "attention": "softmax-alibi"}, "positions are 'alibi'"),
+    ],
+)
+def test_bad_configurations(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        SoftplusAttention(**{"dim": DIM, "num_heads": HEADS, **options})
+
+
+@torch.no_grad()
+def test_bad_calls() -> None:
+    layer, x = module(), tokens()
+    cu, mask = torch.tensor([0, T], dtype=torch.int32), torch.ones(T, T, dtype=torch.bool)
+    for kwargs, words in (
+        (
+            {"cache": KeyValueCache(), "attn_mask": mask},
+            "`attn_mask` must be None where `cache`",
+        ),
+        ({"cache": KeyValueCache(), "source": x}, "`source` must be None where `cache`"),
+        ({"cache": KeyValueCache(), "is_causal": False}, "`is_causal` must be True where `cache`"),
+        ({"cu_seqlens": cu, "max_seqlen": T}, r"`x` must be \(1, total, dim\)"),
+        ({"token_counts": cu}, "`token_counts` must be None"),
+        ({"position_ids": torch.arange(T + 1)}, "`position_ids` must be of shape"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x, **kwargs)
+    with pytest.raises(ValueError, match="`x` must be a tensor"):
+        layer(x[0])
+    with pytest.raises(ValueError, match="`x` must be a tensor"):
+        RotaryEmbedding(8)(x)
+    with pytest.raises(ValueError, match="`fraction`"):
+        RotaryEmbedding(8, fraction=0)
+    with pytest.raises(ValueError, match="`max_length`"):
+        KeyValueCache(max_length=0)
+    cache = KeyValueCache()
+    layer(x, cache=cache)
+    with pytest.raises(ValueError, match="as the cache holds them"):
+        layer(x[:1], cache=cache)

@@ -1,0 +1,140 @@
+"""The package as installed: a light import, one version, types, examples and the benchmark's own command."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.resources
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import softplus_attention
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str, timeout: float = 120) -> str:
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+IMPORT = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import softplus_attention
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    return json.loads(python("-c", IMPORT))
+
+
+class TestImport:
+    def test_brings_torch_only(self, imported: dict[str, Any]) -> None:
+        """Nothing but our own modules and the standard library."""
+        ours = {"softplus_attention"}
+        foreign = {name.partition(".")[0] for name in imported["new"]} - ours - set(sys.stdlib_module_names) - {"torch"}
+        assert not foreign
+        assert "softplus_attention.functional" in imported["new"]
+
+    @pytest.mark.parametrize("name", ["triton", "transformers", "numpy", "matplotlib", "entmax"])
+    def test_leaves_out(self, imported: dict[str, Any], name: str) -> None:
+        assert not [module for module in imported["new"] if module.partition(".")[0] == name]
+
+    def test_leaves_the_accelerator_alone(self, imported: dict[str, Any]) -> None:
+        assert not imported["cuda"]
+
+    def test_costs_less_than_half_a_second(self, imported: dict[str, Any]) -> None:
+        assert imported["seconds"] < 0.5
+
+    def test_a_call_on_a_cpu_needs_no_triton(self) -> None:
+        code = (
+            "import sys, torch; sys.modules['triton'] = sys.modules['transformers'] = None\n"
+            "from softplus_attention import softplus_attention\n"
+            "x = torch.randn(1, 1, 8, 16, requires_grad=True)\n"
+            "softplus_attention(x, x, x, is_causal=True).sum().backward()\n"
+            "print(x.grad.isfinite().all().item())"
+        )
+        assert python("-c", code).strip() == "True"
+
+
+def test_one_version() -> None:
+    assert importlib.metadata.version("softplus-attention") == softplus_attention.__version__
+    declared = re.findall(r"^version\s*=", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert not declared, "the version is written in the package, once"
+
+
+def test_is_typed() -> None:
+    assert importlib.resources.files("softplus_attention").joinpath("py.typed").is_file()
+
+
+def test_everything_public_is_there() -> None:
+    for name in softplus_attention.__all__:
+        assert getattr(softplus_attention, name) is not None
+
+
+DOCUMENTS = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if path.exists()]
+BLOCK = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path: Path) -> list[tuple[int, str]]:
+    """(line, code) of each python block; blank lines in front keep the document's line numbers in tracebacks."""
+    text = path.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        indent = len(match[1])
+        line = text.count("\n", 0, match.start()) + 1
+        code = "\n".join(row[indent:] for row in match[2].splitlines())
+        found.append((line, "\n" * line + code))
+    return found
+
+
+def test_blocks_are_found_and_numbered(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a\n```python\nx = 1\n```\n```sh\nls\n```\n- b\n  ```python\n  y = 2\n  ```\n")
+    assert [(line, code.strip()) for line, code in blocks(page)] == [(2, "x = 1"), (9, "y = 2")]
+
+
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__example__"}
+    for _, code in blocks(path):
+        exec(compile(code, str(path), "exec"), namespace)
+
+
+class TestBenchmark:
+    def test_help(self) -> None:
+        text = python("benchmarks/cpu.py", "--help")
+        assert "--quick" in text
+        assert "--output" in text
+
+    def test_quick(self, tmp_path: Path) -> None:
+        output = tmp_path / "deep" / "cpu.json"
+        table = python("benchmarks/cpu.py", "--quick", "--output", str(output))
+        data = json.loads(output.read_text())
+        assert data["command"] == f"python benchmarks/cpu.py --quick --output {output}"
+        for key in ("date", "commit", "machine", "versions"):
+            assert data[key], key
+        assert data["machine"]["cores"] >= 1
+        assert data["versions"]["torch"] == torch.__version__
+        assert data["versions"]["softplus_attention"] == softplus_attention.__version__
+        for row in data["time"]:
+            assert row["ratio"] == pytest.approx(row["chunked_ms"] / row["sdpa_ms"])
+            assert f"{row['ratio']:.2f}" in table
+        assert {row["direction"] for row in data["time"]} == {"forward", "forward+backward"}
+        assert {row["threads"] for row in data["time"]} == {1, 2}
+        assert {row["implementation"] for row in data["memory"]} == {"chunked", "sdpa", "reference"}
+        assert all(row["bytes"] >= 0 for row in data["memory"])
