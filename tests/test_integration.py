@@ -55,12 +55,12 @@ class TestCompile:
         for count, t in enumerate(lengths):
             results = []
             for f in (compiled, function):
-                leaves = qkv(t)
+                leaves = qkv(t, dtype=torch.float64)
                 q, k, v = leaves if layout is None else [layout(x) for x in leaves]
                 with torch.compiler.set_stance("fail_on_recompile" if count else "default"):
                     out = f(q, k, v)
                 results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-            assert_same(*results)
+            torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
     @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
     def test_dynamic_lengths(self, power: Any) -> None:
@@ -94,11 +94,12 @@ class TestCompile:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", [None, transposed], ids=["contiguous", "transposed"])
-    @pytest.mark.parametrize("power", [15, 2.5])
-    def test_inductor(self, power: float, layout: Any) -> None:
+    @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+    def test_inductor(self, masked: bool, layout: Any) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x * 1.5 for x in (q, k, v))
-            return softplus_attention(q, k, v, power=power, is_causal=True).sin()
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if masked else None
+            return softplus_attention(q, k, v, is_causal=not masked, attn_mask=mask).sin()
 
         self.check(attend, "inductor", (20, 33), layout=layout)
 
@@ -147,7 +148,7 @@ class Layer(torch.nn.Module):
 )
 def test_export(impl: str, power: Any) -> None:
     layer = Layer(power, impl)
-    length = torch.export.Dim("length", min=2, max=1 << 20)
+    length = torch.export.Dim("length")
     program = torch.export.export(layer, tuple(qkv(20, grad=False)), dynamic_shapes=[{2: length}] * 3)
     for t in (20, 45):
         inputs = qkv(t, grad=False)

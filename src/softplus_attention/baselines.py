@@ -24,6 +24,7 @@ from softplus_attention.reference import (
     expand_kv_heads,
     l1_normalised,
     paper_offset,
+    seen_by_some_row,
     sharpened,
     softplus,
     unit,
@@ -222,11 +223,6 @@ def scaled_queries(spec: AttentionSpec, q: Tensor, counts: Tensor, parameters: P
         learned = (parameters or {}).get("ssmax_scale")
         scale = scale * (SSMAX_START if learned is None else learned.to(q.dtype)[:, None])
     return (unit(q) if spec.qk_norm else q) * scale[..., None]
-
-
-def seen_by_some_row(visible: Tensor) -> Tensor:
-    """(B|1, 1, T_k, 1). A key that no row sees may hold anything, even NaN, and 0 * NaN is NaN in a product."""
-    return visible.any(-2).any(1, keepdim=True)[..., None]
 
 
 def entmax(scores: Tensor, visible: Tensor, alpha: float) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from softplus_attention import validation as check
 from softplus_attention.power import Power, PowerByLength, by_head_or_row
@@ -178,10 +180,31 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
     return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The inputs are cast already; what follows keeps float32 inside."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def refuse_transforms(impl: str, *tensors: object) -> None:
+    """torch.func and forward-mode differentiation would pass a fused op by in silence."""
+    if torch.compiler.is_compiling():
+        return
+    forward_mode = forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+    if forward_mode or torch._C._are_functorch_transforms_active():
+        what = "forward-mode gradients" if forward_mode else "torch.func transforms"
+        raise RuntimeError(f"softplus_attention: {what} do not reach inside impl={impl!r}; use impl='reference'")
+
+
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
+        return tensors
+    if not torch.is_autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(
@@ -224,8 +247,10 @@ def packed_visibility(
     check.check_qkv(q, k, v, layout="(total, H, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
     check.check_window(window, is_causal)
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             check.fail(name, "an int >= 0", repr(value), TypeError)
+        if value < 0:
+            check.fail(name, "an int >= 0", repr(value))
     check.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, q.device, validate)
     check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], max_seqlen_k, q.device, validate)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -275,11 +300,9 @@ def attend(
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
     if chosen == "reference":
-        return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"softplus_attention: torch.func transforms do not reach inside impl={chosen!r}; use impl='reference'"
-        )
+        with without_autocast(q.device):
+            return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+    refuse_transforms(chosen, q, k, v, power)
     if chosen == "triton":
         return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     if q.device.type != "cpu":
@@ -307,7 +330,9 @@ def triton_attention(
     if q.device.type != "cuda" and not triton_interprets():
         check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
     if q.device.type != "cuda" and q.dtype == torch.bfloat16:
-        check.fail("q", "float16 or float32 in Triton's interpreter, whose products misread bfloat16", "bfloat16", TypeError)
+        check.fail(
+            "q", "float16 or float32 in Triton's interpreter, whose products misread bfloat16", "bfloat16", TypeError
+        )
     from softplus_attention.kernels import triton_ops  # noqa: F401  registers the op
 
     out, *_ = torch.ops.softplus_attention.triton_forward(

@@ -38,7 +38,7 @@ def unit(x: Tensor) -> Tensor:
     size = x.detach().abs().amax(-1, keepdim=True)
     x = x / torch.where(size == 0, 1, size)
     square = x.square().sum(-1, keepdim=True)
-    return x * torch.where(square == 0, 1, square).rsqrt()
+    return x * torch.where(square == 0, 0, torch.where(square == 0, 1, square).rsqrt())
 
 
 def softplus(s: Tensor) -> Tensor:
@@ -86,6 +86,11 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def seen_by_some_row(visible: Tensor) -> Tensor:
+    """(B|1, 1, T_k, 1). A key that no row sees may hold anything, even NaN, and 0 * NaN is NaN in a product."""
+    return visible.any(-2).any(1, keepdim=True)[..., None]
+
+
 def expand_kv_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -104,8 +109,10 @@ def attention_stages(
     visible = visibility.dense()
     counts = visible.sum(-1).to(dtype)
 
+    k = torch.where(seen_by_some_row(visible), k, 0)
     q, k = q.to(dtype), expand_kv_heads(k, q.shape[1]).to(dtype)
-    scores = length_scaled_scores(unit(q), k if normalized_keys else unit(k), counts, score_scale)
+    k = torch.where(k.isfinite(), k, torch.nan) if normalized_keys else unit(k)
+    scores = length_scaled_scores(unit(q), k, counts, score_scale)
     a = l1_normalised(softplus(scores), visible)
     if power is None:
         return Stages(counts, scores, a, a)
@@ -127,4 +134,5 @@ def reference_attention(
     dtype = compute_dtype(q.dtype)
     weights = attention_stages(q, k, visibility, power, score_scale, normalized_keys).sharpened
     weights = weights.to(q.dtype).to(dtype)
+    v = torch.where(seen_by_some_row(visibility.dense()), v, 0)
     return weighted_sum(weights, expand_kv_heads(v, q.shape[1]).to(dtype)).to(q.dtype)

@@ -121,8 +121,8 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         shape = shape_of_power(power)
         if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
             fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", described(power))
-        if readable(power, validate) and power.numel() and not bool((power >= 1).all()):
-            fail("power", ">= 1 (below, the gradient is unbounded)", f"a tensor whose least value is {power.min():g}")
+        if readable(power, validate) and power.numel() and not bool(((power >= 1) & (power < math.inf)).all()):
+            fail("power", ">= 1 and finite", f"a tensor of values from {power.min():g} to {power.max():g}")
         return
     if isinstance(power, bool) or not isinstance(power, int | float):
         fail("power", kinds, repr(power), TypeError)
@@ -137,7 +137,7 @@ def check_score_scale(score_scale: float | None, head_dim: int, t_k: int) -> flo
         fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
     if not 0 <= score_scale < math.inf:
         fail("score_scale", "a finite number >= 0", score_scale)
-    if t_k > 1 and score_scale * math.log(t_k) > LARGEST_SCORE:
+    if not torch.compiler.is_compiling() and score_scale and t_k > math.exp(min(LARGEST_SCORE / score_scale, 700)):
         fail("score_scale", f"at most {LARGEST_SCORE:g} / log({t_k} keys), or softplus underflows", f"{score_scale:g}")
     return float(score_scale)
 

@@ -52,7 +52,7 @@ class Visibility:
         return start, torch.maximum(start, end)
 
     def given_ranges(self) -> tuple[Tensor | None, Tensor | None]:
-        """(key_start, key_end) within the keys, both or neither, without what follows from ``is_causal`` and ``window``."""
+        """(key_start, key_end) within the keys, both or neither, without what ``is_causal`` and ``window`` add."""
         if self.key_start is None and self.key_end is None:
             return None, None
         return Visibility(self.t_q, self.t_k, self.device, key_start=self.key_start, key_end=self.key_end).ranges()

@@ -103,6 +103,8 @@ class Problem:
 
         # A product turns 0 * NaN into NaN, also for rows that give a bad vector no weight: it gets cleaned operands.
         self.clean_q, self.clean_k = cleaned(self.q), cleaned(self.k)
+        if normalized_keys and self.clean_k is not self.k:
+            self.k = torch.where(self.k.isfinite(), self.k, torch.nan)
         self.has_bad_scores = self.clean_q is not self.q or self.clean_k is not self.k
         self.bad_keys: list[list[int]] | None = None
         self.clean_v = cleaned(self.v)
@@ -304,7 +306,9 @@ def add_bad_keys(out: Tensor, weights: Tensor, v: Tensor, keys: list[int]) -> No
     """The keys whose v is not finite reach only the rows that give them weight."""
     for key in keys:
         w = weights[:, :, key, None]
-        out.add_(torch.where(w != 0, w * v[:, key, None, :], 0))
+        value = v[:, key, None, :]
+        bad = ~value.isfinite().all(-1, keepdim=True)
+        out.add_(torch.where((w != 0) & bad, w * value, 0))
 
 
 def bad_keys_of(problem: Problem, tile: Tile) -> list[int]:

@@ -57,7 +57,8 @@ def _problem(
 def _chunked_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     out, stats = _forward_shapes(q, k, v)
     if out.numel():
-        chunked.forward(_problem(q, k, v, *options), out, stats)
+        with torch.autocast("cpu", enabled=False):
+            chunked.forward(_problem(q, k, v, *options), out, stats)
     return out, stats
 
 
@@ -67,10 +68,12 @@ def _chunked_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     power_rows = options[5]
     if not grad_out.numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), stats.new_zeros(stats.shape[1:])
-    problem = _problem(q, k, v, *options)
-    dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], power_rows is not None)
-    dq, dk, dv = (x.reshape(like.shape).to(like.dtype) for x, like in ((dq, q), (dk, k), (dv, v)))
+        d_power = stats.new_empty(0) if power_rows is None else stats.new_zeros(stats.shape[1:])
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_power
+    with torch.autocast("cpu", enabled=False):
+        problem = _problem(q, k, v, *options)
+        dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], power_rows is not None)
+    dq, dk, dv = (x.reshape(like.shape).to(like.dtype).contiguous() for x, like in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
 
 

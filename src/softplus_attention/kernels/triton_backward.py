@@ -1,7 +1,8 @@
-"""The backward in two kernels without atomics: dQ row by row, which also finds each row's terms, then dK and dV key by key.
+"""The backward in two kernels, without atomics: dQ row by row, which also finds each row's terms, then dK and dV.
 
-ds_ij = sigmoid(s_ij) * (N_i / R_i) * (alpha_i g_ij - eps_i) with g_ij = u_ij^(p-1) (dP_ij - delta_i). The row term eps_i is a sum
-over the row's own g, known only at the end of the row: the dQ kernel therefore keeps sum sigmoid g k and sum sigmoid k apart.
+ds_ij = sigmoid(s_ij) (N_i / R_i) (alpha_i g_ij - eps_i), g_ij = u_ij^(p-1) (dP_ij - delta_i). The row term eps_i is a
+sum over the row's own g, known only at its end: the dQ kernel keeps sum sigmoid g k and sum sigmoid k apart until then.
+u is scaled by W^(-1/p), so that u^p is the weight itself; alpha takes up the factor.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ import triton.language as tl
 from softplus_attention.kernels.triton_common import (
     LN2,
     LOG2E,
-    NOWHERE,
+    Keys,
+    Sharpening,
+    Sight,
+    count_keys,
     inverse_norm,
     key_range,
+    key_regions,
     load_rows,
+    load_vector,
+    mask_rows,
     raised,
     row_power,
     seen_by,
@@ -26,34 +33,32 @@ from softplus_attention.kernels.triton_common import (
 
 @triton.jit
 def dq_pass(
-    b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_slope, b_offset, b_flat, b_p,
-    p_k, p_norm, p_v, n_low, n_high, t_k, stride_kt, stride_vt, o_d, o_dv, b_start, b_end, p_mask, stride_mask_n,
+    b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, FLAT_ROWS: tl.constexpr,
+    POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
+    FLAT_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the power's gradient of each row."""
-    for n in range(n_low, n_high, BN):
+    for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        b_k = load_rows(p_k, o_n.to(tl.int64), t_k, stride_kt, o_d, D, BD, MASKED)  # [BN, BD]
-        b_v = load_rows(p_v, o_n.to(tl.int64), t_k, stride_vt, o_dv, DV, BDV, MASKED)  # [BN, BDV]
-        if MASKED:
-            b_norm = tl.load(p_norm + o_n, mask=o_n < t_k, other=0.0)  # [BN]
-        else:
-            b_norm = tl.load(p_norm + o_n)
+        b_k = load_rows(keys.k, o_n, keys.count, keys.k_stride, D, BD, MASKED)  # [BN, BD]
+        b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
+        b_norm = load_vector(keys.norm, o_n, keys.count, MASKED)  # [BN]
         t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
         f = softplus2(t, PRECISE)
-        sigma = tl.exp2(t - f) * b_norm[None, :]
+        sigma = tl.exp2(t - f) * b_norm[None, :]  # the sigmoid; the norm turns k into its unit vector
         if MASKED:
-            seen = seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK)
+            seen = seen_by(o_n, sight, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
         if POWER != 0:
-            u = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)
+            u = tl.maximum(f * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
             if MASKED:
                 u = tl.where(seen, u, 0.0)
-            steepness = raised(u, b_p[:, None], POWER, 1)
+            steepness = raised(u, sharpening.power[:, None], POWER, 1)
             if POWER_GRAD:
-                b_dp += tl.sum(tl.where((u > 0) & (b_flat[:, None] == 0), steepness * u * tl.log2(u) * g, 0.0), 1)
+                counted = (u > 0) & (b_flat[:, None] == 0)
+                b_dp += tl.sum(tl.where(counted, steepness * u * tl.log2(u) * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
             g = g * steepness
@@ -65,16 +70,13 @@ def dq_pass(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, Out, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
-    GradQ, GradPower, Rows,
-    t_q, t_k, h, h_kv, n_rows, window, score_scale, power_base, power_slope, power_n0,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
-    stride_rb, stride_mb, stride_mh, stride_mm, stride_mn, stride_cb, stride_ch, stride_pb, stride_ph, stride_pm,
+    Q, K, V, Out, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power, GradQ, GradPower, Rows,
+    t_q, t_k, h, h_kv, n_rows, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    grad_out_strides, dq_strides, range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr,
+    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -82,38 +84,35 @@ def dq_kernel(
     kv_head = head // (h // h_kv)
     o_m = m * BM + tl.arange(0, BM)
     m_rows = o_m < t_q
-    o_d, o_dv = tl.arange(0, BD), tl.arange(0, BDV)
-    o_rows = o_m.to(tl.int64)
-    p_k = K + b * stride_kb + kv_head * stride_kh
-    p_v = V + b * stride_vb + kv_head * stride_vh
-    p_norm = Norms + (b * h_kv + kv_head) * t_k
-
-    b_start, b_end = key_range(o_m, t_q, t_k, window, Start + b * stride_rb, End + b * stride_rb, CAUSAL, HAS_WINDOW, HAS_RANGES)
-    p_mask = Mask
-    if HAS_MASK:
-        p_mask = Mask + b * stride_mb + head * stride_mh + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm  # [BM]
-        b_counts = tl.load(Counts + b * stride_cb + head * stride_ch + o_m, mask=m_rows, other=0).to(tl.float32)
-    else:
-        b_counts = (b_end - b_start).to(tl.float32)
-    b_p = row_power(
-        b_counts, Power + b * stride_pb + head * stride_ph, o_m, m_rows, stride_pm, power_base, power_slope, power_n0,
-        POWER, HAS_POWER_ROWS,
+    p_row = bh * t_q + o_m
+    keys = Keys(
+        K + b * k_strides[0] + kv_head * k_strides[1], V + b * v_strides[0] + kv_head * v_strides[1],
+        Norms + (b * h_kv + kv_head) * t_k, t_k, k_strides[2], v_strides[2],
     )  # fmt: skip
+    b_start, b_end = key_range(
+        o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride, CAUSAL, HAS_WINDOW, HAS_RANGES
+    )
+    p_mask = mask_rows(Mask + b * mask_strides[0] + head * mask_strides[1], o_m, t_q, mask_strides[2], HAS_MASK)
+    sight = Sight(b_start, b_end, p_mask, mask_strides[3])
+    b_counts = count_keys(sight, Counts + b * count_strides[0] + head * count_strides[1], o_m, t_q, HAS_MASK)
+    p_power = Power + b * power_strides[0] + head * power_strides[1]
+    b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    n_low, full_low, full_high, n_high = key_regions(sight, m_rows, BN, HAS_MASK)
 
-    b_q = load_rows(Q + b * stride_qb + head * stride_qh, o_rows, t_q, stride_qt, o_d, D, BD, True)  # [BM, BD]
-    b_do = load_rows(GradOut + b * stride_gb + head * stride_gh, o_rows, t_q, stride_gt, o_dv, DV, BDV, True)  # [BM, BDV]
-    b_o = load_rows(Out + b * stride_ob + head * stride_oh, o_rows, t_q, stride_ot, o_dv, DV, BDV, True)
+    b_q = load_rows(Q + b * q_strides[0] + head * q_strides[1], o_m, t_q, q_strides[2], D, BD, True)  # [BM, BD]
+    p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+    b_do = load_rows(p_do, o_m, t_q, grad_out_strides[2], DV, BDV, True)  # [BM, BDV]
+    b_o = load_rows(Out + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
     b_inverse = inverse_norm(b_q.to(tl.float32))
     b_scale = score_scale * tl.log(tl.maximum(b_counts, 1.0))
     b_factor = b_scale * LOG2E * b_inverse
 
-    p_row = bh * t_q + o_m
     b_weight = tl.load(Weight + p_row, mask=m_rows, other=1.0)
     b_least = tl.maximum(b_counts, 1.0)
+    b_excess = tl.where(b_counts > 3, 1.0, 0.0)
     b_flat = b_counts < 0
     b_offset = tl.zeros([BM], tl.float32)
-    b_excess = tl.where(b_counts > 3, 1.0, 0.0)
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
         b_slope = 1.0 / b_weight
@@ -123,23 +122,12 @@ def dq_kernel(
         b_height = tl.load(Height + p_row, mask=m_rows, other=1.0)
         b_ratio = b_counts / (b_total * LN2)
         b_flat = b_height == 0
-        # u is scaled so that u^p is the weight itself: u / W^(1/p).
-        b_root = tl.exp2(-tl.log2(b_weight) / b_p)
+        b_root = tl.exp2(-tl.log2(b_weight) / b_p)  # W^(-1/p)
         b_divisor = tl.where(b_flat, 1.0, b_height)
         b_slope = tl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
         b_offset = tl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
         b_alpha = tl.where(b_flat, 1.0 / b_least, b_p * b_root / b_divisor)
-
-    some = b_end > b_start
-    n_low = tl.min(tl.where(some, b_start, NOWHERE)) // BN * BN
-    n_high = tl.max(tl.where(some, b_end, 0))
-    full_low = tl.cdiv(tl.max(tl.where(m_rows, b_start, 0)), BN) * BN
-    full_high = tl.min(tl.where(m_rows, b_end, NOWHERE)) // BN * BN
-    if HAS_MASK:
-        full_high = full_low
-    if full_high <= full_low:
-        full_low = n_low
-        full_high = n_low
+    sharpening = Sharpening(b_slope, b_offset, b_p)
 
     b_steep = tl.zeros([BM, BD], tl.float32)
     b_even = tl.zeros([BM, BD], tl.float32)
@@ -150,27 +138,23 @@ def dq_kernel(
         has_flat = tl.load(Flat + bh)
     if has_flat > 0:
         b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_slope, b_offset, b_flat, b_p, p_k, p_norm, p_v,
-            n_low, n_high, t_k, stride_kt, stride_vt, o_d, o_dv, b_start, b_end, p_mask, stride_mn,
-            D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, True,
+            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
+            D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_slope, b_offset, b_flat, b_p, p_k, p_norm, p_v,
-                n_low, full_low, t_k, stride_kt, stride_vt, o_d, o_dv, b_start, b_end, p_mask, stride_mn,
-                D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False,
+                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low,
+                full_low, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_slope, b_offset, b_flat, b_p, p_k, p_norm, p_v,
-                full_low, full_high, t_k, stride_kt, stride_vt, o_d, o_dv, b_start, b_end, p_mask, stride_mn,
-                D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, False, HAS_MASK, False,
+                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_low,
+                full_high, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_slope, b_offset, b_flat, b_p, p_k, p_norm, p_v,
-            full_high, n_high, t_k, stride_kt, stride_vt, o_d, o_dv, b_start, b_end, p_mask, stride_mn,
-            D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False,
+            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_high,
+            n_high, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
         )  # fmt: skip
 
     b_epsilon = tl.zeros([BM], tl.float32)
@@ -181,11 +165,11 @@ def dq_kernel(
     b_grad = b_grad * (b_ratio * b_scale)[:, None]
     b_unit = b_q.to(tl.float32) * b_inverse[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
-    store_rows(GradQ + b * stride_dqb + head * stride_dqh, b_grad, o_rows, t_q, stride_dqt, o_d, D)
+    store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)
     if POWER_GRAD:
         tl.store(GradPower + p_row, b_dp * LN2, mask=m_rows)
 
-    # What the other kernel needs of each row. A row of equal scores is marked by its offset.
+    # What the other kernel needs of each row. A negative offset marks a row of equal scores.
     b_outer = b_ratio * b_scale * b_inverse
     tl.store(Rows + p_row, b_factor, mask=m_rows)
     tl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
@@ -197,50 +181,41 @@ def dq_kernel(
 
 @triton.jit
 def dkv_pass(
-    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power, m_low, m_high,
-    t_q, t_k, n_rows, window, power_base, power_slope, power_n0,
-    stride_qt, stride_gt, stride_mm, stride_mn, stride_pm, o_d, o_dv,
+    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
+    m_low, m_high, t_q, t_k, n_rows, window, growth, q_stride, do_stride, mask_stride_m, mask_stride_n, power_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, FLAT_ROWS: tl.constexpr,
+    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, FLAT_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as zeros and add nothing."""
-    for m in range(m_low, m_high, BM):
+    """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as 0 and add nothing."""
+    for m in tl.range(m_low, m_high, BM, num_stages=STAGES):
         o_m = m + tl.arange(0, BM)
-        m_rows = o_m < t_q
-        o_rows = o_m.to(tl.int64)
-        b_q = load_rows(p_q, o_rows, t_q, stride_qt, o_d, D, BD, True)  # [BM, BD]
-        b_do = load_rows(p_do, o_rows, t_q, stride_gt, o_dv, DV, BDV, True)  # [BM, BDV]
-        b_factor = tl.load(p_rows + o_m, mask=m_rows, other=0.0)
-        b_slope = tl.load(p_rows + n_rows + o_m, mask=m_rows, other=0.0)
-        b_offset = tl.load(p_rows + 2 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_delta = tl.load(p_rows + 3 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_alpha = tl.load(p_rows + 4 * n_rows + o_m, mask=m_rows, other=0.0)
-        b_epsilon = tl.load(p_rows + 5 * n_rows + o_m, mask=m_rows, other=0.0)
+        b_q = load_rows(p_q, o_m, t_q, q_stride, D, BD, True)  # [BM, BD]
+        b_do = load_rows(p_do, o_m, t_q, do_stride, DV, BDV, True)  # [BM, BDV]
+        b_factor = load_vector(p_rows, o_m, t_q, True)  # [BM]
+        b_slope = load_vector(p_rows + n_rows, o_m, t_q, True)
+        b_offset = load_vector(p_rows + 2 * n_rows, o_m, t_q, True)
+        b_delta = load_vector(p_rows + 3 * n_rows, o_m, t_q, True)
+        b_alpha = load_vector(p_rows + 4 * n_rows, o_m, t_q, True)
+        b_epsilon = load_vector(p_rows + 5 * n_rows, o_m, t_q, True)
 
         t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
         f = softplus2(t, PRECISE)
         sigma = tl.exp2(t - f)
-        if MASKED:
+        if MASKED or POWER < 0:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
-            p_mask_rows = p_mask
-            if HAS_MASK:
-                p_mask_rows = p_mask + tl.where(m_rows, o_m, 0).to(tl.int64) * stride_mm
-            seen = seen_by(o_n, b_start, b_end, p_mask_rows, stride_mn, HAS_MASK)
-            f = tl.where(seen, f, 0.0)
-            sigma = tl.where(seen, sigma, 0.0)
+            sight = Sight(b_start, b_end, mask_rows(p_mask, o_m, t_q, mask_stride_m, HAS_MASK), mask_stride_n)
+            if MASKED:
+                seen = seen_by(o_n, sight, HAS_MASK)
+                f = tl.where(seen, f, 0.0)
+                sigma = tl.where(seen, sigma, 0.0)
         weight = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)  # u
         if POWER != 0:
-            b_p = b_slope
+            b_p = b_slope  # not read where the power is a number
             if POWER < 0:
-                if HAS_MASK:
-                    b_counts = tl.load(p_counts + o_m, mask=m_rows, other=0).to(tl.float32)
-                else:
-                    b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
-                    b_counts = (b_end - b_start).to(tl.float32)
-                b_p = row_power(
-                    b_counts, p_power, o_m, m_rows, stride_pm, power_base, power_slope, power_n0, POWER, HAS_POWER_ROWS
-                )
+                b_counts = count_keys(sight, p_counts, o_m, t_q, HAS_MASK)
+                b_p = row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER, HAS_POWER_ROWS)
             steepness = raised(weight, b_p[:, None], POWER, 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
@@ -256,48 +231,42 @@ def dkv_pass(
 
 @triton.jit
 def dkv_kernel(
-    Q, K, V, GradOut, Norms, Flat, Start, End, Mask, Counts, Power, Rows, FirstRow, LastRow,
-    GradK, GradV,
-    t_q, t_k, h, h_kv, n_rows, window, power_base, power_slope, power_n0,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh, stride_dvt,
-    stride_rb, stride_mb, stride_mh, stride_mm, stride_mn, stride_cb, stride_ch, stride_pb, stride_ph, stride_pm,
-    stride_fb,
+    Q, K, V, GradOut, Norms, Flat, Start, End, Mask, Counts, Power, Rows, FirstRow, LastRow, GradK, GradV,
+    t_q, t_k, h, h_kv, n_rows, window, growth, q_strides, k_strides, v_strides, grad_out_strides, dk_strides,
+    dv_strides, range_stride, mask_strides, count_strides, power_strides, seen_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr,
+    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    """A block of keys of one key head, over all the query heads that share it."""
     block = tl.program_id(0)  # the first keys are seen by the most rows
     bh = tl.program_id(1).to(tl.int64)
     b, kv_head = bh // h_kv, bh % h_kv
     shared = h // h_kv
     n = block * BN
     o_n = n + tl.arange(0, BN)
-    o_keys = o_n.to(tl.int64)
-    o_d, o_dv = tl.arange(0, BD), tl.arange(0, BDV)
-    b_k = load_rows(K + b * stride_kb + kv_head * stride_kh, o_keys, t_k, stride_kt, o_d, D, BD, True)  # [BN, BD]
-    b_v = load_rows(V + b * stride_vb + kv_head * stride_vh, o_keys, t_k, stride_vt, o_dv, DV, BDV, True)
-    b_norm = tl.load(Norms + bh * t_k + o_n, mask=o_n < t_k, other=0.0)
-    p_start = Start + b * stride_rb
-    p_end = End + b * stride_rb
+    b_k = load_rows(K + b * k_strides[0] + kv_head * k_strides[1], o_n, t_k, k_strides[2], D, BD, True)  # [BN, BD]
+    b_v = load_rows(V + b * v_strides[0] + kv_head * v_strides[1], o_n, t_k, v_strides[2], DV, BDV, True)  # [BN, BDV]
+    b_norm = load_vector(Norms + bh * t_k, o_n, t_k, True)  # [BN]
+    p_start = Start + b * range_stride
+    p_end = End + b * range_stride
 
     # Rows [m_low, m_high) see some of these keys; the tiles of [full_low, full_high) see all of them.
     m_low, m_high = 0, t_q
     full_low, full_high = 0, t_q
     if CAUSAL:
+        past = tl.minimum(n + BN, t_k)
         m_low = tl.maximum(n - (t_k - t_q), 0) // BM * BM
-        full_low = tl.cdiv(tl.maximum(tl.minimum(n + BN, t_k) - 1 - (t_k - t_q), 0), BM) * BM
+        full_low = tl.cdiv(tl.maximum(past - 1 - (t_k - t_q), 0), BM) * BM
         if HAS_WINDOW:
-            m_high = tl.maximum(tl.minimum(t_q, tl.minimum(n + BN, t_k) + window - 1 - (t_k - t_q)), 0)
-            full_high = tl.maximum(tl.minimum(t_q, n + window - (t_k - t_q)), 0)
+            m_high = tl.maximum(tl.minimum(t_q, past + window - 1 - (t_k - t_q)), 0)
+            full_high = tl.maximum(tl.minimum(t_q, n + window - (t_k - t_q)), 0) // BM * BM
     if HAS_RANGES:
-        m_low = tl.maximum(m_low, tl.load(FirstRow + b * stride_fb + block)) // BM * BM
-        m_high = tl.minimum(m_high, tl.load(LastRow + b * stride_fb + block))
+        m_low = tl.maximum(m_low, tl.load(FirstRow + b * seen_stride + block)) // BM * BM
+        m_high = tl.minimum(m_high, tl.load(LastRow + b * seen_stride + block))
     if HAS_RANGES or HAS_MASK:
         full_high = 0
-    if HAS_WINDOW:
-        full_high = full_high // BM * BM
     if full_high <= full_low:
         full_low = m_high
         full_high = m_high
@@ -306,44 +275,46 @@ def dkv_kernel(
     b_dv = tl.zeros([BN, BDV], tl.float32)
     for i in range(0, shared):
         head = kv_head * shared + i
-        p_q = Q + b * stride_qb + head * stride_qh
-        p_do = GradOut + b * stride_gb + head * stride_gh
+        p_q = Q + b * q_strides[0] + head * q_strides[1]
+        p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
         p_rows = Rows + (b * h + head) * t_q
-        p_mask = Mask + b * stride_mb + head * stride_mh
-        p_counts = Counts + b * stride_cb + head * stride_ch
-        p_power = Power + b * stride_pb + head * stride_ph
+        p_mask = Mask + b * mask_strides[0] + head * mask_strides[1]
+        p_counts = Counts + b * count_strides[0] + head * count_strides[1]
+        p_power = Power + b * power_strides[0] + head * power_strides[1]
         has_flat = 0
         if POWER != 0:
             has_flat = tl.load(Flat + b * h + head)
         if has_flat > 0:
             b_dk, b_dv = dkv_pass(
-                b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power, m_low, m_high,
-                t_q, t_k, n_rows, window, power_base, power_slope, power_n0, stride_qt, stride_gt, stride_mm, stride_mn, stride_pm,
-                o_d, o_dv, CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, True, True,
+                b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
+                m_low, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
+                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
+                D, DV, BD, BDV, BM, PRECISE, True, True, STAGES,
             )  # fmt: skip
         else:
             b_dk, b_dv = dkv_pass(
-                b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power, m_low, full_low,
-                t_q, t_k, n_rows, window, power_base, power_slope, power_n0, stride_qt, stride_gt, stride_mm, stride_mn, stride_pm,
-                o_d, o_dv, CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, True, False,
+                b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
+                m_low, full_low, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
+                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
+                D, DV, BD, BDV, BM, PRECISE, True, False, STAGES,
             )  # fmt: skip
             if not (HAS_RANGES or HAS_MASK):
                 b_dk, b_dv = dkv_pass(
-                    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power, full_low,
-                    full_high, t_q, t_k, n_rows, window, power_base, power_slope, power_n0, stride_qt, stride_gt, stride_mm,
-                    stride_mn, stride_pm, o_d, o_dv, CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS, D, DV, BD,
-                    BDV, BM, PRECISE, False, False,
+                    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
+                    full_low, full_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
+                    mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
+                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, False, False, STAGES,
                 )  # fmt: skip
-            if HAS_WINDOW or HAS_RANGES or HAS_MASK:
+            if HAS_WINDOW:
                 b_dk, b_dv = dkv_pass(
-                    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power, full_high,
-                    m_high, t_q, t_k, n_rows, window, power_base, power_slope, power_n0, stride_qt, stride_gt, stride_mm,
-                    stride_mn, stride_pm, o_d, o_dv, CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS, D, DV, BD,
-                    BDV, BM, PRECISE, True, False,
+                    b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
+                    full_high, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
+                    mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
+                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, True, False, STAGES,
                 )  # fmt: skip
 
     if not NORMALIZED_KEYS:
         b_unit = b_k.to(tl.float32) * b_norm[:, None]
         b_dk = (b_dk - b_unit * tl.sum(b_unit * b_dk, 1)[:, None]) * b_norm[:, None]
-    store_rows(GradK + b * stride_dkb + kv_head * stride_dkh, b_dk, o_keys, t_k, stride_dkt, o_d, D)
-    store_rows(GradV + b * stride_dvb + kv_head * stride_dvh, b_dv, o_keys, t_k, stride_dvt, o_dv, DV)
+    store_rows(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, o_n, t_k, dk_strides[2], D, BD)
+    store_rows(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, o_n, t_k, dv_strides[2], DV, BDV)

@@ -1,10 +1,12 @@
 """What the Triton kernels share: the positive map, powers, which keys a row sees, tile loads.
 
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
-b_* blocks in registers, with the shape in a comment.
+b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +15,34 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 EQUAL_SCORES = tl.constexpr(2.0**-10)
 NOWHERE = tl.constexpr(1 << 30)
+
+
+class Keys(NamedTuple):
+    """Where the keys and values of one head are: pointers, how many, strides of a token."""
+
+    k: tl.tensor
+    v: tl.tensor
+    norm: tl.tensor
+    count: tl.tensor
+    k_stride: tl.tensor
+    v_stride: tl.tensor
+
+
+class Sight(NamedTuple):
+    """What a block of rows may see: [BM] ranges, [BM] pointers to the rows of the mask, and the mask's key stride."""
+
+    start: tl.tensor
+    end: tl.tensor
+    p_mask: tl.tensor
+    mask_stride: tl.tensor
+
+
+class Sharpening(NamedTuple):
+    """[BM] each: u = relu(slope * f' - offset), raised to the row's power."""
+
+    slope: tl.tensor
+    offset: tl.tensor
+    power: tl.tensor
 
 
 @triton.jit
@@ -41,7 +71,8 @@ def log2_one_plus(e, PRECISE: tl.constexpr):
 @triton.jit
 def softplus2(t, PRECISE: tl.constexpr):
     """log2(1 + 2^t)"""
-    return log2_one_plus(tl.exp2(-tl.abs(t)), PRECISE) + tl.maximum(t, 0.0)
+    # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
+    return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), PRECISE) + tl.maximum(t, 0.0)
 
 
 @triton.jit
@@ -72,24 +103,35 @@ def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr):
 
 
 @triton.jit
-def load_rows(p_base, o_rows, n_rows, stride, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """[ROWS, BLOCK_D]: zero beyond n_rows rows and D columns."""
-    p = p_base + o_rows[:, None] * stride + o_d[None, :]
+def load_rows(p_base, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.constexpr, MASK_ROWS: tl.constexpr):
+    """[ROWS, BD]: zero beyond n_rows rows and D columns."""
+    o_d = tl.arange(0, BD)
+    p = p_base + o_rows.to(tl.int64)[:, None] * stride + o_d[None, :]
     if MASK_ROWS:
-        if D == BLOCK_D:
+        if D == BD:
             return tl.load(p, mask=o_rows[:, None] < n_rows, other=0.0)
         else:
             return tl.load(p, mask=(o_rows[:, None] < n_rows) & (o_d[None, :] < D), other=0.0)
     else:
-        if D == BLOCK_D:
+        if D == BD:
             return tl.load(p)
         else:
             return tl.load(p, mask=o_d[None, :] < D, other=0.0)
 
 
 @triton.jit
-def store_rows(p_base, b_x, o_rows, n_rows, stride, o_d, D: tl.constexpr):
-    p = p_base + o_rows[:, None] * stride + o_d[None, :]
+def load_vector(p_base, o_rows, n_rows, MASK_ROWS: tl.constexpr):
+    """[ROWS]: zero beyond n_rows."""
+    if MASK_ROWS:
+        return tl.load(p_base + o_rows, mask=o_rows < n_rows, other=0.0)
+    else:
+        return tl.load(p_base + o_rows)
+
+
+@triton.jit
+def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    p = p_base + o_rows.to(tl.int64)[:, None] * stride + o_d[None, :]
     tl.store(p, b_x.to(p_base.dtype.element_ty), mask=(o_rows[:, None] < n_rows) & (o_d[None, :] < D))
 
 
@@ -106,17 +148,9 @@ def inverse_norm(b_x):
 
 @triton.jit
 def key_range(
-    o_m,
-    t_q,
-    t_k,
-    window,
-    p_start,
-    p_end,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_RANGES: tl.constexpr,
+    o_m, t_q, t_k, window, p_start, p_end, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr
 ):
-    """([ROWS], [ROWS]): the keys [start, end) that each row may see; nothing for rows beyond t_q."""
+    """([BM], [BM]): the keys [start, end) that each row may see; nothing for rows beyond t_q."""
     m_rows = o_m < t_q
     start = tl.zeros_like(o_m)
     end = start + t_k
@@ -128,28 +162,61 @@ def key_range(
         end = tl.minimum(end, own + 1)
         if HAS_WINDOW:
             start = tl.maximum(start, own + 1 - window)
-    end = tl.where(m_rows, tl.maximum(start, end), start)
-    return start, end
+    return start, tl.where(m_rows, tl.maximum(start, end), start)
 
 
 @triton.jit
-def seen_by(o_n, b_start, b_end, p_mask, stride_mask_n, HAS_MASK: tl.constexpr):
-    """[BM, BN]: whether a row sees a key. p_mask [BM] points at each row of the mask."""
-    seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+def mask_rows(p_mask, o_m, t_q, row_stride, HAS_MASK: tl.constexpr):
+    """[BM] pointers to the rows of a head's mask; the bare pointer where there is none."""
     if HAS_MASK:
-        seen &= tl.load(p_mask[:, None] + o_n[None, :].to(tl.int64) * stride_mask_n, mask=seen, other=0) != 0
+        return p_mask + tl.where(o_m < t_q, o_m, 0).to(tl.int64) * row_stride
+    else:
+        return p_mask
+
+
+@triton.jit
+def seen_by(o_n, sight, HAS_MASK: tl.constexpr):
+    """[BM, BN]: whether a row sees a key."""
+    seen = (o_n[None, :] >= sight.start[:, None]) & (o_n[None, :] < sight.end[:, None])
+    if HAS_MASK:
+        p = sight.p_mask[:, None] + o_n[None, :].to(tl.int64) * sight.mask_stride
+        seen &= tl.load(p, mask=seen, other=0) != 0
     return seen
 
 
 @triton.jit
-def row_power(
-    b_counts, p_power, o_m, m_rows, stride_power, base, slope, n0, POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr
-):
-    """[ROWS]: the power of each row, read or computed from its number of keys (a constant has slope 0)."""
+def count_keys(sight, p_counts, o_m, t_q, HAS_MASK: tl.constexpr):
+    """[BM]: N_i; under a mask it was counted beforehand."""
+    if HAS_MASK:
+        return tl.load(p_counts + o_m, mask=o_m < t_q, other=0).to(tl.float32)
+    else:
+        return (sight.end - sight.start).to(tl.float32)
+
+
+@triton.jit
+def key_regions(sight, m_rows, BN: tl.constexpr, HAS_MASK: tl.constexpr):
+    """(low, full_low, full_high, high): [low, high) holds every visible key, and the tiles of [full_low, full_high) are
+    visible to all rows. An empty middle leaves all of it to the last part."""
+    some = sight.end > sight.start
+    low = tl.min(tl.where(some, sight.start, NOWHERE)) // BN * BN
+    high = tl.max(tl.where(some, sight.end, 0))
+    full_low = tl.cdiv(tl.max(tl.where(m_rows, sight.start, 0)), BN) * BN
+    full_high = tl.min(tl.where(m_rows, sight.end, NOWHERE)) // BN * BN
+    if HAS_MASK:
+        full_high = full_low
+    if full_high <= full_low:
+        full_low = low
+        full_high = low
+    return low, full_low, full_high, high
+
+
+@triton.jit
+def row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr):
+    """[BM]: the power of each row, read, or computed from its number of keys; growth is (base, slope, n0)."""
     if POWER >= 0:
         return tl.zeros_like(b_counts) + POWER
     else:
         if HAS_POWER_ROWS:
-            return tl.load(p_power + o_m.to(tl.int64) * stride_power, mask=m_rows, other=1.0).to(tl.float32)
+            return tl.load(p_power + o_m.to(tl.int64) * power_stride, mask=o_m < t_q, other=1.0).to(tl.float32)
         else:
-            return base + slope * tl.log(tl.maximum(b_counts, n0) / n0)
+            return growth[0] + growth[1] * tl.log(tl.maximum(b_counts, growth[2]) / growth[2])

@@ -26,7 +26,7 @@ class Blocks:
     registers: int | None = None
 
     def options(self) -> dict[str, int]:
-        options = {"BM": self.rows, "BN": self.keys, "num_warps": self.warps, "num_stages": self.stages}
+        options = {"BM": self.rows, "BN": self.keys, "STAGES": self.stages, "num_warps": self.warps}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
@@ -34,36 +34,38 @@ def padded(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
-def forward_blocks(width: int, precise: bool) -> Blocks:
+# The block sizes below are the fastest of those measured on an H200 (docs/kernels.md has the table). They depend on the
+# head dimension only, never on a length: no length compiles anew.
+
+
+def forward_blocks(width: int, precise: bool, sharpen: bool) -> Blocks:
     if precise:
         return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(32, 32, 4, 1)
     if width <= 64:
-        return Blocks(128, 64, 4, 3)
-    return Blocks(128, 64, 8, 3) if width <= 128 else Blocks(64, 64, 8, 2)
+        return Blocks(64, 64, 4, 3, 168) if sharpen else Blocks(128, 64, 8, 3, 128)
+    if width <= 128:
+        return Blocks(128, 64, 8, 3) if sharpen else Blocks(128, 32, 8, 3, 128)
+    return Blocks(64, 32, 4, 2)
 
 
 def dq_blocks(width: int, precise: bool) -> Blocks:
     if precise:
         return Blocks(32, 32, 4, 1)
     if width <= 64:
-        return Blocks(128, 64, 8, 2)
-    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(64, 32, 8, 1)
+        return Blocks(64, 32, 4, 3, 168)
+    return Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
 
 
 def dkv_blocks(width: int, precise: bool) -> Blocks:
     if precise:
         return Blocks(32, 32, 4, 1)
     if width <= 64:
-        return Blocks(64, 128, 8, 2)
-    return Blocks(64, 64, 4, 2) if width <= 128 else Blocks(32, 64, 8, 1)
+        return Blocks(64, 64, 4, 2)
+    return Blocks(64, 64, 4, 1) if width <= 128 else Blocks(64, 32, 8, 1)
 
 
 def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
 
 
 @dataclass
@@ -120,11 +122,8 @@ class Problem:
 
     def shared_arguments(self) -> dict[str, Any]:
         nothing = self.q  # a pointer that is never read
-        base, slope, n0 = self.power_by_length or (self.power, 0.0, 1.0)
         mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
         counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
-        mask_strides = (0, 0, 0, 0) if mask is None else mask.stride()
-        power_strides = (0, 0, 0) if self.power_rows is None else self.power_rows.stride()
         return {
             "Start": nothing if self.start is None else self.start,
             "End": nothing if self.end is None else self.end,
@@ -136,17 +135,14 @@ class Problem:
             "h": self.h,
             "h_kv": self.h_kv,
             "window": self.window or 0,
-            "power_base": base,
-            "power_slope": slope,
-            "power_n0": n0,
-            **dict(zip(("stride_qb", "stride_qh", "stride_qt"), strides(self.q), strict=True)),
-            **dict(zip(("stride_kb", "stride_kh", "stride_kt"), strides(self.k), strict=True)),
-            **dict(zip(("stride_vb", "stride_vh", "stride_vt"), strides(self.v), strict=True)),
-            "stride_rb": self.range_stride,
-            **dict(zip(("stride_mb", "stride_mh", "stride_mm", "stride_mn"), mask_strides, strict=True)),
-            "stride_cb": 0 if counts is None else counts.stride(0),
-            "stride_ch": 0 if counts is None else counts.stride(1),
-            **dict(zip(("stride_pb", "stride_ph", "stride_pm"), power_strides, strict=True)),
+            "growth": tuple(self.power_by_length or (self.power, 0.0, 1.0)),
+            "q_strides": self.q.stride()[:3],
+            "k_strides": self.k.stride()[:3],
+            "v_strides": self.v.stride()[:3],
+            "range_stride": self.range_stride,
+            "mask_strides": (0, 0, 0, 0) if mask is None else mask.stride(),
+            "count_strides": (0, 0) if counts is None else counts.stride()[:2],
+            "power_strides": (0, 0, 0) if self.power_rows is None else self.power_rows.stride(),
             "CAUSAL": self.is_causal,
             "HAS_WINDOW": self.window is not None,
             "HAS_RANGES": self.start is not None,
@@ -163,24 +159,21 @@ class Problem:
 
 def key_norms(problem: Problem) -> Tensor:
     """1 / ||k||, (B, H_kv, T_k) float32."""
-    k = problem.k
-    if problem.normalized_keys:
-        return k.new_ones(k.shape[:3], dtype=torch.float32)
+    k, block = problem.k, 64
     norms = k.new_empty(k.shape[:3], dtype=torch.float32)
-    block = 64
     fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block), problem.batch * problem.h_kv)](
-        k, norms, problem.t_k, problem.h_kv, *strides(k), D=problem.d, BD=padded(problem.d), BN=block
-    )
+        k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
+        NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
+    )  # fmt: skip
     return norms
 
 
 def forward(problem: Problem, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
-    """Fills ``out`` and ``stats`` (3, B, H, T_q): sum f', max x, sum w; ``flat`` (B, H) says where rows of equal scores are."""
-    blocks = forward_blocks(problem.width, problem.precise)
+    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: has it rows of equal scores)."""
+    blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Norms=norms, Total=stats[0], Height=stats[1], Weight=stats[2],
-        Flat=flat, score_scale=problem.score_scale,
-        **dict(zip(("stride_ob", "stride_oh", "stride_ot"), strides(out), strict=True)),
+        Flat=flat, score_scale=problem.score_scale, out_strides=out.stride()[:3],
         **problem.shared_arguments(), **blocks.options(),
     )  # fmt: skip
 
@@ -201,16 +194,14 @@ def backward(
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
     rows = stats.new_empty(6, n_rows)
-    grad_strides = dict(zip(("stride_gb", "stride_gh", "stride_gt"), strides(grad_out), strict=True))
 
     blocks = dq_blocks(problem.width, problem.precise)
     bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, GradOut=grad_out, Norms=norms, Total=stats[0], Height=stats[1],
         Weight=stats[2], Flat=flat, GradQ=dq, GradPower=stats if grad_power is None else grad_power, Rows=rows,
         n_rows=n_rows, score_scale=problem.score_scale, POWER_GRAD=grad_power is not None,
-        **dict(zip(("stride_ob", "stride_oh", "stride_ot"), strides(out), strict=True)),
-        **dict(zip(("stride_dqb", "stride_dqh", "stride_dqt"), strides(dq), strict=True)),
-        **grad_strides, **shared, **blocks.options(),
+        out_strides=out.stride()[:3], grad_out_strides=grad_out.stride()[:3], dq_strides=dq.stride()[:3],
+        **shared, **blocks.options(),
     )  # fmt: skip
 
     blocks = dkv_blocks(problem.width, problem.precise)
@@ -218,10 +209,9 @@ def backward(
     bwd.dkv_kernel[(triton.cdiv(problem.t_k, blocks.keys), problem.batch * problem.h_kv)](
         Q=problem.q, K=problem.k, V=problem.v, GradOut=grad_out, Norms=norms, Flat=flat, Rows=rows,
         FirstRow=first_row, LastRow=last_row, GradK=dk, GradV=dv, n_rows=n_rows,
-        stride_fb=0 if problem.range_stride == 0 else first_row.stride(0), NORMALIZED_KEYS=problem.normalized_keys,
-        **dict(zip(("stride_dkb", "stride_dkh", "stride_dkt"), strides(dk), strict=True)),
-        **dict(zip(("stride_dvb", "stride_dvh", "stride_dvt"), strides(dv), strict=True)),
-        **grad_strides, **shared, **blocks.options(),
+        grad_out_strides=grad_out.stride()[:3], dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3],
+        seen_stride=0 if problem.range_stride == 0 else first_row.stride(0), NORMALIZED_KEYS=problem.normalized_keys,
+        **shared, **blocks.options(),
     )  # fmt: skip
 
 
@@ -237,7 +227,9 @@ def rows_that_see(problem: Problem, blocks: Blocks) -> tuple[Tensor, Tensor]:
     lowest = lowest.unflatten(1, (-1, blocks.rows)).amin(-1)  # (B|1, row blocks)
     highest = highest.unflatten(1, (-1, blocks.rows)).amax(-1)
     first_key = torch.arange(0, problem.t_k, blocks.keys, device=start.device, dtype=torch.int32)[:, None]
-    meets = (lowest[:, None] < first_key + blocks.keys) & (highest[:, None] > first_key)  # (B|1, key blocks, row blocks)
+    meets = (lowest[:, None] < first_key + blocks.keys) & (
+        highest[:, None] > first_key
+    )  # (B|1, key blocks, row blocks)
     index = torch.arange(meets.shape[-1], device=start.device, dtype=torch.int32)
     first = torch.where(meets, index, meets.shape[-1]).amin(-1)
     last = torch.where(meets, index + 1, 0).amax(-1)

@@ -52,7 +52,15 @@ def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 
 
 def _backward_shapes(
-    grad_out: Tensor, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+    grad_out: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    flat: Tensor,
+    norms: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wants_power = options[_POWER_ROWS] is not None
     d_power = stats.new_empty(stats.shape[1:] if wants_power else (0,))
@@ -60,7 +68,15 @@ def _backward_shapes(
 
 
 def _triton_backward(
-    grad_out: Tensor, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
+    grad_out: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    flat: Tensor,
+    norms: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, d_power = _backward_shapes(grad_out, out, stats, flat, norms, q, k, v, *options)
     if out.numel() and k.shape[2]:
@@ -95,7 +111,23 @@ def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[A
     q, k, v, start, end, mask, power_rows, out, stats, flat, norms = ctx.saved_tensors
     is_causal, window, sharpen, power, rest = ctx.options
     dq, dk, dv, d_power = torch.ops.softplus_attention.triton_backward(
-        grad_out, out, stats, flat, norms, q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *rest
+        grad_out,
+        out,
+        stats,
+        flat,
+        norms,
+        q,
+        k,
+        v,
+        start,
+        end,
+        mask,
+        is_causal,
+        window,
+        sharpen,
+        power,
+        power_rows,
+        *rest,
     )
     d_rows = None
     if power_rows is not None and ctx.needs_input_grad[10]:

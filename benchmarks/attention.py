@@ -1,0 +1,563 @@
+"""Softplus attention beside the fused softmax attentions: time, memory and decode steps, in one run.
+
+Every softplus contender is first held to the float64 reference, forward and gradients; one that fails is "wrong" and
+gets no time. What cannot run becomes a row with its error. Sections:
+
+    train    forward and backward of 32,768 tokens, causal bfloat16: ours, torch SDPA, the dense reference, AdaSplash-2
+    lengths  the same against T, from 512 to 131,072, and a forward over a million tokens
+    decode   one new token per sequence over key/value caches, with grouped heads
+    memory   what a forward, the wait for the backward, and a training step hold beyond their inputs
+    compile  what torch.compile makes: FlexAttention (softmax; LSSAR in two passes), the reference, our op
+
+FLOPs are counted alike for all: 4 B H D T^2/2 forward and 2.5 times that backward. Inputs are (B, T, H, D) in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import math
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import softplus_attention as package
+from softplus_attention import softplus_attention, softplus_attention_decode
+from softplus_attention.reference import EQUAL_SCORES, attention_stages
+from softplus_attention.visibility import Visibility
+
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+SHAPE = ("batch", "heads", "length", "head_dim")
+LONGEST_DENSE, DENSE_BYTES, DENSE_BUDGET = 4096, 52, 60e9  # bytes per score of a dense training step
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Row = dict[str, Any]
+Fill = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    tokens: int = 32768
+    head_dims: tuple[int, ...] = (64, 128)
+    lengths: tuple[int, ...] = (1024, 4096, 16384)
+    long_lengths: tuple[int, ...] = tuple(2**n for n in range(9, 18))
+    million: int = 2**20
+    decode_shape: tuple[int, int, int, int] = (8, 32, 8, 128)  # B, H, H_kv, D
+    contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
+    check_lengths: tuple[int, ...] = (512, 333)
+    repetitions: int = 3
+    quick: bool = False
+
+    def heads(self, head_dim: int) -> int:
+        return 2 if self.quick else 12 if head_dim <= 64 else 16
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        return [(head_dim, length) for head_dim in self.head_dims for length in self.lengths]
+
+    @property
+    def baseline(self) -> str:
+        return "sdpa flash" if self.device == "cuda" else "sdpa math"
+
+
+QUICK: dict[str, Any] = {
+    "tokens": 256, "head_dims": (64,), "lengths": (64, 128), "long_lengths": (64, 128, 256), "million": 1024,
+    "check_lengths": (64, 37), "decode_shape": (2, 4, 2, 64), "contexts": (64, 128), "quick": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    attend: Attention
+    powers: tuple[int | None, ...] = ()  # (p,) where the float64 reference of power p is the truth; () is not checked
+    backward: bool = True
+    dense: bool = False  # memory quadratic in T
+    contiguous: bool = False  # needs (B, H, T, D) in memory
+
+
+def ours(power: int | None, impl: Any) -> Attention:
+    return functools.partial(softplus_attention, power=power, is_causal=True, impl=impl)
+
+
+def sdpa(backend: SDPBackend, **options: bool) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return attend
+
+
+def adasplash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from adasplash import adasplash_v2
+
+    return adasplash_v2(q, k, v)
+
+
+@functools.cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+@functools.cache
+def causal_blocks(length: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=str(device))
+
+
+def flex_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    blocks = causal_blocks(q.shape[2], q.device) if q.shape[2] > 1 else None
+    return compiled(flex_attention)(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int) -> Tensor:
+    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x. Rows of equal scores are not met."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    log_n = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=torch.float32).log()
+    row_scale = math.log(q.shape[-1]) * log_n / q.float().norm(dim=-1)
+    key_scale = 1 / k.float().norm(dim=-1)
+    offset = (log_n > math.log(3.5)).float()
+
+    def log_softplus(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        s = score * (row_scale[b, h, i] * key_scale[b, h, j])
+        return torch.log(torch.clamp(s, min=0) + torch.log1p(torch.exp(-torch.abs(s))))
+
+    _, aux = flex_attention(
+        q, k, v, score_mod=log_softplus, block_mask=blocks, scale=1.0, return_aux=AuxRequest(lse=True)
+    )
+    log_mean = aux.lse - log_n
+
+    def log_sharpened(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        x = torch.exp(log_softplus(score, b, h, i, j) - log_mean[b, h, i]) - offset[i]
+        return torch.where(x > 0, power * torch.log(torch.where(x > 0, x, 1.0)), -float("inf"))
+
+    return flex_attention(q, k, v, score_mod=log_sharpened, block_mask=blocks, scale=1.0)
+
+
+def contenders(settings: Settings) -> list[Contender]:
+    """Those of `train` and `memory`; the baseline comes first."""
+    cuda = settings.device == "cuda"
+    impl, backend = ("triton", SDPBackend.FLASH_ATTENTION) if cuda else ("chunked", SDPBackend.MATH)
+    return [
+        Contender(settings.baseline, sdpa(backend, is_causal=True)),
+        Contender("sdpa cudnn", sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=True)),
+        Contender("lssar p=15", ours(15, impl), powers=(15,)),
+        Contender("lssar p=3", ours(3, impl), powers=(3,)),
+        Contender("lssa", ours(None, impl), powers=(None,)),
+        Contender("reference p=15", ours(15, "reference"), powers=(15,), dense=True),
+        Contender("adasplash-2", adasplash, contiguous=True),
+    ]
+
+
+def compiled_contenders() -> list[Contender]:
+    def flex_lssar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compiled(two_passes)(q, k, v, causal_blocks(q.shape[2], q.device), 15)
+
+    return [
+        Contender("flex softmax", flex_softmax),
+        Contender("flex lssar p=15", flex_lssar, powers=(15,), backward=False),
+        Contender("reference compiled", compiled(ours(15, "reference")), powers=(15,), dense=True),
+        Contender("lssar p=15 compiled", compiled(ours(15, "triton")), powers=(15,)),
+    ]
+
+
+@dataclass(eq=False)
+class Inputs:
+    """q, k, v and an output gradient of a wanted shape: random, or cut and repeated from a trained model's."""
+
+    settings: Settings
+    stored: dict[str, Tensor] = field(default_factory=dict)
+
+    def fits(self, head_dim: int, length: int) -> bool:
+        return not self.stored or (self.stored["q"].shape[-1] == head_dim and self.stored["q"].shape[2] >= length)
+
+    def raw(self, name: str, shape: tuple[int, int, int, int]) -> Tensor:
+        """(B, T, H, D)"""
+        batch, heads, length, head_dim = shape
+        device, dtype = self.settings.device, self.settings.dtype
+        if name not in self.stored:
+            seed = torch.Generator(device).manual_seed("qkvg".index(name))
+            return torch.randn(batch, length, heads, head_dim, device=device, dtype=dtype, generator=seed)
+        if not self.fits(head_dim, length):
+            raise ValueError(f"the given inputs are {tuple(self.stored['q'].shape)}")
+        x = self.stored[name]
+        x = x.repeat_interleave(self.stored["q"].shape[1] // x.shape[1], dim=1)
+        x = x[torch.arange(batch) % x.shape[0]][:, torch.arange(heads) % x.shape[1], :length]
+        return x.transpose(1, 2).to(device, dtype).contiguous()
+
+    def __call__(self, *shape: int, contiguous: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, g = (self.raw(name, shape).transpose(1, 2) for name in "qkvg")
+        if contiguous:
+            q, k, v, g = (x.contiguous() for x in (q, k, v, g))
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), g
+
+
+def read_inputs(source: str, settings: Settings) -> Inputs:
+    if source == "random":
+        return Inputs(settings)
+    stored = torch.load(source, map_location="cpu", weights_only=True)
+    if not isinstance(stored, dict) or any(
+        not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"
+    ):
+        raise SystemExit(f"--inputs {source}: expected a dict of q, k, v, each (B, H, T, D)")
+    return Inputs(settings, {name: stored[name].detach() for name in "qkv"})
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
+def release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def outcome(
+    attend: Attention, tensors: tuple[Tensor, ...], grad: Tensor, dtype: torch.dtype, backward: bool
+) -> list[Tensor]:
+    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in tensors)
+    out = attend(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.to(dtype))] if backward else [out.detach()]
+
+
+def over_budget(got: list[Tensor], low: list[Tensor], exact: list[Tensor]) -> str:
+    """The first of out, dq, dk, dv whose error is over 2 x the low-precision reference's + 1 ulp at scale, or ''."""
+    for name, x, theirs, truth in zip(("out", "dq", "dk", "dv"), got, low, exact, strict=False):
+        error, allowed = (float((y.double() - truth).abs().max()) for y in (x, theirs))
+        largest = float(truth.abs().max())
+        ulp = torch.finfo(x.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
+        if not error <= 2 * allowed + ulp:
+            return f"{name}: error {error:.2e}, allowed {2 * allowed + ulp:.2e}"
+    return ""
+
+
+@functools.cache
+def wrong(contender: Contender, inputs: Inputs, head_dim: int) -> str:
+    """Why the contender fails against the float64 reference, or ''."""
+    for length in (x for x in inputs.settings.check_lengths if contender.powers and inputs.fits(head_dim, x)):
+        q, k, v, grad = inputs(2, 2, length, head_dim)
+        causal = Visibility(length, length, q.device, is_causal=True)
+        stages = attention_stages(q.detach().double(), k.detach().double(), causal, None)
+        largest = (stages.counts[..., None] * stages.normalised).amax(-1) - (stages.counts > 3).double()
+        clear = ~((largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2))[..., None]  # elsewhere rounding decides
+        reference = ours(contender.powers[0], "reference")
+        runs = ((contender.attend, q.dtype), (reference, q.dtype), (reference, torch.float64))
+        results = [outcome(attend, (q, k, v), grad * clear, dtype, contender.backward) for attend, dtype in runs]
+        if reason := over_budget(*([result[0] * clear, *result[1:]] for result in results)):
+            return f"T={length} {reason}"
+    return ""
+
+
+def milliseconds(work: Callable[[], Any], settings: Settings, rounds: int | None = None) -> list[float]:
+    rounds = rounds or settings.repetitions
+    if settings.device == "cuda":
+        from triton.testing import do_bench
+
+        return [do_bench(work, return_mode="median") for _ in range(rounds)]
+    work()
+    return [1e3 * seconds for seconds in timeit.repeat(work, repeat=rounds, number=1)]
+
+
+def held_mib(work: Callable[[], Any], settings: Settings) -> tuple[float | None, float | None]:
+    """MiB beyond what was held before: at the worst moment, and at the end while the result lives."""
+    if settings.device != "cuda":
+        work()
+        return None, None
+    release()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = work()
+    torch.cuda.synchronize()
+    kept, peak = (x - before for x in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    del result
+    return peak / MIB, kept / MIB
+
+
+def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str], inputs: Inputs) -> Row:
+    """``fill`` measures into the row; a failed check or an error ends it, what was measured before stays."""
+    row = {**row, "contender": contender.name, "status": "ok", "note": row.get("note", ""), "error": ""}
+    try:
+        if reason := check():
+            row |= {"status": "wrong", "error": reason}
+        else:
+            fill(row, contender, inputs)
+    except Exception as error:
+        row |= {"status": "error", "error": first_line(error)}
+    release()
+    return row
+
+
+def record(row: Row, direction: str, samples: list[float]) -> None:
+    """The median of the rounds, and TFLOP/s by the count that is the same for all."""
+    ms = row[f"{direction}_ms"] = statistics.median(samples)
+    row[f"{direction}_samples_ms"] = samples
+    flops = 2.0 * row["batch"] * row["heads"] * row["head_dim"] * row["length"] ** 2
+    row[f"{direction}_tflops"] = flops * {"forward": 1, "backward": 2.5, "total": 3.5}[direction] / ms / 1e9
+
+
+def fill_times(row: Row, contender: Contender, inputs: Inputs) -> None:
+    settings = inputs.settings
+    q, k, v, grad = inputs(*(row[x] for x in SHAPE), contiguous=contender.contiguous)
+    with torch.no_grad():
+        record(row, "forward", milliseconds(lambda: contender.attend(q, k, v), settings))
+    if not contender.backward:
+        row["note"] += "forward only"
+        return
+    out = contender.attend(q, k, v)
+    backward = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), settings)
+    record(row, "backward", backward)
+    record(row, "total", [row["forward_ms"] + row["backward_ms"]])
+    del out
+    row["step_mib"], _ = held_mib(lambda: torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad), settings)
+
+
+def fill_memory(row: Row, contender: Contender, inputs: Inputs) -> None:
+    q, k, v, grad = inputs(*(row[x] for x in SHAPE), contiguous=contender.contiguous)
+    torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)  # compiles, and takes the workspaces that stay
+    with torch.no_grad():
+        row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
+    _, row["kept_mib"] = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
+    row["step_mib"], _ = held_mib(
+        lambda: torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad), inputs.settings
+    )
+
+
+def rows_of(
+    section: str, inputs: Inputs, chosen: list[Contender], shapes: list[tuple[int, int]], fill: Fill = fill_times
+) -> Iterator[Row]:
+    """A row for each (head dim, length) and contender."""
+    for head_dim, length in (x for x in shapes if inputs.fits(*x)):
+        for contender in (x for x in chosen if length <= LONGEST_DENSE or not x.dense):
+            heads = inputs.settings.heads(head_dim)
+            batch = full = max(1, inputs.settings.tokens // length)
+            while contender.dense and batch > 1 and batch * heads * length**2 * DENSE_BYTES > DENSE_BUDGET:
+                batch //= 2
+            row = {"section": section, "batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
+            row["note"] = "" if batch == full else f"B={batch} for memory"
+            yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, head_dim), inputs)
+
+
+def run_train(inputs: Inputs) -> Iterator[Row]:
+    return rows_of("train", inputs, contenders(inputs.settings), inputs.settings.shapes)
+
+
+def run_memory(inputs: Inputs) -> Iterator[Row]:
+    return rows_of("memory", inputs, contenders(inputs.settings), inputs.settings.shapes, fill_memory)
+
+
+def run_compile(inputs: Inputs) -> Iterator[Row]:
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False  # the backward is timed on a retained graph
+    chosen = compiled_contenders()
+    for shape in inputs.settings.shapes:
+        for contender in chosen:
+            torch.compiler.reset()  # every shape is compiled for itself, below the limit of recompilations
+            yield from rows_of("compile", inputs, [contender], [shape])
+
+
+def run_lengths(inputs: Inputs) -> Iterator[Row]:
+    settings = inputs.settings
+    chosen = [x for x in contenders(settings) if x.name in (settings.baseline, "lssar p=15", "lssa")]
+    yield from rows_of("lengths", inputs, chosen, [(64, length) for length in settings.long_lengths])
+
+    def fill(row: Row, contender: Contender, _: Inputs) -> None:
+        q, k, v, _ = Inputs(settings)(*(row[x] for x in SHAPE))
+        with torch.no_grad():
+            row["finite"] = bool(contender.attend(q, k, v).isfinite().all())
+            row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), settings)
+            record(row, "forward", milliseconds(lambda: contender.attend(q, k, v), settings, 1))
+
+    for contender in chosen:
+        row = {"section": "million", "batch": 1, "heads": 1, "length": settings.million, "head_dim": 64}
+        yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, 64), inputs)
+
+
+def decode_ours(unit_keys: bool, impl: Any) -> Attention:
+    @functools.cache
+    def filled(batch: int, length: int, device: torch.device) -> Tensor:
+        return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = filled(q.shape[0], k.shape[2], q.device)
+        return softplus_attention_decode(q, k, v, lengths, normalized_keys=unit_keys, enable_gqa=True, impl=impl)
+
+    return attend
+
+
+def heads_as_rows(attend: Attention) -> Attention:
+    """The query heads that share a key head become the rows of one head: no key is read twice."""
+    return lambda q, k, v: attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]), k, v).reshape(q.shape)
+
+
+def decode_contenders(settings: Settings) -> list[Contender]:
+    """`powers` marks ours; those named "unit keys" read caches of normalised keys."""
+    cuda = settings.device == "cuda"
+    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    backends |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+    chosen = [Contender(f"sdpa {name}", sdpa(backend, enable_gqa=True)) for name, backend in backends.items()]
+    chosen += [Contender(f"sdpa {x} heads as rows", heads_as_rows(sdpa(backends[x]))) for x in ("flash", "cudnn")]
+    chosen += [Contender("flex softmax", flex_softmax)] if cuda else []
+    for name, unit_keys in (("lssar p=15", False), ("lssar p=15 unit keys", True)):
+        chosen.append(Contender(name, decode_ours(unit_keys, "triton" if cuda else "chunked"), powers=(15,)))
+    return chosen
+
+
+def caches(settings: Settings, context: int, count: int, unit_keys: bool) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    batch, heads, kv_heads, head_dim = settings.decode_shape
+    seed = torch.Generator(settings.device).manual_seed(context)
+    options = {"device": settings.device, "dtype": settings.dtype, "generator": seed}
+    q = torch.randn(batch, heads, 1, head_dim, **options)
+    pairs = []
+    for _ in range(count):
+        k, v = (torch.randn(batch, kv_heads, context, head_dim, **options) for _ in range(2))
+        pairs.append((F.normalize(k.float(), dim=-1).to(k.dtype) if unit_keys else k, v))
+    return q, pairs
+
+
+def decode_wrong(contender: Contender, settings: Settings) -> str:
+    if not contender.powers:
+        return ""
+    q, ((k, v),) = caches(settings, 333, 1, "unit" in contender.name)
+    reference = decode_ours("unit" in contender.name, "reference")
+    runs = ((contender.attend, q.dtype), (reference, q.dtype), (reference, torch.float64))
+    return over_budget(*(outcome(attend, (q, k, v), q, dtype, False) for attend, dtype in runs))
+
+
+def replayed(calls: list[Callable[[], Any]], settings: Settings) -> tuple[list[float], str]:
+    """Milliseconds of one call among ``calls``, and how it was timed: as one CUDA graph where capture works."""
+
+    def work() -> None:
+        for call in calls:
+            call()
+
+    how, timed = "plain calls", work
+    if settings.device == "cuda":
+        work()
+        torch.cuda.synchronize()
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                work()
+            how, timed = "cuda graph", graph.replay
+        except Exception as error:
+            torch.cuda.synchronize()
+            how = f"plain calls, no capture: {first_line(error)[:120]}"
+    return [x / len(calls) for x in milliseconds(timed, settings)], how
+
+
+def fill_decode(row: Row, contender: Contender, inputs: Inputs) -> None:
+    q, pairs = caches(inputs.settings, row["length"], row["caches"], "unit" in contender.name)
+    rotation = [pairs[i % len(pairs)] for i in range(max(len(pairs), 8))]
+    with torch.no_grad():
+        calls = [functools.partial(contender.attend, q, k, v) for k, v in rotation]
+        samples, row["timing"] = replayed(calls, inputs.settings)
+    row["forward_ms"], row["forward_samples_ms"] = statistics.median(samples), samples
+    row["cache_gb_per_s"] = row["cache_bytes"] / row["forward_ms"] / 1e6
+
+
+def run_decode(inputs: Inputs) -> Iterator[Row]:
+    settings = inputs.settings
+    batch, heads, kv_heads, head_dim = settings.decode_shape
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size if settings.device == "cuda" else 0
+    for context in settings.contexts:
+        size = 2 * batch * kv_heads * context * head_dim * settings.dtype.itemsize
+        row = {"section": "decode", "batch": batch, "heads": heads, "kv_heads": kv_heads, "length": context}
+        row |= {"head_dim": head_dim, "cache_bytes": size, "caches": max(1, math.ceil(4 * l2 / size))}
+        for contender in decode_contenders(settings):
+            torch.compiler.reset()
+            yield attempt(row, contender, fill_decode, functools.partial(decode_wrong, contender, settings), inputs)
+
+
+SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
+    "train": run_train,
+    "lengths": run_lengths,
+    "decode": run_decode,
+    "memory": run_memory,
+    "compile": run_compile,
+}
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    values = tuple(int(x) for x in text.split(","))
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError("expected numbers above 0")
+    return values
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sections", default=",".join(SECTIONS), help="what to run, in this order (default %(default)s)")
+    add("--head-dims", type=numbers, help="D of train, memory and compile (default 64,128)")
+    add("--lengths", type=numbers, help="T of train, memory and compile (default 1024,4096,16384)")
+    add("--inputs", default="random", help='"random", or a .pt file: a dict of q, k, v, each (B, H, T, D), of a model')
+    add("--repetitions", type=int, default=3, help="rounds of do_bench; the median counts (default 3)")
+    add("--time-limit", type=float, default=math.inf, help="seconds after which to stop with what is done")
+    add("--quick", action="store_true", help="tiny shapes: does it run? The numbers mean nothing; also on a CPU")
+    add("--output", type=Path, default=ROOT / "results" / "attention.json", help="the JSON to write")
+    chosen = parser.parse_args()
+    if unknown := set(chosen.sections.split(",")) - set(SECTIONS):
+        parser.error(f"--sections: no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if chosen.repetitions < 1:
+        parser.error("--repetitions must be at least 1")
+    if not chosen.quick and not torch.cuda.is_available():
+        parser.error("no CUDA device; only --quick runs on a CPU")
+    return chosen
+
+
+def main() -> None:
+    began, chosen = time.monotonic(), options()
+    given = {"head_dims": chosen.head_dims, "lengths": chosen.lengths, "repetitions": chosen.repetitions}
+    given = (QUICK if chosen.quick else {}) | {name: value for name, value in given.items() if value}
+    cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32}
+    inputs = read_inputs(chosen.inputs, Settings(**given, **cpu))
+    data = header(inputs.settings, chosen.inputs)
+    rows, late = data["rows"], False
+    for section in chosen.sections.split(","):
+        for row in SECTIONS[section](inputs):
+            rows.append(row)
+            say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
+            if late := time.monotonic() - began > chosen.time_limit:
+                break
+        data |= {"complete": False, "seconds": round(time.monotonic() - began, 1)}
+        add_ratios(data)
+        write(data, chosen.output)
+        if late:
+            say(f"stopped by --time-limit in section {section}")
+            break
+    data["complete"] = not late
+    write(data, chosen.output)
+    print(table(data))
+    say(f"written to {chosen.output}")
+
+
+if __name__ == "__main__":
+    main()

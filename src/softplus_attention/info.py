@@ -1,0 +1,96 @@
+"""``softplus-attention info``: versions, devices, and what impl="auto" runs for a given shape."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+from softplus_attention import __version__
+from softplus_attention.functional import choose
+from softplus_attention.validation import LARGEST_HEAD_DIM, check_score_scale, fail
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+PACKAGES = ("triton", "transformers", "entmax", "numpy")
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "info",
+        help="versions, devices, and what impl='auto' chooses",
+        description="Prints versions, devices, and which implementation impl='auto' chooses for a shape, and why.",
+    )
+    parser.add_argument(
+        "--shape", default="1,8,4096,64", help="batch, heads, tokens, head dimension (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
+    parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: cuda where there is one, else cpu)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    shape = parsed_shape(options.shape)
+    device = parsed_device(options.device)
+    print(f"softplus-attention {__version__}")
+    print(f"python             {platform.python_version()} on {platform.system()} {platform.machine()}")
+    print(f"torch              {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads")
+    for package in PACKAGES:
+        print(f"{package:<19}{installed(package)}")
+    for line in devices():
+        print(line)
+    choice = choose(device, DTYPES[options.dtype])
+    batch, heads, tokens, width = shape
+    scale = check_score_scale(None, width, tokens)
+    print()
+    print(f"impl='auto' for ({batch}, {heads}, {tokens}, {width}) {options.dtype} on {device}: {choice.impl}")
+    print(f"  because: {choice.reason}")
+    print(f"  score_scale=None means log({width}) = {scale:.4f}")
+    return 0
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return ["cuda               none"]
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        capability = f"{properties.major}.{properties.minor}"
+        lines.append(f"cuda:{index:<14}{properties.name}, {memory:.0f} GiB, compute capability {capability}")
+    return lines
+
+
+def parsed_shape(text: str) -> tuple[int, int, int, int]:
+    expected = "four positive integers B,H,T,D"
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        fail("--shape", expected, repr(text))
+    if len(numbers) != 4 or min(numbers) < 1:
+        fail("--shape", expected, repr(text))
+    if numbers[3] > LARGEST_HEAD_DIM:
+        fail("--shape", f"of head dimension at most {LARGEST_HEAD_DIM}", repr(text))
+    return numbers[0], numbers[1], numbers[2], numbers[3]
+
+
+def parsed_device(text: str | None) -> torch.device:
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        fail("--device", "a torch device such as cpu or cuda:0", repr(text))

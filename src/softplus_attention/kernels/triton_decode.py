@@ -1,0 +1,355 @@
+"""Decoding: a few new rows over a long cache, with the keys of one sequence and head split among programs.
+
+Three kernels. The first reads K once and keeps f' of every score a row sees, with each split's sum and largest. The
+second knows the whole row from them, and reads the rows of V that some query row gives weight. The third adds up the
+splits. A program takes all query rows that share a key head (G heads times t_q positions), so a cache row is read once.
+
+The tiles of keys are dealt to the splits in turn, counted from the first visible one: whatever part of the cache is
+filled, all programs share its work, while the grid follows from shapes alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from softplus_attention.kernels.triton_common import EQUAL_SCORES, LOG2E, NOWHERE, raised, row_power, softplus2
+from softplus_attention.kernels.triton_launch import LARGEST_INTEGER_POWER, padded, unit_last_stride
+
+PROGRAMS_PER_MULTIPROCESSOR = 4
+MOST_SPLITS = 256
+# Keys whose N * w / W is below this add nothing that the output's dtype can hold.
+NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
+# Lengths and counts come as plain numbers: no value of theirs compiles a kernel anew.
+NUMBERS = ["rows", "t_q", "t_max", "h_kv", "splits", "window"]
+
+
+@triton.jit
+def rows_of_program(rows, t_q, h_kv, BM: tl.constexpr):
+    """(b * h_kv + kv_head, b, [BM] row among those of its key head, [BM] head, [BM] position among the new tokens)."""
+    bh = tl.program_id(1).to(tl.int64)
+    o_r = tl.program_id(2) * BM + tl.arange(0, BM)
+    head = (bh % h_kv) * (rows // t_q) + o_r // t_q
+    return bh, bh // h_kv, o_r, head, o_r % t_q
+
+
+@triton.jit
+def cache_range(
+    o_r, o_i, rows, p_length, p_first, t_q, t_max, window, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr
+):
+    """([BM], [BM]): the keys [start, end) that each row sees; nothing for rows beyond the last."""
+    own = tl.load(p_length).to(tl.int32) - t_q + o_i
+    start = tl.zeros_like(o_r)
+    if HAS_STARTS:
+        start += tl.load(p_first).to(tl.int32)
+    if HAS_WINDOW:
+        start = tl.maximum(start, own + 1 - window)
+    start = tl.minimum(tl.maximum(start, 0), t_max)
+    end = tl.minimum(own + 1, t_max)
+    end = tl.where(o_r < rows, tl.maximum(start, end), start)
+    return start, end
+
+
+@triton.jit
+def keys_of_split(b_start, b_end, BN: tl.constexpr):
+    """(first key of this program's first tile, end of the keys that any of its rows sees)"""
+    some = b_end > b_start
+    n_low = tl.min(tl.where(some, b_start, NOWHERE)) // BN * BN
+    return n_low + tl.program_id(0) * BN, tl.max(tl.where(some, b_end, 0))
+
+
+@triton.jit
+def seen_keys(o_n, b_start, b_end):
+    """[BM, BN]"""
+    return (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+
+
+@triton.jit
+def inverse_root(square):
+    """1 / sqrt(square), 0 for 0."""
+    return tl.where(square == 0, 0.0, tl.rsqrt(square))
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def scores_kernel(
+    Q, K, F, Total, Largest, Lengths, Starts,
+    rows, t_q, t_max, h_kv, splits, window, score_scale, q_strides, k_strides, f_stride,
+    HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, WIDE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """F (B, H_kv, rows, f_stride): f' of what a row sees, the rest unwritten; Total, Largest (B, H_kv, rows, splits).
+
+    WIDE is for dtypes whose squares leave float32: the sizes of the vectors are taken out first.
+    """
+    bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
+    b_start, b_end = cache_range(o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_STARTS, HAS_WINDOW)
+    n_first, n_high = keys_of_split(b_start, b_end, BN)
+    o_d = tl.arange(0, BD)
+    m_rows = o_r < rows
+    p_k = K + b * k_strides[0] + (bh % h_kv) * k_strides[1]
+    p_f = F + (bh * rows + o_r) * f_stride  # [BM]
+
+    p_q = Q + b * q_strides[0] + head * q_strides[1] + o_i.to(tl.int64) * q_strides[2]  # [BM]
+    b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    if WIDE:
+        # By the power of two below the largest component, which rounds nothing; and 2^-9 more, so that no product of up
+        # to 256 columns with a finite key overflows.
+        b_size = tl.max(tl.abs(b_q.to(tl.float32)), 1)
+        b_size = (b_size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        b_size = tl.where(b_size > 0, b_size, 1.0)
+        b_q = (b_q.to(tl.float32) / b_size[:, None] * 2.0**-9).to(b_q.dtype)
+    b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
+    b_counts = (b_end - b_start).to(tl.float32)
+    b_factor = score_scale * LOG2E * tl.log(tl.maximum(b_counts, 1.0)) * inverse_root(b_square)  # [BM]
+
+    b_total = tl.zeros([BM], tl.float32)
+    b_largest = tl.zeros([BM], tl.float32)
+    for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
+        o_n = n + tl.arange(0, BN)
+        m_k = o_n[:, None] < n_high
+        if D != BD:
+            m_k &= o_d[None, :] < D
+        b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * k_strides[2] + o_d[None, :], mask=m_k, other=0.0)  # [BN, BD]
+        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_factor[:, None]  # [BM, BN]
+        if not NORMALIZED_KEYS:
+            b_wide = b_k.to(tl.float32)
+            if WIDE:
+                b_inverse = 1.0 / tl.maximum(tl.max(tl.abs(b_wide), 1), 2.0**-120)  # [BN]
+                b_wide *= b_inverse[:, None]
+                t *= b_inverse[None, :]
+            t *= inverse_root(tl.sum(b_wide * b_wide, 1))[None, :]
+        else:
+            t = tl.where((t - t) == 0, t, float("nan"))  # softplus would make a plausible 0 of -inf
+        seen = seen_keys(o_n, b_start, b_end)
+        f = tl.where(seen, softplus2(t, True), 0.0)
+        b_total += tl.sum(f, 1)
+        b_largest = tl.maximum(b_largest, tl.max(f, 1))
+        tl.store(p_f[:, None] + o_n[None, :], f, mask=seen)
+
+    o_partial = (bh * rows + o_r) * splits + tl.program_id(0)
+    tl.store(Total + o_partial, b_total, mask=m_rows)
+    tl.store(Largest + o_partial, b_largest, mask=m_rows)
+
+
+@triton.jit
+def weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr):
+    """[BM, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
+    w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
+    if POWER != 0:
+        w = tl.where(b_flat[:, None], w, raised(tl.maximum(w, 0.0), b_p[:, None], POWER, 0))
+    return tl.where(seen & ((w <= b_least[:, None]) == 0), w, 0.0)
+
+
+@triton.jit
+def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
+    """[BN, BDV]: the values that some row gives weight; the others are not read."""
+    m_v = (tl.max((w != 0).to(tl.int32), 0) > 0)[:, None]
+    if DV != BDV:
+        m_v &= o_dv[None, :] < DV
+    return tl.load(p_v + o_n.to(tl.int64)[:, None] * v_stride + o_dv[None, :], mask=m_v, other=0.0)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def values_kernel(
+    V, F, Total, Largest, Out, Weight, Lengths, Starts, Power,
+    rows, t_q, t_max, h_kv, splits, window, negligible, growth, v_strides, f_stride, power_strides,
+    HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr,
+    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Weight (B, H_kv, rows, splits) = sum w; Out (B, H_kv, rows, splits, DV) = sum w v, unwritten where Weight is 0.
+
+    POWER 0 is LSSA, > 0 an integer power, -1 a power per row. w <= 1 is multiplied by LIFT before it is rounded for the
+    product, so that float16 holds the weight of one key among a million.
+    """
+    bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
+    b_start, b_end = cache_range(o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_STARTS, HAS_WINDOW)
+    n_first, n_high = keys_of_split(b_start, b_end, BN)
+    m_rows = o_r < rows
+    o_row = bh * rows + o_r
+    p_weight = Weight + o_row * splits + tl.program_id(0)
+    if n_first >= n_high:
+        tl.store(p_weight, tl.zeros([BM], tl.float32), mask=m_rows)
+        return
+
+    b_counts = (b_end - b_start).to(tl.float32)
+    p_power = Power + b * power_strides[0] + head * power_strides[1] + o_i.to(tl.int64) * power_strides[2]  # [BM]
+    b_p = row_power(b_counts, p_power, o_r, rows, 0, growth, POWER, HAS_POWER_ROWS)
+    b_totals = tl.zeros([BM, BS], tl.float32)
+    b_tops = tl.zeros([BM, BS], tl.float32)
+    for s in range(0, splits, BS):
+        o_s = s + tl.arange(0, BS)
+        o_partial = o_row[:, None] * splits + o_s[None, :]  # [BM, BS]
+        m_partial = m_rows[:, None] & (o_s[None, :] < splits)
+        b_totals += tl.load(Total + o_partial, mask=m_partial, other=0.0)
+        b_tops = tl.maximum(b_tops, tl.load(Largest + o_partial, mask=m_partial, other=0.0))
+    b_total = tl.sum(b_totals, 1)
+    b_largest = tl.max(b_tops, 1)
+
+    # w before its power is f / largest where nothing is subtracted, else x / max x = 1 + (f - largest) * slope, which
+    # is exactly 1 at the largest and loses nothing near it.
+    b_flat = b_counts < 0
+    b_slope = 1.0 / tl.where(b_counts > 0, b_largest, 1.0)
+    b_pivot = tl.zeros([BM], tl.float32)
+    b_bias = b_pivot
+    if POWER != 0:
+        b_scale = b_counts / tl.where(b_counts > 0, b_total, 1.0)
+        excess = b_counts > 3
+        b_height = b_scale * b_largest - tl.where(excess, 1.0, 0.0)
+        b_sharp = b_height > EQUAL_SCORES  # not where NaN
+        b_flat = b_sharp == 0
+        lifted = b_sharp & excess
+        b_slope = tl.where(lifted, b_scale / tl.where(lifted, b_height, 1.0), b_slope)
+        b_pivot = tl.where(lifted, b_largest, 0.0)
+        b_bias = tl.where(lifted, 1.0, 0.0)
+    b_least = negligible / tl.maximum(b_counts, 1.0)
+
+    o_dv = tl.arange(0, BDV)
+    p_v = V + b * v_strides[0] + (bh % h_kv) * v_strides[1]
+    p_f = F + o_row * f_stride  # [BM]
+    b_weight = tl.zeros([BM], tl.float32)
+    b_out = tl.zeros([BM, BDV], tl.float32)
+    for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
+        o_n = n + tl.arange(0, BN)
+        seen = seen_keys(o_n, b_start, b_end)
+        f = tl.load(p_f[:, None] + o_n[None, :], mask=seen, other=0.0)  # [BM, BN]
+        w = weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+        b_weight += tl.sum(w, 1)
+        b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
+        b_out = tl.dot((w * LIFT).to(b_v.dtype), b_v, b_out, input_precision="ieee")
+
+    trouble = tl.max(tl.max(tl.where((b_out - b_out) == 0, 0, 1), 1))
+    if trouble > 0:
+        # A value that is not finite makes NaN of the rows that give it weight, and of no other row.
+        b_out = tl.zeros([BM, BDV], tl.float32)
+        b_bad = tl.zeros([BM, BDV], tl.float32)
+        for n in range(n_first, n_high, splits * BN):
+            o_n = n + tl.arange(0, BN)
+            seen = seen_keys(o_n, b_start, b_end)
+            f = tl.load(p_f[:, None] + o_n[None, :], mask=seen, other=0.0)
+            w = weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+            b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
+            finite = (b_v - b_v) == 0
+            b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)
+            b_out = tl.dot((w * LIFT).to(b_v.dtype), b_clean, b_out, input_precision="ieee")
+            some = tl.where(w != 0, 1.0, 0.0).to(b_v.dtype)
+            b_bad = tl.dot(some, tl.where(finite, 0.0, 1.0).to(b_v.dtype), b_bad, input_precision="ieee")
+        b_out = tl.where(b_bad > 0, float("nan"), b_out)
+
+    tl.store(p_weight, b_weight, mask=m_rows)
+    p_out = Out + (o_row * splits + tl.program_id(0)) * DV  # [BM]
+    m_out = (m_rows & (b_weight != 0))[:, None] & (o_dv[None, :] < DV)
+    tl.store(p_out[:, None] + o_dv[None, :], b_out * (1.0 / LIFT), mask=m_out)
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def combine_kernel(
+    Partial, Weight, Out, rows, t_q, h_kv, splits, out_strides,
+    DV: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Out (B, H, T_q, DV): one program per row adds up its splits."""
+    row = tl.program_id(0).to(tl.int64)
+    bh, r = row // rows, row % rows
+    head = (bh % h_kv) * (rows // t_q) + r // t_q
+    o_dv = tl.arange(0, BDV)
+    b_weight = tl.zeros([BS], tl.float32)
+    b_out = tl.zeros([BS, BDV], tl.float32)
+    for s in range(0, splits, BS):
+        o_s = row * splits + s + tl.arange(0, BS)
+        b_w = tl.load(Weight + o_s, mask=o_s < (row + 1) * splits, other=0.0)
+        b_weight += b_w
+        m_out = (b_w != 0)[:, None] & (o_dv[None, :] < DV)
+        b_out += tl.load(Partial + o_s[:, None] * DV + o_dv[None, :], mask=m_out, other=0.0)
+    weight = tl.sum(b_weight, 0)
+    b_row = tl.sum(b_out, 0) / tl.where(weight == 0, 1.0, weight)
+    p_out = Out + (bh // h_kv) * out_strides[0] + head * out_strides[1] + (r % t_q) * out_strides[2]
+    tl.store(p_out + o_dv, b_row.to(Out.dtype.element_ty), mask=o_dv < DV)
+
+
+def rows_and_keys(rows: int, width: int, precise: bool) -> tuple[int, int]:
+    """BM, BN: a product takes at least 16 rows."""
+    return min(64, padded(rows)), 32 if precise or width > 128 else 64
+
+
+@cache
+def multiprocessors(index: int | None) -> int:
+    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def splits_for(tiles: int, programs: int, device: torch.device) -> int:
+    """Splits of the keys: of shapes alone. ``programs`` is how many there are for one split."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device.index if device.type == "cuda" else None)
+    return max(1, min(triton.cdiv(wanted, programs), tiles, MOST_SPLITS))
+
+
+def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
+    batch, heads, t_q, _ = q.shape
+    if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
+        return q.new_empty(batch, t_q, heads, v_cache.shape[3]).transpose(1, 2)
+    return q.new_empty(batch, heads, t_q, v_cache.shape[3])
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    window: int | None,
+    sharpen: bool,
+    power: float,
+    power_rows: Tensor | None,
+    power_by_length: list[float] | None,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    """``softplus_attention_decode`` without gradients. Nothing here waits for the device."""
+    out = empty_output(q, v_cache)
+    batch, h, t_q, d = q.shape
+    h_kv, t_max, dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    if not out.numel() or not t_max:
+        return out.zero_()
+    q, k, v = (unit_last_stride(x) for x in (q, k_cache, v_cache))
+    rows = h // h_kv * t_q
+    precise = q.dtype == torch.float32
+    bm, bn = rows_and_keys(rows, max(padded(d), padded(dv)), precise)
+    row_blocks = triton.cdiv(rows, bm)
+    splits = splits_for(triton.cdiv(t_max, bn), batch * h_kv * row_blocks, q.device)
+
+    length = triton.cdiv(t_max, 16) * 16  # rows of the scratch stay aligned whatever t_max
+    f = q.new_empty(batch * h_kv, rows, length, dtype=torch.float32)
+    total, largest, weight = q.new_empty(3, batch * h_kv, rows, splits, dtype=torch.float32)
+    partial = q.new_empty(batch * h_kv, rows, splits, dv, dtype=torch.float32)
+    shared: dict[str, Any] = {
+        "F": f, "Total": total, "Largest": largest, "Lengths": cache_seqlens.contiguous(),
+        "Starts": cache_seqlens if cache_starts is None else cache_starts.contiguous(),
+        "rows": rows, "t_q": t_q, "t_max": t_max, "h_kv": h_kv, "splits": splits, "window": window or 0,
+        "f_stride": length, "HAS_STARTS": cache_starts is not None, "HAS_WINDOW": window is not None,
+        "BM": bm, "BN": bn, "STAGES": 3, "num_warps": 4,
+    }  # fmt: skip
+    integral = power_rows is None and power_by_length is None and power.is_integer() and power <= LARGEST_INTEGER_POWER
+    if power_rows is not None:
+        power_rows = power_rows.expand(batch, h, t_q)
+
+    grid = (splits, batch * h_kv, row_blocks)
+    with torch.cuda.device_of(q):
+        scores_kernel[grid](
+            Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3],
+            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16, D=d, BD=padded(d), **shared,
+        )  # fmt: skip
+        values_kernel[grid](
+            V=v, Out=partial, Weight=weight, Power=q if power_rows is None else power_rows,
+            negligible=NEGLIGIBLE[q.dtype], growth=tuple(power_by_length or (power, 0.0, 1.0)),
+            v_strides=v.stride()[:3], power_strides=(0, 0, 0) if power_rows is None else power_rows.stride(),
+            POWER=0 if not sharpen else int(power) if integral else -1, HAS_POWER_ROWS=power_rows is not None,
+            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0, **shared,
+        )  # fmt: skip
+        combine_kernel[(batch * h_kv * rows,)](
+            partial, weight, out, rows, t_q, h_kv, splits, out.stride()[:3], DV=dv, BDV=padded(dv), BS=32, num_warps=4
+        )
+    return out
