@@ -15,15 +15,10 @@ FLOPs are counted alike for all: 4 B H D T^2/2 forward and 2.5 times that backwa
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import gc
-import json
+import importlib
 import math
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 import timeit
@@ -33,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
+from figures import derive, first_line, header, in_words, table, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-import softplus_attention as package
 from softplus_attention import softplus_attention, softplus_attention_decode
 from softplus_attention.reference import EQUAL_SCORES, attention_stages
 from softplus_attention.visibility import Visibility
@@ -46,9 +43,12 @@ ROOT = Path(__file__).parents[1]
 MIB = 2**20
 SHAPE = ("batch", "heads", "length", "head_dim")
 LONGEST_DENSE, DENSE_BYTES, DENSE_BUDGET = 4096, 52, 60e9  # bytes per score of a dense training step
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]  # of q, k, v
+Shape = tuple[int, int]  # head dim, length
 Row = dict[str, Any]
 Fill = Callable[..., None]
+say = functools.partial(print, file=sys.stderr, flush=True)
+full = functools.cache(torch.full)
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,15 @@ class Settings:
     contexts: tuple[int, ...] = (1024, 8192, 32768, 131072)
     check_lengths: tuple[int, ...] = (512, 333)
     repetitions: int = 3
+    baseline: str = "sdpa flash"
     quick: bool = False
 
     def heads(self, head_dim: int) -> int:
         return 2 if self.quick else 12 if head_dim <= 64 else 16
 
     @property
-    def shapes(self) -> list[tuple[int, int]]:
+    def shapes(self) -> list[Shape]:
         return [(head_dim, length) for head_dim in self.head_dims for length in self.lengths]
-
-    @property
-    def baseline(self) -> str:
-        return "sdpa flash" if self.device == "cuda" else "sdpa math"
 
 
 QUICK: dict[str, Any] = {
@@ -106,35 +103,26 @@ def sdpa(backend: SDPBackend, **options: bool) -> Attention:
     return attend
 
 
-def adasplash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from adasplash import adasplash_v2
-
-    return adasplash_v2(q, k, v)
-
-
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=False)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("torch.compile is measured on CUDA only")
+
+    return torch.compile(function, dynamic=False) if torch.cuda.is_available() else refuse
 
 
 @functools.cache
 def causal_blocks(length: int, device: torch.device) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=str(device))
 
 
 def flex_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
-
     blocks = causal_blocks(q.shape[2], q.device) if q.shape[2] > 1 else None
     return compiled(flex_attention)(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int) -> Tensor:
-    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x. Rows of equal scores are not met."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
+    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x; not for rows of equal scores."""
     log_n = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=torch.float32).log()
     row_scale = math.log(q.shape[-1]) * log_n / q.float().norm(dim=-1)
     key_scale = 1 / k.float().norm(dim=-1)
@@ -156,6 +144,7 @@ def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int) -> Tens
     return flex_attention(q, k, v, score_mod=log_sharpened, block_mask=blocks, scale=1.0)
 
 
+@functools.cache
 def contenders(settings: Settings) -> list[Contender]:
     """Those of `train` and `memory`; the baseline comes first."""
     cuda = settings.device == "cuda"
@@ -167,7 +156,7 @@ def contenders(settings: Settings) -> list[Contender]:
         Contender("lssar p=3", ours(3, impl), powers=(3,)),
         Contender("lssa", ours(None, impl), powers=(None,)),
         Contender("reference p=15", ours(15, "reference"), powers=(15,), dense=True),
-        Contender("adasplash-2", adasplash, contiguous=True),
+        Contender("adasplash-2", lambda *qkv: importlib.import_module("adasplash").adasplash_v2(*qkv), contiguous=True),
     ]
 
 
@@ -190,8 +179,12 @@ class Inputs:
     settings: Settings
     stored: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def longest(self) -> int:
+        return self.stored["q"].shape[2] if self.stored else sys.maxsize
+
     def fits(self, head_dim: int, length: int) -> bool:
-        return not self.stored or (self.stored["q"].shape[-1] == head_dim and self.stored["q"].shape[2] >= length)
+        return length <= self.longest and (not self.stored or self.stored["q"].shape[-1] == head_dim)
 
     def raw(self, name: str, shape: tuple[int, int, int, int]) -> Tensor:
         """(B, T, H, D)"""
@@ -200,8 +193,6 @@ class Inputs:
         if name not in self.stored:
             seed = torch.Generator(device).manual_seed("qkvg".index(name))
             return torch.randn(batch, length, heads, head_dim, device=device, dtype=dtype, generator=seed)
-        if not self.fits(head_dim, length):
-            raise ValueError(f"the given inputs are {tuple(self.stored['q'].shape)}")
         x = self.stored[name]
         x = x.repeat_interleave(self.stored["q"].shape[1] // x.shape[1], dim=1)
         x = x[torch.arange(batch) % x.shape[0]][:, torch.arange(heads) % x.shape[1], :length]
@@ -215,62 +206,41 @@ class Inputs:
 
 
 def read_inputs(source: str, settings: Settings) -> Inputs:
-    if source == "random":
-        return Inputs(settings)
-    stored = torch.load(source, map_location="cpu", weights_only=True)
-    if not isinstance(stored, dict) or any(
-        not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"
-    ):
+    stored = {} if source == "random" else torch.load(source, map_location="cpu", weights_only=True)
+    if stored and any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
         raise SystemExit(f"--inputs {source}: expected a dict of q, k, v, each (B, H, T, D)")
-    return Inputs(settings, {name: stored[name].detach() for name in "qkv"})
+    return Inputs(settings, {name: x.detach() for name, x in stored.items() if name in "qkv"})
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
-
-
-def release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def outcome(
-    attend: Attention, tensors: tuple[Tensor, ...], grad: Tensor, dtype: torch.dtype, backward: bool
-) -> list[Tensor]:
-    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in tensors)
-    out = attend(q, k, v)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.to(dtype))] if backward else [out.detach()]
-
-
-def over_budget(got: list[Tensor], low: list[Tensor], exact: list[Tensor]) -> str:
+def disagreement(attend: Attention, truth: Attention, qkv: Any, grad: Tensor, backward: bool, clear: Tensor) -> str:
     """The first of out, dq, dk, dv whose error is over 2 x the low-precision reference's + 1 ulp at scale, or ''."""
-    for name, x, theirs, truth in zip(("out", "dq", "dk", "dv"), got, low, exact, strict=False):
-        error, allowed = (float((y.double() - truth).abs().max()) for y in (x, theirs))
-        largest = float(truth.abs().max())
+    results = []
+    for run, dtype in ((attend, grad.dtype), (truth, grad.dtype), (truth, torch.float64)):
+        leaves = [x.detach().to(dtype).requires_grad_(backward) for x in qkv]
+        out = run(*leaves)
+        grads = torch.autograd.grad(out, leaves, (grad * clear).to(dtype)) if backward else ()
+        results.append((out.detach() * clear, *grads))
+    for name, x, low, exact in zip(("out", "dq", "dk", "dv"), *results, strict=False):
+        error, theirs = (float((y.double() - exact).abs().max()) for y in (x, low))
+        largest = float(exact.abs().max())
         ulp = torch.finfo(x.dtype).eps * 2.0 ** math.floor(math.log2(largest)) if largest > 0 else 0.0
-        if not error <= 2 * allowed + ulp:
-            return f"{name}: error {error:.2e}, allowed {2 * allowed + ulp:.2e}"
+        if not error <= 2 * theirs + ulp:
+            return f"{name}: error {error:.2e}, allowed {2 * theirs + ulp:.2e}"
     return ""
 
 
 @functools.cache
 def wrong(contender: Contender, inputs: Inputs, head_dim: int) -> str:
     """Why the contender fails against the float64 reference, or ''."""
-    for length in (x for x in inputs.settings.check_lengths if contender.powers and inputs.fits(head_dim, x)):
+    for length in inputs.settings.check_lengths if contender.powers else ():
+        length = min(length, inputs.longest)
         q, k, v, grad = inputs(2, 2, length, head_dim)
         causal = Visibility(length, length, q.device, is_causal=True)
         stages = attention_stages(q.detach().double(), k.detach().double(), causal, None)
         largest = (stages.counts[..., None] * stages.normalised).amax(-1) - (stages.counts > 3).double()
         clear = ~((largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2))[..., None]  # elsewhere rounding decides
-        reference = ours(contender.powers[0], "reference")
-        runs = ((contender.attend, q.dtype), (reference, q.dtype), (reference, torch.float64))
-        results = [outcome(attend, (q, k, v), grad * clear, dtype, contender.backward) for attend, dtype in runs]
-        if reason := over_budget(*([result[0] * clear, *result[1:]] for result in results)):
+        truth = ours(contender.powers[0], "reference")
+        if reason := disagreement(contender.attend, truth, (q, k, v), grad, contender.backward, clear):
             return f"T={length} {reason}"
     return ""
 
@@ -290,19 +260,18 @@ def held_mib(work: Callable[[], Any], settings: Settings) -> tuple[float | None,
     if settings.device != "cuda":
         work()
         return None, None
-    release()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = work()
+    _kept = work()
     torch.cuda.synchronize()
     kept, peak = (x - before for x in (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
-    del result
     return peak / MIB, kept / MIB
 
 
 def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str], inputs: Inputs) -> Row:
     """``fill`` measures into the row; a failed check or an error ends it, what was measured before stays."""
     row = {**row, "contender": contender.name, "status": "ok", "note": row.get("note", ""), "error": ""}
+    torch.compiler.reset()  # every shape is compiled for itself, below the limit of recompilations
     try:
         if reason := check():
             row |= {"status": "wrong", "error": reason}
@@ -310,16 +279,12 @@ def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str]
             fill(row, contender, inputs)
     except Exception as error:
         row |= {"status": "error", "error": first_line(error)}
-    release()
+    torch.cuda.empty_cache()
     return row
 
 
 def record(row: Row, direction: str, samples: list[float]) -> None:
-    """The median of the rounds, and TFLOP/s by the count that is the same for all."""
-    ms = row[f"{direction}_ms"] = statistics.median(samples)
-    row[f"{direction}_samples_ms"] = samples
-    flops = 2.0 * row["batch"] * row["heads"] * row["head_dim"] * row["length"] ** 2
-    row[f"{direction}_tflops"] = flops * {"forward": 1, "backward": 2.5, "total": 3.5}[direction] / ms / 1e9
+    row |= {f"{direction}_ms": statistics.median(samples), f"{direction}_samples_ms": samples}
 
 
 def fill_times(row: Row, contender: Contender, inputs: Inputs) -> None:
@@ -330,83 +295,60 @@ def fill_times(row: Row, contender: Contender, inputs: Inputs) -> None:
     if not contender.backward:
         row["note"] += "forward only"
         return
-    out = contender.attend(q, k, v)
-    backward = milliseconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), settings)
-    record(row, "backward", backward)
-    record(row, "total", [row["forward_ms"] + row["backward_ms"]])
-    del out
+    backward = functools.partial(torch.autograd.grad, contender.attend(q, k, v), (q, k, v), grad, retain_graph=True)
+    record(row, "backward", milliseconds(backward, settings))
+    del backward
     row["step_mib"], _ = held_mib(lambda: torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad), settings)
 
 
 def fill_memory(row: Row, contender: Contender, inputs: Inputs) -> None:
     q, k, v, grad = inputs(*(row[x] for x in SHAPE), contiguous=contender.contiguous)
-    torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)  # compiles, and takes the workspaces that stay
+
+    def step() -> Any:
+        return torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
+
+    step()  # compiles, and takes the workspaces that stay
     with torch.no_grad():
         row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
     _, row["kept_mib"] = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
-    row["step_mib"], _ = held_mib(
-        lambda: torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad), inputs.settings
-    )
+    row["step_mib"], _ = held_mib(step, inputs.settings)
 
 
-def rows_of(
-    section: str, inputs: Inputs, chosen: list[Contender], shapes: list[tuple[int, int]], fill: Fill = fill_times
-) -> Iterator[Row]:
+def rows_of(section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, shapes: list[Shape]) -> Iterator[Row]:
     """A row for each (head dim, length) and contender."""
+    settings = inputs.settings
     for head_dim, length in (x for x in shapes if inputs.fits(*x)):
         for contender in (x for x in chosen if length <= LONGEST_DENSE or not x.dense):
-            heads = inputs.settings.heads(head_dim)
-            batch = full = max(1, inputs.settings.tokens // length)
+            heads = settings.heads(head_dim)
+            batch = wanted = max(1, settings.tokens // length)
             while contender.dense and batch > 1 and batch * heads * length**2 * DENSE_BYTES > DENSE_BUDGET:
                 batch //= 2
             row = {"section": section, "batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
-            row["note"] = "" if batch == full else f"B={batch} for memory"
+            row["note"] = "" if batch == wanted else f"B={batch} for memory"
             yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, head_dim), inputs)
-
-
-def run_train(inputs: Inputs) -> Iterator[Row]:
-    return rows_of("train", inputs, contenders(inputs.settings), inputs.settings.shapes)
-
-
-def run_memory(inputs: Inputs) -> Iterator[Row]:
-    return rows_of("memory", inputs, contenders(inputs.settings), inputs.settings.shapes, fill_memory)
-
-
-def run_compile(inputs: Inputs) -> Iterator[Row]:
-    import torch._functorch.config as functorch
-
-    functorch.donated_buffer = False  # the backward is timed on a retained graph
-    chosen = compiled_contenders()
-    for shape in inputs.settings.shapes:
-        for contender in chosen:
-            torch.compiler.reset()  # every shape is compiled for itself, below the limit of recompilations
-            yield from rows_of("compile", inputs, [contender], [shape])
 
 
 def run_lengths(inputs: Inputs) -> Iterator[Row]:
     settings = inputs.settings
     chosen = [x for x in contenders(settings) if x.name in (settings.baseline, "lssar p=15", "lssa")]
-    yield from rows_of("lengths", inputs, chosen, [(64, length) for length in settings.long_lengths])
+    yield from rows_of("lengths", inputs, chosen, fill_times, [(64, length) for length in settings.long_lengths])
 
-    def fill(row: Row, contender: Contender, _: Inputs) -> None:
-        q, k, v, _ = Inputs(settings)(*(row[x] for x in SHAPE))
+    def fill(row: Row, contender: Contender, inputs: Inputs) -> None:
+        q, k, v, _ = inputs(*(row[x] for x in SHAPE))
         with torch.no_grad():
             row["finite"] = bool(contender.attend(q, k, v).isfinite().all())
             row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), settings)
             record(row, "forward", milliseconds(lambda: contender.attend(q, k, v), settings, 1))
 
+    random = Inputs(settings)
     for contender in chosen:
         row = {"section": "million", "batch": 1, "heads": 1, "length": settings.million, "head_dim": 64}
-        yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, 64), inputs)
+        yield attempt(row, contender, fill, functools.partial(wrong, contender, random, 64), random)
 
 
 def decode_ours(unit_keys: bool, impl: Any) -> Attention:
-    @functools.cache
-    def filled(batch: int, length: int, device: torch.device) -> Tensor:
-        return torch.full((batch,), length, dtype=torch.int32, device=device)
-
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        lengths = filled(q.shape[0], k.shape[2], q.device)
+        lengths = full((q.shape[0],), k.shape[2], dtype=torch.int32, device=q.device)
         return softplus_attention_decode(q, k, v, lengths, normalized_keys=unit_keys, enable_gqa=True, impl=impl)
 
     return attend
@@ -446,9 +388,8 @@ def decode_wrong(contender: Contender, settings: Settings) -> str:
     if not contender.powers:
         return ""
     q, ((k, v),) = caches(settings, 333, 1, "unit" in contender.name)
-    reference = decode_ours("unit" in contender.name, "reference")
-    runs = ((contender.attend, q.dtype), (reference, q.dtype), (reference, torch.float64))
-    return over_budget(*(outcome(attend, (q, k, v), q, dtype, False) for attend, dtype in runs))
+    truth = decode_ours("unit" in contender.name, "reference")
+    return disagreement(contender.attend, truth, (q, k, v), q, False, torch.ones((), dtype=torch.bool, device=q.device))
 
 
 def replayed(calls: list[Callable[[], Any]], settings: Settings) -> tuple[list[float], str]:
@@ -458,28 +399,27 @@ def replayed(calls: list[Callable[[], Any]], settings: Settings) -> tuple[list[f
         for call in calls:
             call()
 
-    how, timed = "plain calls", work
-    if settings.device == "cuda":
-        work()
+    if settings.device != "cuda":
+        return [x / len(calls) for x in milliseconds(work, settings)], "plain calls"
+    work()
+    torch.cuda.synchronize()
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        timed, how = graph.replay, "cuda graph"
+    except Exception as error:
         torch.cuda.synchronize()
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                work()
-            how, timed = "cuda graph", graph.replay
-        except Exception as error:
-            torch.cuda.synchronize()
-            how = f"plain calls, no capture: {first_line(error)[:120]}"
+        timed, how = work, f"plain calls: {first_line(error)}"
     return [x / len(calls) for x in milliseconds(timed, settings)], how
 
 
 def fill_decode(row: Row, contender: Contender, inputs: Inputs) -> None:
     q, pairs = caches(inputs.settings, row["length"], row["caches"], "unit" in contender.name)
-    rotation = [pairs[i % len(pairs)] for i in range(max(len(pairs), 8))]
+    calls = [functools.partial(contender.attend, q, *pairs[i % len(pairs)]) for i in range(max(len(pairs), 8))]
     with torch.no_grad():
-        calls = [functools.partial(contender.attend, q, k, v) for k, v in rotation]
         samples, row["timing"] = replayed(calls, inputs.settings)
-    row["forward_ms"], row["forward_samples_ms"] = statistics.median(samples), samples
+    record(row, "forward", samples)
     row["cache_gb_per_s"] = row["cache_bytes"] / row["forward_ms"] / 1e6
 
 
@@ -492,24 +432,20 @@ def run_decode(inputs: Inputs) -> Iterator[Row]:
         row = {"section": "decode", "batch": batch, "heads": heads, "kv_heads": kv_heads, "length": context}
         row |= {"head_dim": head_dim, "cache_bytes": size, "caches": max(1, math.ceil(4 * l2 / size))}
         for contender in decode_contenders(settings):
-            torch.compiler.reset()
             yield attempt(row, contender, fill_decode, functools.partial(decode_wrong, contender, settings), inputs)
 
 
 SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
-    "train": run_train,
+    "train": lambda x: rows_of("train", x, contenders(x.settings), fill_times, x.settings.shapes),
     "lengths": run_lengths,
     "decode": run_decode,
-    "memory": run_memory,
-    "compile": run_compile,
+    "memory": lambda x: rows_of("memory", x, contenders(x.settings), fill_memory, x.settings.shapes),
+    "compile": lambda x: rows_of("compile", x, compiled_contenders(), fill_times, x.settings.shapes),
 }
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    values = tuple(int(x) for x in text.split(","))
-    if min(values) < 1:
-        raise argparse.ArgumentTypeError("expected numbers above 0")
-    return values
+    return tuple(int(x) for x in text.split(","))
 
 
 def options() -> argparse.Namespace:
@@ -526,8 +462,8 @@ def options() -> argparse.Namespace:
     chosen = parser.parse_args()
     if unknown := set(chosen.sections.split(",")) - set(SECTIONS):
         parser.error(f"--sections: no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    if chosen.repetitions < 1:
-        parser.error("--repetitions must be at least 1")
+    if min(chosen.repetitions, *(chosen.head_dims or ()), *(chosen.lengths or ()), 1) < 1:
+        parser.error("--repetitions, --head-dims and --lengths must be at least 1")
     if not chosen.quick and not torch.cuda.is_available():
         parser.error("no CUDA device; only --quick runs on a CPU")
     return chosen
@@ -535,26 +471,25 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     began, chosen = time.monotonic(), options()
+    torch._functorch.config.donated_buffer = False  # the backward of a compiled contender is timed on a retained graph
     given = {"head_dims": chosen.head_dims, "lengths": chosen.lengths, "repetitions": chosen.repetitions}
     given = (QUICK if chosen.quick else {}) | {name: value for name, value in given.items() if value}
-    cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32}
+    cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math"}
     inputs = read_inputs(chosen.inputs, Settings(**given, **cpu))
-    data = header(inputs.settings, chosen.inputs)
-    rows, late = data["rows"], False
-    for section in chosen.sections.split(","):
+    data, sections = header(inputs.settings, chosen.inputs), chosen.sections.split(",")
+    late = False
+    for section in sections:
         for row in SECTIONS[section](inputs):
-            rows.append(row)
+            data["rows"].append(row)
             say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
             if late := time.monotonic() - began > chosen.time_limit:
                 break
-        data |= {"complete": False, "seconds": round(time.monotonic() - began, 1)}
-        add_ratios(data)
+        data |= {"complete": section == sections[-1] and not late, "seconds": round(time.monotonic() - began, 1)}
+        derive(data)
         write(data, chosen.output)
         if late:
             say(f"stopped by --time-limit in section {section}")
             break
-    data["complete"] = not late
-    write(data, chosen.output)
     print(table(data))
     say(f"written to {chosen.output}")
 

@@ -13,6 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Read when triton loads: without a GPU its kernels are interpreted.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 THREADS = min(2, os.cpu_count() or 1)
 
 settings.register_profile(

@@ -194,8 +194,9 @@ def refuse_transforms(impl: str, *tensors: object) -> None:
     forward_mode = forward_ad._current_level >= 0 and any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )
-    if forward_mode or torch._C._are_functorch_transforms_active():
-        what = "forward-mode gradients" if forward_mode else "torch.func transforms"
+    functional = torch._C._are_functorch_transforms_active()
+    if forward_mode or functional:
+        what = "torch.func transforms" if functional else "forward-mode gradients"
         raise RuntimeError(f"softplus_attention: {what} do not reach inside impl={impl!r}; use impl='reference'")
 
 

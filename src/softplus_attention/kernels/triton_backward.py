@@ -2,7 +2,8 @@
 
 ds_ij = sigmoid(s_ij) (N_i / R_i) (alpha_i g_ij - eps_i), g_ij = u_ij^(p-1) (dP_ij - delta_i). The row term eps_i is a
 sum over the row's own g, known only at its end: the dQ kernel keeps sum sigmoid g k and sum sigmoid k apart until then.
-u is scaled by W^(-1/p), so that u^p is the weight itself; alpha takes up the factor.
+In half precision u is scaled by W^(-1/p), so that u^p is the weight itself; alpha takes up the factor. Where PRECISE
+that root would cost p times its rounding, and the weights are divided by W instead.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import triton.language as tl
 
 from softplus_attention.kernels.triton_common import (
     LN2,
-    LOG2E,
     Keys,
     Sharpening,
     Sight,
     count_keys,
+    excess,
     inverse_norm,
     key_range,
     key_regions,
+    load_keys,
     load_rows,
     load_vector,
     mask_rows,
     raised,
     row_power,
+    score_factor,
+    scores2,
     seen_by,
     softplus2,
     store_rows,
@@ -41,18 +45,19 @@ def dq_pass(
     """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the power's gradient of each row."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        b_k = load_rows(keys.k, o_n, keys.count, keys.k_stride, D, BD, MASKED)  # [BN, BD]
+        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
-        b_norm = load_vector(keys.norm, o_n, keys.count, MASKED)  # [BN]
-        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
+        t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
         f = softplus2(t, PRECISE)
-        sigma = tl.exp2(t - f) * b_norm[None, :]  # the sigmoid; the norm turns k into its unit vector
+        sigma = tl.exp2(t - f)  # the sigmoid
+        if not PRECISE:
+            sigma = sigma * b_norm[None, :]  # what it multiplies below is the raw k
         if MASKED:
             seen = seen_by(o_n, sight, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
         if POWER != 0:
-            u = tl.maximum(f * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
+            u = excess(f, sharpening, PRECISE)
             if MASKED:
                 u = tl.where(seen, u, 0.0)
             steepness = raised(u, sharpening.power[:, None], POWER, 1)
@@ -105,14 +110,19 @@ def dq_kernel(
     b_o = load_rows(Out + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
     b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
     b_inverse = inverse_norm(b_q.to(tl.float32))
+    b_unit = b_q.to(tl.float32) * b_inverse[:, None]
     b_scale = score_scale * tl.log(tl.maximum(b_counts, 1.0))
-    b_factor = b_scale * LOG2E * b_inverse
+    b_factor = score_factor(b_scale, b_inverse)
+    if PRECISE:
+        b_q = b_q * b_factor[:, None]
 
     b_weight = tl.load(Weight + p_row, mask=m_rows, other=1.0)
     b_least = tl.maximum(b_counts, 1.0)
     b_excess = tl.where(b_counts > 3, 1.0, 0.0)
     b_flat = b_counts < 0
     b_offset = tl.zeros([BM], tl.float32)
+    b_share = b_offset + 1.0
+    b_inverse_height = b_share
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
         b_slope = 1.0 / b_weight
@@ -122,12 +132,24 @@ def dq_kernel(
         b_height = tl.load(Height + p_row, mask=m_rows, other=1.0)
         b_ratio = b_counts / (b_total * LN2)
         b_flat = b_height == 0
-        b_root = tl.exp2(-tl.log2(b_weight) / b_p)  # W^(-1/p)
         b_divisor = tl.where(b_flat, 1.0, b_height)
-        b_slope = tl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
-        b_offset = tl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
-        b_alpha = tl.where(b_flat, 1.0 / b_least, b_p * b_root / b_divisor)
-    sharpening = Sharpening(b_slope, b_offset, b_p)
+        b_slope = b_counts / b_total
+        b_offset = b_excess
+        b_alpha = b_p / b_divisor
+        if PRECISE:
+            b_share = 1.0 / b_weight
+            b_alpha = b_alpha / b_weight
+            b_inverse_height = tl.where(b_flat, 1.0, 1.0 / b_divisor)
+        else:
+            b_root = tl.exp2(-tl.log2(b_weight) / b_p)  # W^(-1/p)
+            b_slope = b_slope / b_divisor * b_root
+            b_offset = b_offset / b_divisor * b_root
+            b_alpha = b_alpha * b_root
+        b_share = tl.where(b_flat, 1.0, b_share)
+        b_slope = tl.where(b_flat, 1.0 / b_total, b_slope)
+        b_offset = tl.where(b_flat, 0.0, b_offset)
+        b_alpha = tl.where(b_flat, 1.0 / b_least, b_alpha)
+    sharpening = Sharpening(b_slope, b_offset, b_inverse_height, b_p)
 
     b_steep = tl.zeros([BM, BD], tl.float32)
     b_even = tl.zeros([BM, BD], tl.float32)
@@ -163,11 +185,10 @@ def dq_kernel(
         b_epsilon = tl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sum)
         b_grad -= b_epsilon[:, None] * b_even
     b_grad = b_grad * (b_ratio * b_scale)[:, None]
-    b_unit = b_q.to(tl.float32) * b_inverse[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)
     if POWER_GRAD:
-        tl.store(GradPower + p_row, b_dp * LN2, mask=m_rows)
+        tl.store(GradPower + p_row, b_dp * LN2 * b_share, mask=m_rows)
 
     # What the other kernel needs of each row. A negative offset marks a row of equal scores.
     b_outer = b_ratio * b_scale * b_inverse
@@ -177,6 +198,9 @@ def dq_kernel(
     tl.store(Rows + 3 * n_rows + p_row, b_delta, mask=m_rows)
     tl.store(Rows + 4 * n_rows + p_row, b_alpha * b_outer, mask=m_rows)
     tl.store(Rows + 5 * n_rows + p_row, b_epsilon * b_outer, mask=m_rows)
+    if PRECISE:
+        tl.store(Rows + 6 * n_rows + p_row, b_share, mask=m_rows)
+        tl.store(Rows + 7 * n_rows + p_row, b_inverse_height, mask=m_rows)
 
 
 @triton.jit
@@ -200,7 +224,10 @@ def dkv_pass(
         b_alpha = load_vector(p_rows + 4 * n_rows, o_m, t_q, True)
         b_epsilon = load_vector(p_rows + 5 * n_rows, o_m, t_q, True)
 
-        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]  # [BM, BN]
+        if PRECISE:
+            t = scores2(b_q * b_factor[:, None], b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
+        else:
+            t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)
         f = softplus2(t, PRECISE)
         sigma = tl.exp2(t - f)
         if MASKED or POWER < 0:
@@ -211,6 +238,8 @@ def dkv_pass(
                 f = tl.where(seen, f, 0.0)
                 sigma = tl.where(seen, sigma, 0.0)
         weight = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)  # u
+        if PRECISE:
+            weight = weight * load_vector(p_rows + 7 * n_rows, o_m, t_q, True)[:, None]
         if POWER != 0:
             b_p = b_slope  # not read where the power is a number
             if POWER < 0:
@@ -220,6 +249,8 @@ def dkv_pass(
             if FLAT_ROWS:
                 steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
             weight = weight * steepness
+        if PRECISE:
+            weight = weight * load_vector(p_rows + 6 * n_rows, o_m, t_q, True)[:, None]
         b_dv = tl.dot(tl.trans(weight.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
         if POWER != 0:
@@ -249,6 +280,8 @@ def dkv_kernel(
     b_k = load_rows(K + b * k_strides[0] + kv_head * k_strides[1], o_n, t_k, k_strides[2], D, BD, True)  # [BN, BD]
     b_v = load_rows(V + b * v_strides[0] + kv_head * v_strides[1], o_n, t_k, v_strides[2], DV, BDV, True)  # [BN, BDV]
     b_norm = load_vector(Norms + bh * t_k, o_n, t_k, True)  # [BN]
+    if PRECISE:
+        b_k = b_k * b_norm[:, None]
     p_start = Start + b * range_stride
     p_end = End + b * range_stride
 
@@ -314,7 +347,9 @@ def dkv_kernel(
                 )  # fmt: skip
 
     if not NORMALIZED_KEYS:
-        b_unit = b_k.to(tl.float32) * b_norm[:, None]
+        b_unit = b_k
+        if not PRECISE:
+            b_unit = b_k.to(tl.float32) * b_norm[:, None]
         b_dk = (b_dk - b_unit * tl.sum(b_unit * b_dk, 1)[:, None]) * b_norm[:, None]
     store_rows(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, o_n, t_k, dk_strides[2], D, BD)
     store_rows(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, o_n, t_k, dv_strides[2], DV, BDV)

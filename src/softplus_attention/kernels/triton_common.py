@@ -2,6 +2,9 @@
 
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
 b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
+
+PRECISE is float32. There, vectors are normalised before the product and the steps follow the reference; in half
+precision the norms apply after the product of the raw vectors, which loses nothing, and steps are folded to save work.
 """
 
 from __future__ import annotations
@@ -38,34 +41,36 @@ class Sight(NamedTuple):
 
 
 class Sharpening(NamedTuple):
-    """[BM] each: u = relu(slope * f' - offset), raised to the row's power."""
+    """[BM] each: u = relu(slope * f' - offset) (where PRECISE times inverse_height), raised to the row's power."""
 
     slope: tl.tensor
     offset: tl.tensor
+    inverse_height: tl.tensor
     power: tl.tensor
 
 
 @triton.jit
 def log2_one_plus(e, PRECISE: tl.constexpr):
-    """log2(1 + e) for e in [0, 1], as e times a polynomial: relative error 4e-4, or 2e-7 where PRECISE.
+    """log2(1 + e) for e in [0, 1], to 4e-4, or 1e-7 where PRECISE, in relative error: small e keep their ratio.
 
-    Minimax in relative error, so that very negative scores keep their ratio. The special-function unit has an eighth of
-    the throughput of the multiply-add units; this leaves it one call per score.
+    The special-function unit has an eighth of the throughput of the multiply-add units. A polynomial (minimax in
+    relative error) leaves it one call per score; where PRECISE, the series of 2 atanh(z), z = e / (2 + e).
     """
     if PRECISE:
-        r = 0.00754917981 * e - 0.0425670526
-        r = r * e + 0.112856178
-        r = r * e - 0.197118957
-        r = r * e + 0.275641406
-        r = r * e - 0.358408471
-        r = r * e + 0.480692957
-        r = r * e - 0.721340208
-        r = r * e + 1.442695
+        z = e / (2.0 + e)
+        y = z * z
+        r = 0.221953083 * y + 0.262308189
+        r = r * y + 0.320598898
+        r = r * y + 0.412198583
+        r = r * y + 0.577078016
+        r = r * y + 0.961796694
+        r = r * y + 2.88539008
+        return r * z
     else:
         r = -0.107254397 * e + 0.36648057
         r = r * e - 0.701747244
         r = r * e + 1.44212809
-    return r * e
+        return r * e
 
 
 @triton.jit
@@ -73,6 +78,31 @@ def softplus2(t, PRECISE: tl.constexpr):
     """log2(1 + 2^t)"""
     # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
     return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), PRECISE) + tl.maximum(t, 0.0)
+
+
+@triton.jit
+def score_factor(b_scale, b_inverse):
+    """[BM]: what turns q . k into a base-2 score, but for the key's norm. One order of rounding for all kernels: the
+    sums of the forward belong to its own scores, and the power multiplies the difference to any others."""
+    return b_scale * LOG2E * b_inverse
+
+
+@triton.jit
+def excess(f, sharpening, PRECISE: tl.constexpr):
+    """[BM, BN]: u, a key's excess over the row's average."""
+    u = tl.maximum(f * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
+    if PRECISE:
+        u = u * sharpening.inverse_height[:, None]
+    return u
+
+
+@triton.jit
+def scores2(b_q, b_k, b_norm, b_factor, PRECISE: tl.constexpr):
+    """[BM, BN]: base-2 scores; where PRECISE, b_q carries the row's factor and b_k is normalised."""
+    t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if not PRECISE:
+        t = t * b_norm[None, :] * b_factor[:, None]
+    return t
 
 
 @triton.jit
@@ -126,6 +156,16 @@ def load_vector(p_base, o_rows, n_rows, MASK_ROWS: tl.constexpr):
         return tl.load(p_base + o_rows, mask=o_rows < n_rows, other=0.0)
     else:
         return tl.load(p_base + o_rows)
+
+
+@triton.jit
+def load_keys(keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, PRECISE: tl.constexpr):
+    """([BN, BD], [BN]): keys, normalised where PRECISE, and their inverse norms."""
+    b_k = load_rows(keys.k, o_n, keys.count, keys.k_stride, D, BD, MASKED)
+    b_norm = load_vector(keys.norm, o_n, keys.count, MASKED)
+    if PRECISE:
+        b_k = b_k * b_norm[:, None]
+    return b_k, b_norm
 
 
 @triton.jit

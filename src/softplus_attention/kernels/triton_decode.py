@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from softplus_attention.kernels.triton_common import EQUAL_SCORES, LOG2E, NOWHERE, raised, row_power, softplus2
+from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
 from softplus_attention.kernels.triton_launch import LARGEST_INTEGER_POWER, padded, unit_last_stride
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -64,9 +64,10 @@ def keys_of_split(b_start, b_end, BN: tl.constexpr):
 
 
 @triton.jit
-def seen_keys(o_n, b_start, b_end):
-    """[BM, BN]"""
-    return (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+def inverse_size(b_x):
+    """[ROWS, D] -> [ROWS]: 1 over the power of two below the largest component; multiplying by it rounds nothing."""
+    size = tl.maximum(tl.max(tl.abs(b_x), 1), 2.0**-120)
+    return 1.0 / (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -80,11 +81,13 @@ def scores_kernel(
     Q, K, F, Total, Largest, Lengths, Starts,
     rows, t_q, t_max, h_kv, splits, window, score_scale, q_strides, k_strides, f_stride,
     HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, WIDE: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PRECISE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """F (B, H_kv, rows, f_stride): f' of what a row sees, the rest unwritten; Total, Largest (B, H_kv, rows, splits).
+    """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
-    WIDE is for dtypes whose squares leave float32: the sizes of the vectors are taken out first.
+    Total, Largest (B, H_kv, rows, splits): sum and maximum of f' over the tiles of a split. WIDE is for dtypes whose
+    squares leave float32: the sizes of the vectors are taken out first. PRECISE is float32, where unit vectors are
+    multiplied; rounding those to half precision would cost more than norms after the product.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
     b_start, b_end = cache_range(o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_STARTS, HAS_WINDOW)
@@ -97,15 +100,13 @@ def scores_kernel(
     p_q = Q + b * q_strides[0] + head * q_strides[1] + o_i.to(tl.int64) * q_strides[2]  # [BM]
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
     if WIDE:
-        # By the power of two below the largest component, which rounds nothing; and 2^-9 more, so that no product of up
-        # to 256 columns with a finite key overflows.
-        b_size = tl.max(tl.abs(b_q.to(tl.float32)), 1)
-        b_size = (b_size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        b_size = tl.where(b_size > 0, b_size, 1.0)
-        b_q = (b_q.to(tl.float32) / b_size[:, None] * 2.0**-9).to(b_q.dtype)
+        # 2^-9 more, so that no product of up to 256 columns with a finite key overflows
+        b_q = (b_q.to(tl.float32) * inverse_size(b_q.to(tl.float32))[:, None] * 2.0**-9).to(b_q.dtype)
     b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
     b_counts = (b_end - b_start).to(tl.float32)
-    b_factor = score_scale * LOG2E * tl.log(tl.maximum(b_counts, 1.0)) * inverse_root(b_square)  # [BM]
+    b_factor = score_scale * tl.log2(tl.maximum(b_counts, 1.0)) * inverse_root(b_square)  # [BM]
+    if PRECISE:
+        b_q *= b_factor[:, None]
 
     b_total = tl.zeros([BM], tl.float32)
     b_largest = tl.zeros([BM], tl.float32)
@@ -115,21 +116,26 @@ def scores_kernel(
         if D != BD:
             m_k &= o_d[None, :] < D
         b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * k_strides[2] + o_d[None, :], mask=m_k, other=0.0)  # [BN, BD]
-        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_factor[:, None]  # [BM, BN]
-        if not NORMALIZED_KEYS:
-            b_wide = b_k.to(tl.float32)
-            if WIDE:
-                b_inverse = 1.0 / tl.maximum(tl.max(tl.abs(b_wide), 1), 2.0**-120)  # [BN]
-                b_wide *= b_inverse[:, None]
-                t *= b_inverse[None, :]
-            t *= inverse_root(tl.sum(b_wide * b_wide, 1))[None, :]
-        else:
+        if PRECISE and not NORMALIZED_KEYS:
+            b_k *= inverse_size(b_k)[:, None]
+            b_k *= inverse_root(tl.sum(b_k * b_k, 1))[:, None]
+        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+        if not PRECISE:
+            t *= b_factor[:, None]
+            if not NORMALIZED_KEYS:
+                b_wide = b_k.to(tl.float32)
+                if WIDE:
+                    b_inverse = inverse_size(b_wide)  # [BN]
+                    b_wide *= b_inverse[:, None]
+                    t *= b_inverse[None, :]
+                t *= inverse_root(tl.sum(b_wide * b_wide, 1))[None, :]
+        if NORMALIZED_KEYS:
             t = tl.where((t - t) == 0, t, float("nan"))  # softplus would make a plausible 0 of -inf
-        seen = seen_keys(o_n, b_start, b_end)
+        seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
         f = tl.where(seen, softplus2(t, True), 0.0)
         b_total += tl.sum(f, 1)
         b_largest = tl.maximum(b_largest, tl.max(f, 1))
-        tl.store(p_f[:, None] + o_n[None, :], f, mask=seen)
+        tl.store(p_f[:, None] + o_n[None, :], f, mask=m_rows[:, None])
 
     o_partial = (bh * rows + o_r) * splits + tl.program_id(0)
     tl.store(Total + o_partial, b_total, mask=m_rows)
@@ -137,12 +143,13 @@ def scores_kernel(
 
 
 @triton.jit
-def weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr):
+def weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr):
     """[BM, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
+    f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
         w = tl.where(b_flat[:, None], w, raised(tl.maximum(w, 0.0), b_p[:, None], POWER, 0))
-    return tl.where(seen & ((w <= b_least[:, None]) == 0), w, 0.0)
+    return tl.where(w <= b_least[:, None], 0.0, w)
 
 
 @triton.jit
@@ -182,7 +189,7 @@ def values_kernel(
     b_p = row_power(b_counts, p_power, o_r, rows, 0, growth, POWER, HAS_POWER_ROWS)
     b_totals = tl.zeros([BM, BS], tl.float32)
     b_tops = tl.zeros([BM, BS], tl.float32)
-    for s in range(0, splits, BS):
+    for s in tl.range(0, splits, BS, num_stages=1):
         o_s = s + tl.arange(0, BS)
         o_partial = o_row[:, None] * splits + o_s[None, :]  # [BM, BS]
         m_partial = m_rows[:, None] & (o_s[None, :] < splits)
@@ -216,30 +223,27 @@ def values_kernel(
     b_out = tl.zeros([BM, BDV], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        seen = seen_keys(o_n, b_start, b_end)
-        f = tl.load(p_f[:, None] + o_n[None, :], mask=seen, other=0.0)  # [BM, BN]
-        w = weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+        w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
         b_weight += tl.sum(w, 1)
         b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
         b_out = tl.dot((w * LIFT).to(b_v.dtype), b_v, b_out, input_precision="ieee")
 
-    trouble = tl.max(tl.max(tl.where((b_out - b_out) == 0, 0, 1), 1))
-    if trouble > 0:
+    unspoilt = (b_out - b_out) == 0
+    if tl.max(tl.max(tl.where(unspoilt, 0, 1), 1)) > 0:
         # A value that is not finite makes NaN of the rows that give it weight, and of no other row.
-        b_out = tl.zeros([BM, BDV], tl.float32)
+        b_again = tl.zeros([BM, BDV], tl.float32)
         b_bad = tl.zeros([BM, BDV], tl.float32)
-        for n in range(n_first, n_high, splits * BN):
-            o_n = n + tl.arange(0, BN)
-            seen = seen_keys(o_n, b_start, b_end)
-            f = tl.load(p_f[:, None] + o_n[None, :], mask=seen, other=0.0)
-            w = weights_of(f, seen, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
-            b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
-            finite = (b_v - b_v) == 0
-            b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)
-            b_out = tl.dot((w * LIFT).to(b_v.dtype), b_clean, b_out, input_precision="ieee")
-            some = tl.where(w != 0, 1.0, 0.0).to(b_v.dtype)
-            b_bad = tl.dot(some, tl.where(finite, 0.0, 1.0).to(b_v.dtype), b_bad, input_precision="ieee")
-        b_out = tl.where(b_bad > 0, float("nan"), b_out)
+        for n in tl.range(n_first, n_high, splits * BN, num_stages=1):
+            for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
+                o_n = n + part + tl.arange(0, 16)
+                w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+                b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
+                finite = (b_v - b_v) == 0
+                b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)
+                b_again = tl.dot((w * LIFT).to(b_v.dtype), b_clean, b_again, input_precision="ieee")
+                some = tl.where(w != 0, 1.0, 0.0).to(b_v.dtype)
+                b_bad = tl.dot(some, tl.where(finite, 0.0, 1.0).to(b_v.dtype), b_bad, input_precision="ieee")
+        b_out = tl.where(unspoilt, b_out, tl.where(b_bad > 0, float("nan"), b_again))
 
     tl.store(p_weight, b_weight, mask=m_rows)
     p_out = Out + (o_row * splits + tl.program_id(0)) * DV  # [BM]
@@ -272,8 +276,10 @@ def combine_kernel(
 
 
 def rows_and_keys(rows: int, width: int, precise: bool) -> tuple[int, int]:
-    """BM, BN: a product takes at least 16 rows."""
-    return min(64, padded(rows)), 32 if precise or width > 128 else 64
+    """BM, BN: a product takes at least 16 rows, and registers hold only so many."""
+    narrow = width <= 128
+    most_rows = (32 if narrow else 16) if precise else (64 if narrow else 32)
+    return min(most_rows, padded(rows)), 64 if narrow and not precise else 32
 
 
 @cache
@@ -317,11 +323,13 @@ def decode(
     q, k, v = (unit_last_stride(x) for x in (q, k_cache, v_cache))
     rows = h // h_kv * t_q
     precise = q.dtype == torch.float32
-    bm, bn = rows_and_keys(rows, max(padded(d), padded(dv)), precise)
+    width = max(padded(d), padded(dv))
+    bm, bn = rows_and_keys(rows, width, precise)
     row_blocks = triton.cdiv(rows, bm)
-    splits = splits_for(triton.cdiv(t_max, bn), batch * h_kv * row_blocks, q.device)
+    tiles = triton.cdiv(t_max, bn)
+    splits = splits_for(tiles, batch * h_kv * row_blocks, q.device)
 
-    length = triton.cdiv(t_max, 16) * 16  # rows of the scratch stay aligned whatever t_max
+    length = tiles * bn  # whole tiles, so that rows of the scratch stay aligned whatever t_max
     f = q.new_empty(batch * h_kv, rows, length, dtype=torch.float32)
     total, largest, weight = q.new_empty(3, batch * h_kv, rows, splits, dtype=torch.float32)
     partial = q.new_empty(batch * h_kv, rows, splits, dv, dtype=torch.float32)
@@ -330,24 +338,26 @@ def decode(
         "Starts": cache_seqlens if cache_starts is None else cache_starts.contiguous(),
         "rows": rows, "t_q": t_q, "t_max": t_max, "h_kv": h_kv, "splits": splits, "window": window or 0,
         "f_stride": length, "HAS_STARTS": cache_starts is not None, "HAS_WINDOW": window is not None,
-        "BM": bm, "BN": bn, "STAGES": 3, "num_warps": 4,
+        "BM": bm, "BN": bn, "STAGES": 3, "num_warps": 8 if precise or bm * width >= 32 * 128 else 4,
     }  # fmt: skip
     integral = power_rows is None and power_by_length is None and power.is_integer() and power <= LARGEST_INTEGER_POWER
     if power_rows is not None:
         power_rows = power_rows.expand(batch, h, t_q)
 
+    # Four programs of the second kernel must fit on a multiprocessor: only its rare branch needs more registers.
+    few_registers = {"maxnreg": 128} if not precise and bm * width <= 16 * 128 else {}
     grid = (splits, batch * h_kv, row_blocks)
     with torch.cuda.device_of(q):
         scores_kernel[grid](
-            Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3],
-            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16, D=d, BD=padded(d), **shared,
+            Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3], D=d, BD=padded(d),
+            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16, PRECISE=precise, **shared,
         )  # fmt: skip
         values_kernel[grid](
             V=v, Out=partial, Weight=weight, Power=q if power_rows is None else power_rows,
             negligible=NEGLIGIBLE[q.dtype], growth=tuple(power_by_length or (power, 0.0, 1.0)),
             v_strides=v.stride()[:3], power_strides=(0, 0, 0) if power_rows is None else power_rows.stride(),
             POWER=0 if not sharpen else int(power) if integral else -1, HAS_POWER_ROWS=power_rows is not None,
-            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0, **shared,
+            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0, **shared, **few_registers,
         )  # fmt: skip
         combine_kernel[(batch * h_kv * rows,)](
             partial, weight, out, rows, t_q, h_kv, splits, out.stride()[:3], DV=dv, BDV=padded(dv), BS=32, num_warps=4

@@ -1,4 +1,4 @@
-"""The forward: LSSAR in two passes over the keys (the row's sum and largest score, then weights and output), LSSA in one."""
+"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output), LSSA in one."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import triton.language as tl
 
 from softplus_attention.kernels.triton_common import (
     EQUAL_SCORES,
-    LOG2E,
     Keys,
     Sharpening,
     Sight,
     count_keys,
+    excess,
     inverse_norm,
     key_range,
     key_regions,
+    load_keys,
     load_rows,
-    load_vector,
     mask_rows,
     raised,
     row_power,
+    score_factor,
+    scores2,
     seen_by,
     softplus2,
     store_rows,
@@ -30,7 +32,7 @@ from softplus_attention.kernels.triton_common import (
 def key_norms_kernel(
     K, Norms, t_k, h_kv, k_strides, NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
-    """1 / ||k|| of every key, (B, H_kv, T_k); of keys that are unit vectors already, 1, or NaN for one that is not finite."""
+    """1 / ||k|| of every key, (B, H_kv, T_k); where keys are unit vectors already, 1, or NaN if not finite."""
     bh = tl.program_id(1).to(tl.int64)
     o_n = tl.program_id(0) * BN + tl.arange(0, BN)
     p_k = K + (bh // h_kv) * k_strides[0] + (bh % h_kv) * k_strides[1]
@@ -43,14 +45,6 @@ def key_norms_kernel(
 
 
 @triton.jit
-def scores2(b_q, b_factor, keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr):
-    """[BM, BN]: base-2 scores. The norms apply after the product of the raw vectors, which loses nothing."""
-    b_k = load_rows(keys.k, o_n, keys.count, keys.k_stride, D, BD, MASKED)  # [BN, BD]
-    b_norm = load_vector(keys.norm, o_n, keys.count, MASKED)  # [BN]
-    return tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_norm[None, :] * b_factor[:, None]
-
-
-@triton.jit
 def first_pass(
     b_total, b_largest, b_q, b_factor, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
@@ -59,7 +53,8 @@ def first_pass(
     """Adds the keys [n_low, n_high) to each row's sum of f' and largest t."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        t = scores2(b_q, b_factor, keys, o_n, D, BD, MASKED)
+        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
+        t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         f = softplus2(t, PRECISE)
         if MASKED:
             seen = seen_by(o_n, sight, HAS_MASK)
@@ -79,11 +74,11 @@ def second_pass(
     """Adds the keys [n_low, n_high) to each row's output and sum of weights."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        w = softplus2(scores2(b_q, b_factor, keys, o_n, D, BD, MASKED), PRECISE)
+        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
+        w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), PRECISE)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if POWER != 0:
-            u = tl.maximum(w * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
-            w = raised(u, sharpening.power[:, None], POWER, 0)
+            w = raised(excess(w, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
         if MASKED:
             w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
@@ -104,12 +99,13 @@ def careful_pass(
     b_bad = tl.zeros_like(b_out)
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        f = softplus2(scores2(b_q, b_factor, keys, o_n, D, BD, True), PRECISE)
+        b_k, b_norm = load_keys(keys, o_n, D, BD, True, PRECISE)
+        f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), PRECISE)
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
         w = f
         if POWER != 0:
-            u = tl.maximum(f * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
-            w = tl.where(b_flat[:, None], f, raised(u, sharpening.power[:, None], POWER, 0))
+            w = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
+            w = tl.where(b_flat[:, None], f, w)
         w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         finite = (b_v - b_v) == 0
@@ -130,8 +126,8 @@ def forward_kernel(
 ):  # fmt: skip
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
-    Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' and Height = max x (0 where the scores
-    are equal; Flat says in which heads there are such rows).
+    Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' and Height = max x (0 where the
+    scores are equal; Flat says in which heads there are such rows).
     """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -156,65 +152,47 @@ def forward_kernel(
     n_low, full_low, full_high, n_high = key_regions(sight, m_rows, BN, HAS_MASK)
 
     b_q = load_rows(Q + b * q_strides[0] + head * q_strides[1], o_m, t_q, q_strides[2], D, BD, True)  # [BM, BD]
-    b_factor = score_scale * LOG2E * tl.log(tl.maximum(b_counts, 1.0)) * inverse_norm(b_q.to(tl.float32))  # [BM]
+    b_scale = score_scale * tl.log(tl.maximum(b_counts, 1.0))
+    b_factor = score_factor(b_scale, inverse_norm(b_q.to(tl.float32)))  # [BM]
+    if PRECISE:
+        b_q = b_q * b_factor[:, None]
 
     b_flat = b_counts < 0
     b_slope = tl.zeros([BM], tl.float32)
     b_offset = b_slope
+    b_inverse = b_slope
     if POWER != 0:
         b_total = tl.zeros([BM], tl.float32)
         b_largest = tl.full([BM], float("-inf"), tl.float32)
         if HAS_WINDOW or HAS_RANGES:
             b_total, b_largest = first_pass(
-                b_total,
-                b_largest,
-                b_q,
-                b_factor,
-                keys,
-                sight,
-                n_low,
-                full_low,
-                D,
-                BD,
-                BN,
-                PRECISE,
-                True,
-                HAS_MASK,
-                STAGES,
-            )
+                b_total, b_largest, b_q, b_factor, keys, sight, n_low, full_low,
+                D, BD, BN, PRECISE, True, HAS_MASK, STAGES,
+            )  # fmt: skip
         if not HAS_MASK:
             b_total, b_largest = first_pass(
-                b_total, b_largest, b_q, b_factor, keys, sight, full_low, full_high, D, BD, BN, PRECISE, False, HAS_MASK,
-                STAGES,
+                b_total, b_largest, b_q, b_factor, keys, sight, full_low, full_high,
+                D, BD, BN, PRECISE, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_total, b_largest = first_pass(
-            b_total,
-            b_largest,
-            b_q,
-            b_factor,
-            keys,
-            sight,
-            full_high,
-            n_high,
-            D,
-            BD,
-            BN,
-            PRECISE,
-            True,
-            HAS_MASK,
-            STAGES,
-        )
+            b_total, b_largest, b_q, b_factor, keys, sight, full_high, n_high,
+            D, BD, BN, PRECISE, True, HAS_MASK, STAGES,
+        )  # fmt: skip
         b_total = tl.where(b_counts > 0, b_total, 1.0)
         b_excess = tl.where(b_counts > 3, 1.0, 0.0)
         b_height = b_counts / b_total * softplus2(b_largest, PRECISE) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
         b_flat = (b_counts > 0) & (b_sharp == 0)
         b_divisor = tl.where(b_sharp, b_height, 1.0)
-        b_slope = b_counts / b_total / b_divisor
-        b_offset = b_excess / b_divisor
+        b_slope = b_counts / b_total
+        b_offset = b_excess
+        b_inverse = 1.0 / b_divisor
+        if not PRECISE:
+            b_slope = b_slope / b_divisor
+            b_offset = b_offset / b_divisor
         tl.store(Total + p_row, b_total, mask=m_rows)
         tl.store(Height + p_row, tl.where(b_sharp, b_height, 0.0), mask=m_rows)
-    sharpening = Sharpening(b_slope, b_offset, b_p)
+    sharpening = Sharpening(b_slope, b_offset, b_inverse, b_p)
 
     b_out = tl.zeros([BM, BDV], tl.float32)
     b_weight = tl.zeros([BM], tl.float32)

@@ -37,10 +37,14 @@ def padded(d: int) -> int:
 # The block sizes below are the fastest of those measured on an H200 (docs/kernels.md has the table). They depend on the
 # head dimension only, never on a length: no length compiles anew.
 
+# One shape for float32, so that all kernels round their products alike: the sums of the forward then fit the scores
+# that the backward computes again, where a power of 15 would show the difference.
+PRECISE_BLOCKS = Blocks(32, 32, 4, 1)
+
 
 def forward_blocks(width: int, precise: bool, sharpen: bool) -> Blocks:
     if precise:
-        return Blocks(64, 32, 4, 1) if width <= 64 else Blocks(32, 32, 4, 1)
+        return PRECISE_BLOCKS
     if width <= 64:
         return Blocks(64, 64, 4, 3, 168) if sharpen else Blocks(128, 64, 8, 3, 128)
     if width <= 128:
@@ -50,7 +54,7 @@ def forward_blocks(width: int, precise: bool, sharpen: bool) -> Blocks:
 
 def dq_blocks(width: int, precise: bool) -> Blocks:
     if precise:
-        return Blocks(32, 32, 4, 1)
+        return PRECISE_BLOCKS
     if width <= 64:
         return Blocks(64, 32, 4, 3, 168)
     return Blocks(128, 64, 8, 2) if width <= 128 else Blocks(64, 32, 8, 1)
@@ -58,7 +62,7 @@ def dq_blocks(width: int, precise: bool) -> Blocks:
 
 def dkv_blocks(width: int, precise: bool) -> Blocks:
     if precise:
-        return Blocks(32, 32, 4, 1)
+        return PRECISE_BLOCKS
     if width <= 64:
         return Blocks(64, 64, 4, 2)
     return Blocks(64, 64, 4, 1) if width <= 128 else Blocks(64, 32, 8, 1)
@@ -169,7 +173,7 @@ def key_norms(problem: Problem) -> Tensor:
 
 
 def forward(problem: Problem, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
-    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: has it rows of equal scores)."""
+    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: any rows of equal scores)."""
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Norms=norms, Total=stats[0], Height=stats[1], Weight=stats[2],
@@ -193,7 +197,7 @@ def backward(
     grad_out = unit_last_stride(grad_out)
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
-    rows = stats.new_empty(6, n_rows)
+    rows = stats.new_empty(8 if problem.precise else 6, n_rows)
 
     blocks = dq_blocks(problem.width, problem.precise)
     bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](

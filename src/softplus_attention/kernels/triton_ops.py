@@ -21,8 +21,8 @@ _library.define(
     f"triton_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats, Tensor flat, Tensor norms)"
 )
 _library.define(
-    "triton_backward(Tensor grad_out, Tensor out, Tensor stats, Tensor flat, Tensor norms, Tensor q, Tensor k, Tensor v, "
-    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
+    "triton_backward(Tensor grad_out, Tensor out, Tensor stats, Tensor flat, Tensor norms, "
+    f"Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
 )
 
 

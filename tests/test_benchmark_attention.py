@@ -1,0 +1,270 @@
+"""The benchmark's own behaviour: it runs as a command, refuses wrong contenders, survives failing ones, and reports."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from softplus_attention import softplus_attention
+
+ROOT = Path(__file__).parents[1]
+SECTIONS = ["train", "lengths", "decode", "memory", "compile"]
+
+
+def python(*arguments: str, path: str = "", cuda: bool = False) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in (path, str(ROOT / "src")) if x)}
+    environment |= {"OMP_WAIT_POLICY": "passive"} | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    output = tmp_path_factory.mktemp("results") / "new" / "attention.json"
+    return python("benchmarks/attention.py", "--quick", "--repetitions", "1", "--output", str(output)), output
+
+
+@pytest.fixture(scope="module")
+def data(quick: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]:
+    return json.loads(quick[1].read_text())
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("attention")
+    for name in ("attention", "figures"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def inputs(benchmark: ModuleType) -> Any:
+    cpu = {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math", "repetitions": 1}
+    return benchmark.Inputs(benchmark.Settings(**{**benchmark.QUICK, **cpu}))
+
+
+def measured(benchmark: ModuleType, inputs: Any, attend: Any, **options: Any) -> dict[str, Any]:
+    """The row that one contender gets at one shape."""
+    contender = benchmark.Contender("tried", attend, **{"powers": (15,), **options})
+    (row,) = benchmark.rows_of("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
+    return row
+
+
+def lssar(q: Tensor, k: Tensor, v: Tensor, power: int = 15) -> Tensor:
+    return softplus_attention(q, k, v, power=power, is_causal=True)
+
+
+class TestCommand:
+    def test_succeeds(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+        assert quick[0].returncode == 0, quick[0].stderr
+        assert "train: lssar p=15 D=64 T=64" in quick[0].stderr
+
+    @pytest.mark.parametrize(
+        "name", ["command", "date", "commit", "machine", "versions", "settings", "seconds", "flops"]
+    )
+    def test_says_where_the_numbers_come_from(self, data: dict[str, Any], name: str) -> None:
+        assert data[name]
+        assert data["complete"] is True
+
+    def test_names_machine_and_versions(self, data: dict[str, Any]) -> None:
+        assert set(data["machine"]) == {"gpu", "driver", "system"}
+        assert data["versions"]["torch"] == torch.__version__
+        assert data["command"].startswith("python benchmarks/attention.py --quick")
+
+    @pytest.mark.parametrize("section", [*SECTIONS, "million"])
+    def test_has_rows_of_every_section(self, data: dict[str, Any], section: str) -> None:
+        assert [row for row in data["rows"] if row["section"] == section]
+
+    def test_measures_ours_and_the_baseline(self, data: dict[str, Any]) -> None:
+        rows = {row["contender"]: row for row in data["rows"] if row["section"] == "train" and row["length"] == 64}
+        for name in ("sdpa math", "lssar p=15", "lssar p=3", "lssa", "reference p=15"):
+            assert rows[name]["status"] == "ok", rows[name]
+            assert rows[name]["forward_ms"] > 0
+            assert rows[name]["total_ms"] == rows[name]["forward_ms"] + rows[name]["backward_ms"]
+            assert rows[name]["total_tflops"] > 0
+        ratio = rows["lssar p=15"]["total_ms"] / rows["sdpa math"]["total_ms"]
+        assert rows["lssar p=15"]["ratio"] == pytest.approx(ratio)
+
+    def test_what_cannot_run_says_why(self, data: dict[str, Any]) -> None:
+        (row,) = [row for row in data["rows"] if row["contender"] == "adasplash-2"][:1]
+        if row["status"] == "error":
+            assert "adasplash" in row["error"]
+            assert "forward_ms" not in row
+
+    def test_decodes(self, data: dict[str, Any]) -> None:
+        rows = [row for row in data["rows"] if row["section"] == "decode" and row["status"] == "ok"]
+        assert {"lssar p=15", "lssar p=15 unit keys", "sdpa math"} <= {row["contender"] for row in rows}
+        assert all(row["timing"] == "plain calls" and row["forward_ratio"] > 0 for row in rows)
+
+    def test_prints_a_short_table(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+        table = quick[0].stdout
+        for name in ("sdpa math", "lssar p=15", "lssar p=3", "lssa", "adasplash-2", "flex softmax", "ratio"):
+            assert name in table
+        assert len(table) < 12000
+
+    def test_stops_at_the_time_limit(self, tmp_path: Path) -> None:
+        output = tmp_path / "attention.json"
+        result = python("benchmarks/attention.py", "--quick", "--time-limit", "0", "--output", str(output))
+        assert result.returncode == 0, result.stderr
+        written = json.loads(output.read_text())
+        assert written["complete"] is False
+        assert len(written["rows"]) == 1
+        assert "not complete" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [(["--quick", "--sections", "train,speed"], "no speed"), ([], "only --quick runs on a CPU")],
+    )
+    def test_refuses(self, arguments: list[str], message: str) -> None:
+        result = python("benchmarks/attention.py", *arguments)
+        assert result.returncode == 2
+        assert message in result.stderr
+
+
+@pytest.mark.gpu
+def test_runs_on_cuda(tmp_path: Path) -> None:
+    output = tmp_path / "attention.json"
+    result = python("benchmarks/attention.py", "--quick", "--repetitions", "1", "--output", str(output), cuda=True)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert not [row for row in rows if row["status"] == "wrong"]
+    assert not [row for row in rows if row["status"] == "error" and row["contender"].startswith("lss")]
+    assert all(row["step_mib"] > 0 for row in rows if row["section"] == "memory" and row["status"] == "ok")
+
+
+class TestCheck:
+    def test_right_contender_gets_a_time(self, benchmark: ModuleType, inputs: Any) -> None:
+        row = measured(benchmark, inputs, lssar)
+        assert row["status"] == "ok", row["error"]
+        assert row["forward_ms"] > 0
+
+    @pytest.mark.parametrize(
+        "attend",
+        [
+            pytest.param(lambda q, k, v: lssar(q, k, v, power=14), id="another power"),
+            pytest.param(lambda q, k, v: lssar(q, k, v) * (1 + 1e-4), id="a little too large"),
+            pytest.param(lambda q, k, v: lssar(q, k.detach() + 0 * k, v), id="right forward, wrong gradient"),
+            pytest.param(lambda q, k, v: lssar(q, k, v) * float("nan"), id="NaN"),
+        ],
+    )
+    def test_wrong_contender_gets_none(self, benchmark: ModuleType, inputs: Any, attend: Any) -> None:
+        row = measured(benchmark, inputs, attend)
+        assert row["status"] == "wrong"
+        assert "allowed" in row["error"]
+        assert not [name for name in row if name.endswith(("_ms", "_mib"))]
+        printed = benchmark.table({**benchmark.header(inputs.settings, "random"), "rows": [row]})
+        assert "| tried | wrong: T=" in printed
+
+    def test_failing_contender_does_not_end_the_run(self, benchmark: ModuleType, inputs: Any) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            raise RuntimeError("out of luck\nand more lines")
+
+        row = measured(benchmark, inputs, attend)
+        assert (row["status"], row["error"]) == ("error", "RuntimeError: out of luck")
+
+    def test_failing_backward_keeps_the_forward(self, benchmark: ModuleType, inputs: Any) -> None:
+        row = measured(benchmark, inputs, lambda q, k, v: lssar(q, k, v).detach(), powers=())
+        assert row["status"] == "error"
+        assert row["forward_ms"] > 0
+        assert "backward_ms" not in row
+
+    @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+    def test_two_passes_of_flex_attention_are_lssar(self, benchmark: ModuleType, inputs: Any) -> None:
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return benchmark.two_passes(q, k, v, benchmark.causal_blocks(q.shape[2], q.device), 15)
+
+        q, k, v, _ = (x.detach() for x in inputs(2, 2, 37, 64))
+        torch.testing.assert_close(attend(q, k, v), lssar(q, k, v), rtol=1e-4, atol=1e-5)
+
+
+class TestInputs:
+    def test_come_from_a_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+        stored = {"q": torch.randn(2, 4, 50, 64), "k": torch.randn(2, 2, 50, 64), "v": torch.randn(2, 2, 50, 64)}
+        torch.save(stored, tmp_path / "inputs.pt")
+        given = benchmark.read_inputs(str(tmp_path / "inputs.pt"), inputs.settings)
+        q, k, v, grad = given(3, 6, 40, 64)
+        assert {x.shape for x in (q, k, v, grad)} == {torch.Size((3, 6, 40, 64))}
+        assert torch.equal(q[2, 5], stored["q"][0, 1, :40])
+        assert torch.equal(k[1, 3], stored["k"][1, 1, :40])
+        assert given.fits(64, 50)
+        assert not given.fits(64, 51)
+        assert not given.fits(128, 40)
+
+    def test_refuse_another_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+        torch.save({"q": torch.randn(2, 3)}, tmp_path / "inputs.pt")
+        with pytest.raises(SystemExit, match="a dict of q, k, v"):
+            benchmark.read_inputs(str(tmp_path / "inputs.pt"), inputs.settings)
+
+
+def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
+    """A results file as large as they come: every shape of a full run, invented numbers."""
+    settings = benchmark.Settings()
+    common = {"batch": 8, "heads": 12, "status": "ok", "note": "B=4 for memory", "error": "", "timing": "cuda graph"}
+    common |= {"forward_ms": 123.456, "backward_ms": 234.567, "finite": True, "kv_heads": 8}
+    common |= {"forward_mib": 12345.6, "kept_mib": 12345.6, "step_mib": 12345.6}
+    names = {section: benchmark.contenders(settings) for section in ("train", "memory")}
+    names |= {"lengths": names["train"][:3], "compile": benchmark.compiled_contenders()}
+    names |= {"million": names["lengths"], "decode": benchmark.decode_contenders(settings)}
+    shapes = dict.fromkeys(("train", "memory", "compile"), settings.shapes)
+    shapes |= {"lengths": [(64, x) for x in settings.long_lengths], "million": [(64, settings.million)]}
+    shapes |= {"decode": [(128, x) for x in settings.contexts]}
+    rows = [
+        {**common, "section": section, "contender": contender.name, "head_dim": head_dim, "length": length}
+        for section, chosen in names.items()
+        for head_dim, length in shapes[section]
+        for contender in chosen
+    ]
+    rows[1] |= {"status": "error", "error": "RuntimeError: " + "long " * 60}
+    data = {**benchmark.header(inputs.settings, "random"), "baseline": "sdpa flash", "complete": True, "rows": rows}
+    benchmark.derive(data)
+    return data
+
+
+class TestReport:
+    def test_table_of_a_full_run_is_short_and_whole(self, benchmark: ModuleType, inputs: Any) -> None:
+        text = benchmark.table(full_run(benchmark, inputs))
+        assert len(text) < 12000
+        assert "cut;" not in text
+        assert "D=128 T=16384" in text
+
+    def test_smaller_batch_is_compared_per_sequence(self, benchmark: ModuleType, inputs: Any) -> None:
+        data = full_run(benchmark, inputs)
+        base, other = data["rows"][0], data["rows"][2]
+        other |= {"batch": base["batch"] // 2}
+        benchmark.derive(data)
+        assert other["ratio"] == pytest.approx(2)
+        flops = 2 * 8 * 12 * 64 * base["length"] ** 2
+        assert base["forward_tflops"] == pytest.approx(flops / (base["forward_ms"] * 1e-3) / 1e12)
+
+    def test_figures_say_what_they_need(
+        self, quick: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+    ) -> None:
+        (tmp_path / "matplotlib.py").write_text("raise ImportError('none')")
+        result = python("benchmarks/figures.py", str(quick[1]), path=str(tmp_path))
+        assert result.returncode == 1
+        assert "figures need matplotlib" in result.stderr
+
+    def test_table_comes_from_the_file_again(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+        assert python("benchmarks/figures.py", str(quick[1]), "--table").stdout == quick[0].stdout
+
+    def test_figures_are_drawn(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+        matplotlib = pytest.importorskip("matplotlib")
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figures = importlib.import_module("figures")
+        for figure in figures.FIGURES:
+            paths = figures.draw(figure, full_run(benchmark, inputs), tmp_path, pyplot)
+            assert [path.suffix for path in paths] == [".svg", ".png"]
+            assert all(path.stat().st_size > 1000 for path in paths)

@@ -1,0 +1,78 @@
+"""The Triton kernels against the reference: in Triton's interpreter everywhere, on the GPU where there is one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import randn
+from triton_cases import Case, check, gpu_cases, interpreter_cases
+
+from softplus_attention import softplus_attention
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"
+)
+
+
+@interpreted
+@pytest.mark.parametrize("case", interpreter_cases(), ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_interpreted(case: Case) -> None:
+    check(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+def test_on_gpu(case: Case) -> None:
+    check(case, "cuda")
+
+
+@interpreted
+@pytest.mark.parametrize("power", [15, 31, None])
+def test_equal_keys_keep_the_first_stage(power: int | None) -> None:
+    """Sharpening cannot choose between equal scores: the output is the mean of v, and its gradient stage 1's."""
+    q, k, v = randn(1, 1, 40, 16, seed=0), randn(1, 1, 1, 16, seed=1).expand(1, 1, 40, 16), randn(1, 1, 40, 16, seed=2)
+    results = []
+    for impl in ("triton", "chunked"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = softplus_attention(*leaves, power=power, is_causal=True, impl=impl)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    mean = v.cumsum(2) / torch.arange(1, 41)[:, None]
+    torch.testing.assert_close(results[0][0], mean, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float) -> None:
+    q, k, v = (randn(1, 1, 70, 16, seed=i) for i in range(3))
+    clean = softplus_attention(q, k, v, is_causal=True, impl="triton")
+    {"q": q, "k": k, "v": v}[which][0, 0, 30, 3] = bad
+    out = softplus_attention(q, k, v, is_causal=True, impl="triton")
+    expected = softplus_attention(q, k, v, is_causal=True, impl="chunked").isfinite().all(-1)[0, 0]
+    assert out.isfinite().all(-1)[0, 0].tolist() == expected.tolist()
+    assert expected[:30].all()
+    assert not expected[30]
+    torch.testing.assert_close(out[0, 0][expected], clean[0, 0][expected], atol=1e-6, rtol=1e-5)
+
+
+@interpreted
+def test_refuses_bfloat16_in_the_interpreter() -> None:
+    q = randn(1, 1, 4, 16, seed=0, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="`q` must be float16 or float32 in Triton's interpreter"):
+        softplus_attention(q, q, q, impl="triton")
+
+
+def test_refuses_cpu_tensors_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    q = randn(1, 1, 4, 16, seed=0)
+    with pytest.raises(ValueError, match=r"`impl` must be .* for tensors on cpu, got 'triton'"):
+        softplus_attention(q, q, q, impl="triton")
+
+
+def test_refuses_float64() -> None:
+    q = randn(1, 1, 4, 16, seed=0, dtype=torch.float64)
+    with pytest.raises(TypeError, match="`q` must be float16, bfloat16 or float32 for impl='triton'"):
+        softplus_attention(q, q, q, impl="triton")

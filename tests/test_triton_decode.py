@@ -1,0 +1,360 @@
+"""The decode kernels against the reference: small caches in Triton's interpreter, larger ones where there is a GPU.
+
+Triton decides when it is imported whether to interpret: where it does not, they run in a process of their own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers import doubtful_rows, largest_error, randn, transposed, unit_in_the_last_place
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention_decode
+from softplus_attention.functional import power_arguments
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED or torch.cuda.is_available():
+    from softplus_attention.kernels import triton_decode, triton_decode_ops  # noqa: F401  registers the op
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is itself the interpreter's process")
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    power: Any = 15,
+    cache_starts: Tensor | None = None,
+    window: int | None = None,
+    score_scale: float | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    scale = math.log(q.shape[-1]) if score_scale is None else score_scale
+    return torch.ops.softplus_attention.triton_decode(
+        q, k, v, lengths, cache_starts, window, *power_arguments(power), scale, normalized_keys
+    )
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+    return softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="reference", **options)
+
+
+def caches(
+    dtype: torch.dtype,
+    *,
+    batch: int = 2,
+    h: int = 4,
+    h_kv: int = 2,
+    t_q: int = 1,
+    t_max: int = 150,
+    d: int = 16,
+    dv: int = 16,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = randn(batch, h, t_q, d, seed=1, dtype=dtype, device=device)
+    k = randn(batch, h_kv, t_max, d, seed=2, dtype=dtype, device=device)
+    return q, k, randn(batch, h_kv, t_max, dv, seed=3, dtype=dtype, device=device)
+
+
+def agree(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
+    """Holds the kernels to the low-precision yardstick; what lies outside a sequence's part of the cache is NaN."""
+    clear = ~doubtful_rows(
+        softplus_attention_decode, q, k, cache_seqlens=lengths, **{n: x for n, x in options.items() if n != "power"}
+    )[..., None]
+    truth = reference(q.double(), k.double(), v.double(), lengths, **options) * clear
+    theirs = reference(q, k, v, lengths, **options) * clear
+    if garbage:
+        starts = options.get("cache_starts")
+        for b, end in enumerate(lengths.tolist()):
+            for x in (k, v):
+                x[b, :, end:] = float("nan")
+                if starts is not None:
+                    x[b, :, : int(starts[b])] = float("nan")
+    ours = decode(q, k, v, lengths, **options)
+    assert ours.dtype == q.dtype
+    assert ours.shape == truth.shape
+    assert truth.isfinite().all()
+    budget = 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
+    error = largest_error(ours * clear, truth)
+    assert error <= budget, f"error {error:.3e}, allowed {budget:.3e}"
+    return ours
+
+
+POWERS = {
+    "lssa": None,
+    "1": 1,
+    "3": 3,
+    "15": 15,
+    "2.5": 2.5,
+    "per head": torch.tensor([1.0, 3.0, 15.0, 31.0]),
+    "per row": 1 + 10 * torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(5)),
+    "by length": PowerByLength(3.0, 4.0, 16),
+}
+
+
+@interpreted
+class TestAgainstTheReference:
+    @DTYPES
+    @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
+    def test_powers(self, power: Any, dtype: torch.dtype) -> None:
+        agree(*caches(dtype, t_q=2), torch.tensor([150, 71]), power=power)
+
+    @DTYPES
+    @pytest.mark.parametrize(
+        "shape",
+        [
+            {"h": 2, "d": 60, "dv": 100},
+            {"h": 8, "t_q": 3, "d": 100, "dv": 60, "t_max": 131},
+            {"h": 4, "h_kv": 1, "t_q": 3, "t_max": 64, "dv": 40},
+            {"batch": 1, "h": 16, "h_kv": 1, "t_q": 5, "t_max": 40},
+            {"h": 1, "h_kv": 1, "t_max": 7, "d": 32},
+        ],
+        ids=["no groups", "groups of 4", "one key head", "two blocks of rows", "less than a tile"],
+    )
+    def test_shapes(self, shape: dict[str, int], dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, **shape)
+        lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32)
+        lengths[1:] -= 3
+        agree(q, k, v, lengths)
+
+    @DTYPES
+    def test_short_sequences(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, batch=6, h=2, h_kv=1, t_max=70)
+        out = agree(q, k, v, torch.tensor([1, 2, 3, 4, 5, 70]))
+        assert torch.equal(out[0, 0], v[0, 0, :1])
+
+    @DTYPES
+    @pytest.mark.parametrize("window", [None, 1, 40])
+    def test_starts_and_windows(self, window: int | None, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, batch=3, t_q=3, t_max=140)
+        agree(
+            q,
+            k,
+            v,
+            torch.tensor([140, 90, 11]),
+            cache_starts=torch.tensor([66, 3, 0], dtype=torch.int32),
+            window=window,
+        )
+
+    @DTYPES
+    def test_rows_without_keys_are_zero(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_q=2, t_max=40)
+        k[:], v[:] = float("nan"), float("nan")
+        out = decode(q, k, v, torch.tensor([20, 1]), cache_starts=torch.tensor([20, 0]))
+        assert torch.equal(out[0], torch.zeros_like(out[0]))
+        assert torch.equal(out[1, :, 0], torch.zeros_like(out[1, :, 0]))
+
+    @DTYPES
+    def test_normalized_keys(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_max=100)
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
+        agree(q, k, v, torch.tensor([100, 33]), normalized_keys=True)
+
+    @DTYPES
+    def test_score_scale(self, dtype: torch.dtype) -> None:
+        agree(*caches(dtype), torch.tensor([150, 33]), score_scale=1.0, power=4)
+
+    @DTYPES
+    @pytest.mark.parametrize("power", [None, 15])
+    def test_equal_scores_keep_the_first_stage(self, power: int | None, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype)
+        k[:] = k[:, :, :1]
+        agree(q, k, v, torch.tensor([150, 33]), power=power)
+
+    @DTYPES
+    @pytest.mark.parametrize("power", [None, 15])
+    def test_keys_that_all_point_away(self, power: int | None, dtype: torch.dtype) -> None:
+        """Every f' is tiny, and half precision must still tell the weights apart."""
+        q, k, v = caches(dtype, h=2, d=64)
+        k[:] = -q[:, :, :1] + 0.05 * k
+        agree(q, k, v, torch.tensor([150, 33]), power=power, score_scale=12.0)
+
+    @DTYPES
+    def test_one_key_that_takes_all(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, h=2)
+        k[:] = -q[:, :, :1] + 0.1 * k
+        k[:, :, 17] = q[:, :, 0]
+        out = agree(q, k, v, torch.tensor([150, 33]))
+        assert torch.allclose(out, v[:, :, 17:18], rtol=1e-3)
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_splits(self, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = caches(torch.float32, t_q=3, t_max=300)
+        lengths = torch.tensor([300, 65])
+        many = decode(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
+        monkeypatch.setattr(triton_decode, "splits_for", lambda *_: splits)
+        few = agree(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
+        assert torch.allclose(many, few, atol=1e-5)
+
+    def test_strides(self) -> None:
+        q, k, v = caches(torch.float32, t_q=2, t_max=70)
+        lengths = torch.tensor([70, 21])
+        expected = decode(q, k, v, lengths)
+        out = decode(*(transposed(x) for x in (q, k, v)), lengths)
+        assert torch.equal(out, expected)
+        assert out.transpose(1, 2).is_contiguous()
+        columns = [x.mT.contiguous().mT for x in (q, k, v)]
+        assert torch.equal(decode(*columns, lengths), expected)
+
+    @pytest.mark.parametrize("size", [1e-30, 1e30], ids=["tiny", "huge"])
+    def test_vectors_of_extreme_size(self, size: float) -> None:
+        q, k, v = caches(torch.float32, t_max=70)
+        lengths = torch.tensor([70, 21])
+        assert torch.allclose(decode(q * size, k * size, v, lengths), decode(q, k, v, lengths), atol=1e-5)
+
+    @DTYPES
+    def test_zero_vectors(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_max=70)
+        q[:, 0], k[:, :, ::5] = 0, 0
+        agree(q, k, v, torch.tensor([70, 21]))
+
+
+@interpreted
+@DTYPES
+class TestNotFinite:
+    """A NaN or Inf comes out in the rows that see it (q, k) or give it weight (v), and in no other."""
+
+    @pytest.mark.parametrize(
+        ("bad", "power", "normalized_keys"),
+        [("nan", None, False), ("nan", 15, True), ("inf", 15, False), ("inf", None, True), ("-inf", 15, True)],
+    )
+    def test_key(self, bad: str, power: int | None, normalized_keys: bool, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_q=2, t_max=70)
+        k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
+        lengths = torch.tensor([70, 21])
+        before = decode(q, k, v, lengths, power=power, normalized_keys=normalized_keys)
+        k[0, 1, 69, 3] = float(bad)
+        out = decode(q, k, v, lengths, power=power, normalized_keys=normalized_keys)
+        assert out[0, 2:, 1].isnan().all()
+        out[0, 2:, 1] = before[0, 2:, 1]
+        assert torch.equal(out, before)
+
+    def test_query(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_q=2, t_max=70)
+        lengths = torch.tensor([70, 21])
+        before = decode(q, k, v, lengths)
+        q[1, 1, 0, 2], q[0, 3, 1, 0] = float("nan"), float("inf")
+        out = decode(q, k, v, lengths)
+        for row in ((1, 1, 0), (0, 3, 1)):
+            assert out[row].isnan().all()
+            out[row] = before[row]
+        assert torch.equal(out, before)
+
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_value(self, bad: float, dtype: torch.dtype) -> None:
+        """Head 0 asks for key 8 alone, head 1 turns away from it; they share their values."""
+        q, k, v = caches(dtype, batch=1, h=2, h_kv=1, t_max=70)
+        q[0, 1] = -q[0, 0]
+        k[0, 0, 8] = q[0, 0, 0]
+        lengths = torch.tensor([70])
+        before = decode(q, k, v, lengths)
+        v[0, 0, 8, 5] = bad
+        out = decode(q, k, v, lengths)
+        assert out[0, 0, 0, 5].isnan()
+        out[0, 0, 0, 5] = before[0, 0, 0, 5]
+        assert torch.allclose(out, before, rtol=1e-3, atol=1e-6)
+        assert torch.equal(out[..., :5], before[..., :5])
+
+
+@interpreted
+class TestTheOp:
+    def test_values_without_weight_are_not_read(self) -> None:
+        """Where one key takes all, every other value may be anything."""
+        q, k, v = caches(torch.float32, h=2)
+        k[:] = -q[:, :, :1] + 0.1 * k
+        k[:, :, 17] = q[:, :, 0]
+        lengths = torch.tensor([150, 33])
+        before = decode(q, k, v, lengths)
+        others = torch.arange(150) != 17
+        v[:, :, others] = float("nan")
+        assert torch.equal(decode(q, k, v, lengths), before)
+
+    def test_the_grid_follows_from_shapes(self) -> None:
+        device = torch.device("cpu")
+        assert triton_decode.splits_for(2048, 8, device) == 66
+        assert triton_decode.splits_for(2048, 1, device) == 256
+        assert triton_decode.splits_for(3, 8, device) == 3
+        assert triton_decode.splits_for(2048, 5000, device) == 1
+
+    def test_opcheck(self) -> None:
+        q, k, v = caches(torch.float32, t_max=40)
+        arguments = (q, k, v, torch.tensor([40, 9]), None, None, True, 15.0, None, None, math.log(16), False)
+        torch.library.opcheck(torch.ops.softplus_attention.triton_decode.default, arguments)
+
+    @pytest.mark.parametrize("empty", ["batch", "t_max"])
+    def test_empty(self, empty: str) -> None:
+        q, k, v = caches(torch.float32, **{empty: 0})
+        out = decode(q, k, v, torch.zeros(q.shape[0], dtype=torch.int64))
+        assert out.shape == (*q.shape[:3], v.shape[3])
+        assert not out.any()
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
+    @pytest.mark.parametrize("d", [64, 100, 128, 256])
+    def test_powers(self, power: Any, d: int, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
+        starts = torch.tensor([0, 130], device="cuda")
+        power = power.cuda() if isinstance(power, Tensor) else power
+        agree(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
+
+    @pytest.mark.parametrize("rows", [1, 16, 48])
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+    def test_values_that_are_not_finite(self, bad: float, rows: int) -> None:
+        q, k, v = caches(torch.bfloat16, batch=1, h=rows + 1, h_kv=1, t_max=2000, d=128, dv=128, device="cuda")
+        q[0, 1:] = -q[0, :1]
+        k[0, 0, 8] = q[0, 0, 0]
+        lengths = torch.tensor([2000], device="cuda")
+        before = decode(q, k, v, lengths)
+        v[0, 0, 8, 5] = bad
+        out = decode(q, k, v, lengths)
+        assert out[0, 0, 0, 5].isnan()
+        assert out[0, 1:].isfinite().all()
+        assert torch.equal(out[..., :5], before[..., :5])
+
+    @pytest.mark.parametrize("power", [None, 15, 2.5])
+    def test_a_key_that_is_not_finite(self, power: Any) -> None:
+        q, k, v = caches(torch.bfloat16, t_max=2000, d=128, dv=128, device="cuda")
+        k[0, 0, 1000, 3] = float("nan")
+        k[0, 1, 1999, 0] = float("-inf")
+        out = decode(q, k, v, torch.tensor([2000, 900], device="cuda"), power=power)
+        assert out[0].isnan().all()
+        assert out[1].isfinite().all()
+
+    def test_a_graph_serves_every_length(self) -> None:
+        q, k, v = caches(torch.bfloat16, t_max=5000, d=128, dv=128, device="cuda")
+        lengths = torch.tensor([5000, 1], device="cuda")
+        decode(q, k, v, lengths)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = decode(q, k, v, lengths)
+        for first, second in ((5000, 1), (3, 64), (65, 4999)):
+            lengths.copy_(torch.tensor([first, second]))
+            graph.replay()
+            assert torch.equal(out, decode(q, k, v, lengths))

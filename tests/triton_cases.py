@@ -1,0 +1,158 @@
+"""What the Triton kernels are tested on: the same cases in Triton's interpreter (small) and on a GPU (larger).
+
+Needs no pytest: ``python tests/triton_cases.py`` runs all of them on the GPU at hand, and compiles in parallel.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from helpers import as_given, randn, transposed, yardstick
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
+
+MODES = ("causal", "full", "window", "mask", "causal and mask", "ranges", "packed", "cache")
+POWERS = ("None", "1", "3", "15", "31", "2.5", "per head", "per row", "by length")
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str = "causal"
+    power: str = "15"
+    dtype: str = "float32"
+    d: int = 24
+    dv: int = 24
+    heads: int = 2
+    kv_heads: int = 1
+    t_q: int = 70
+    t_k: int = 90
+    transposed: bool = False
+
+    def __str__(self) -> str:
+        layout = " transposed" if self.transposed else ""
+        heads = f"H{self.heads}/{self.kv_heads}"
+        return f"{self.mode} p={self.power} {self.dtype} D{self.d}/{self.dv} {heads} T{self.t_q}/{self.t_k}{layout}"
+
+
+def power_of(case: Case, batch: int, device: str) -> Any:
+    if case.power == "per head":
+        return randn(case.heads, seed=7, device=device).abs() * 3 + 1.5
+    if case.power == "per row":
+        return randn(batch, 1, case.t_q, seed=8, device=device).abs() * 3 + 1.5
+    if case.power == "by length":
+        return PowerByLength(3, 2, 16)
+    return None if case.power == "None" else float(case.power) if "." in case.power else int(case.power)
+
+
+def bounds(batch: int, t_q: int, t_k: int, device: str) -> tuple[Tensor, Tensor]:
+    """Ranges of every kind: empty, one key, some, all."""
+    start = (randn(batch, t_q, seed=3).abs() * t_k / 4).int().clamp(max=t_k)
+    end = (start + (randn(batch, t_q, seed=4).abs() * t_k / 2).int()).clamp(max=t_k).int()
+    end[:, ::11] = start[:, ::11]
+    return start.to(device), end.to(device)
+
+
+def check(case: Case, device: str) -> None:
+    """Raises where the kernels are further from float64 than the yardstick allows, forward or in any gradient."""
+    dtype = getattr(torch, case.dtype)
+    batch = 1 if case.mode == "packed" else 2
+    t_q, t_k = case.t_q, case.t_k
+    q = randn(batch, case.heads, t_q, case.d, seed=0, dtype=dtype, device=device)
+    k = randn(batch, case.kv_heads, t_k, case.d, seed=1, dtype=dtype, device=device)
+    v = randn(batch, case.kv_heads, t_k, case.dv, seed=2, dtype=dtype, device=device)
+    power = power_of(case, batch, device)
+    layout = transposed if case.transposed else as_given
+    common: dict[str, Any] = {"impl": "triton", "power": power, "enable_gqa": True, "layout": layout}
+    mask = randn(batch, case.heads if case.mode == "mask" else 1, t_q, t_k, seed=5, device=device) > 0.3
+    if case.mode == "packed":
+        cu_q = torch.tensor([0, t_q // 5, t_q // 5, t_q], dtype=torch.int32, device=device)
+        cu_k = torch.tensor([0, t_k // 3, t_k // 2, t_k], dtype=torch.int32, device=device)
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        lengths = {"max_seqlen_q": t_q, "max_seqlen_k": t_k}
+        common["layout"] = as_given
+        yardstick(
+            softplus_attention_varlen,
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            **lengths,
+            is_causal=True,
+            **common,
+        )
+        return
+    if case.mode == "cache":
+        seqlens = torch.tensor([t_k, t_q + 3], dtype=torch.int32, device=device)
+        starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
+        yardstick(softplus_attention_decode, q, k, v, cache_seqlens=seqlens, cache_starts=starts, **common)
+        return
+    start, end = bounds(batch, t_q, t_k, device)
+    options: dict[str, dict[str, Any]] = {
+        "causal": {"is_causal": True},
+        "full": {},
+        "window": {"is_causal": True, "window": 21},
+        "mask": {"attn_mask": mask},
+        "causal and mask": {"attn_mask": mask, "is_causal": True},
+        "ranges": {"key_start": start, "key_end": end},
+    }
+    yardstick(softplus_attention, q, k, v, **options[case.mode], **common)
+
+
+def interpreter_cases() -> list[Case]:
+    """Small: the interpreter takes about a second for each."""
+    cases = [Case(mode=mode, power=power) for mode in MODES for power in ("15", "None")]
+    cases += [Case(power=power) for power in POWERS if power not in ("15", "None")]
+    cases += [Case(mode=mode, dtype="float16") for mode in ("causal", "window", "ranges", "packed")]
+    cases += [Case(mode="mask", power="per row"), Case(mode="ranges", power="by length", dtype="float16")]
+    cases += [Case(d=100, dv=60, heads=1), Case(d=17, dv=33, transposed=True), Case(mode="full", t_q=90, t_k=7)]
+    # Enough heads that the largest error of so few rows is no matter of luck.
+    cases += [Case(heads=16, kv_heads=8, t_q=1, t_k=65), Case(heads=16, kv_heads=8, t_q=3, t_k=3)]
+    cases += [Case(heads=6, kv_heads=2, d=16, dv=16, t_q=63, t_k=63)]
+    return cases
+
+
+def gpu_cases() -> list[Case]:
+    size = {"heads": 4, "kv_heads": 2, "t_q": 301, "t_k": 333}
+    cases = [
+        Case(mode=mode, power="15", dtype=dtype, d=64, dv=64, **size)
+        for mode in MODES
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    cases += [Case(power=power, dtype="bfloat16", d=64, dv=64, **size) for power in POWERS if power != "15"]
+    cases += [
+        Case(dtype=dtype, d=d, dv=dv, transposed=True, **size)
+        for dtype in ("bfloat16", "float32")
+        for d, dv in ((16, 16), (60, 100), (128, 128), (200, 72), (256, 256))
+    ]
+    return cases
+
+
+def outcome(case: Case) -> str:
+    begun = time.perf_counter()
+    try:
+        check(case, "cuda")
+    except Exception as error:
+        return f"FAILED {case}: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    return f"passed {case} ({time.perf_counter() - begun:.1f} s)"
+
+
+def main() -> int:
+    from multiprocessing import get_context
+
+    with get_context("spawn").Pool(12) as pool:
+        failed = 0
+        for line in pool.imap_unordered(outcome, gpu_cases()):
+            failed += line.startswith("FAILED")
+            print(line, flush=True)
+    print(f"{len(gpu_cases()) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
