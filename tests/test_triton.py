@@ -7,7 +7,7 @@ import torch
 from helpers import randn
 from triton_cases import Case, check, gpu_cases, interpreter_cases
 
-from softplus_attention import softplus_attention
+from softplus_attention import softplus_attention, softplus_attention_decode
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"
@@ -56,6 +56,18 @@ def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float) ->
     assert expected[:30].all()
     assert not expected[30]
     torch.testing.assert_close(out[0, 0][expected], clean[0, 0][expected], atol=1e-6, rtol=1e-5)
+
+
+@interpreted
+def test_a_decode_step_takes_the_decode_kernel() -> None:
+    q, k, v = randn(2, 4, 1, 16, seed=0), randn(2, 2, 90, 16, seed=1), randn(2, 2, 90, 16, seed=2)
+    lengths = torch.tensor([90, 33])
+    options = {"cache_starts": torch.tensor([4, 0]), "enable_gqa": True}
+    with torch.profiler.profile() as profile:
+        out = softplus_attention_decode(q, k, v, lengths, impl="triton", **options)
+    assert "softplus_attention::triton_decode" in {event.key for event in profile.key_averages()}
+    expected = softplus_attention_decode(q, k, v, lengths, impl="reference", **options)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @interpreted

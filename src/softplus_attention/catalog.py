@@ -181,10 +181,12 @@ class Attention:
         if normalized_keys and not self.spec.qk_norm:
             check.fail("normalized_keys", f"False: {self.name} does not normalise its keys", True)
         q, k, v = ours.autocast(q, k_cache, v_cache)
-        visibility = ours.cache_visibility(
-            q, k, v, cache_seqlens, cache_starts, self.window(window), enable_gqa, validate
+        window = self.window(window)
+        visibility = ours.cache_visibility(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate)
+        cache = ours.Cache(cache_seqlens, cache_starts, window)
+        return self.attend(
+            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
         )
-        return self.attend(q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys)
 
     def weights(
         self,
@@ -232,6 +234,7 @@ class Attention:
         *,
         normalized_keys: bool = False,
         most_keys: int | None = None,
+        cache: ours.Cache | None = None,
     ) -> Tensor:
         """The one dispatch behind the modes; shapes are already checked."""
         if not self.spec.is_softplus_attention:
@@ -239,8 +242,16 @@ class Attention:
                 self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
             )
         baselines.check_parameters(self.spec, parameters, q)
-        chosen = cast(ours.Impl, impl)
-        options = {"normalized_keys": normalized_keys, "validate": validate}
         return ours.attend(
-            q, k, v, visibility, self.power(parameters), self.score_scale, chosen, most_keys=most_keys, **options
+            q,
+            k,
+            v,
+            visibility,
+            self.power(parameters),
+            self.score_scale,
+            cast(ours.Impl, impl),
+            validate=validate,
+            normalized_keys=normalized_keys,
+            most_keys=most_keys,
+            cache=cache,
         )

@@ -18,6 +18,7 @@ from softplus_attention.visibility import Visibility, cached, packed
 
 Impl = Literal["auto", "triton", "chunked", "reference"]
 Stage = Literal["scores", "normalised", "sharpened"]
+MOST_DECODE_ROWS = 16
 IMPLS = ("auto", "triton", "chunked", "reference")
 
 
@@ -131,8 +132,18 @@ def softplus_attention_decode(
     """
     q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     visibility = cache_visibility(q, k_cache, v_cache, cache_seqlens, cache_starts, window, enable_gqa, validate)
+    cache = Cache(cache_seqlens, cache_starts, window)
     return attend(
-        q, k_cache, v_cache, visibility, power, score_scale, impl, validate=validate, normalized_keys=normalized_keys
+        q,
+        k_cache,
+        v_cache,
+        visibility,
+        power,
+        score_scale,
+        impl,
+        validate=validate,
+        normalized_keys=normalized_keys,
+        cache=cache,
     )
 
 
@@ -165,6 +176,14 @@ def attention_weights(
     return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
 
 
+class Cache(NamedTuple):
+    """What a decode step knows of its cache beyond which keys each row sees."""
+
+    seqlens: Tensor
+    starts: Tensor | None
+    window: int | None
+
+
 class Choice(NamedTuple):
     impl: str
     reason: str
@@ -182,9 +201,7 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """The inputs are cast already; what follows keeps float32 inside."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def refuse_transforms(impl: str, *tensors: object) -> None:
@@ -203,7 +220,7 @@ def refuse_transforms(impl: str, *tensors: object) -> None:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.amp.is_autocast_available(first.device.type):
+    if not isinstance(first, Tensor) or first.device.type == "meta":
         return tensors
     if not torch.is_autocast_enabled(first.device.type):
         return tensors
@@ -293,6 +310,7 @@ def attend(
     validate: bool = False,
     normalized_keys: bool = False,
     most_keys: int | None = None,
+    cache: Cache | None = None,
 ) -> Tensor:
     """The one dispatch behind the public functions; shapes are already checked."""
     if impl not in IMPLS:
@@ -305,6 +323,9 @@ def attend(
             return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     refuse_transforms(chosen, q, k, v, power)
     if chosen == "triton":
+        # Many new rows fill the tiles of the prefill kernel; a few would leave most of the GPU idle there.
+        if cache is not None and q.shape[2] <= MOST_DECODE_ROWS and not wants_gradient(q, k, v, power):
+            return triton_decode(q, k, v, cache, power, score_scale, normalized_keys)
         return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     if q.device.type != "cpu":
         check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
@@ -326,14 +347,7 @@ def chunked_attention(
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
 ) -> Tensor:
-    if q.dtype == torch.float64:
-        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
-    if q.device.type != "cuda" and not triton_interprets():
-        check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
-    if q.device.type != "cuda" and q.dtype == torch.bfloat16:
-        check.fail(
-            "q", "float16 or float32 in Triton's interpreter, whose products misread bfloat16", "bfloat16", TypeError
-        )
+    check_for_triton(q)
     from softplus_attention.kernels import triton_ops  # noqa: F401  registers the op
 
     out, *_ = torch.ops.softplus_attention.triton_forward(
@@ -347,8 +361,34 @@ def triton_attention(
         *power_arguments(power),
         score_scale,
         normalized_keys,
+        wants_gradient(q, k, v, power),
     )
     return out
+
+
+def triton_decode(
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: Power, score_scale: float, normalized_keys: bool
+) -> Tensor:
+    check_for_triton(q)
+    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+
+    return torch.ops.softplus_attention.triton_decode(
+        q, k, v, cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys
+    )
+
+
+def check_for_triton(q: Tensor) -> None:
+    if q.dtype == torch.float64:
+        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
+    if q.device.type != "cuda" and not triton_interprets():
+        check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
+    if q.device.type != "cuda" and q.dtype == torch.bfloat16:
+        expected = "float16 or float32 in Triton's interpreter, whose products misread bfloat16"
+        check.fail("q", expected, "bfloat16", TypeError)
+
+
+def wants_gradient(*tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def triton_interprets() -> bool:

@@ -75,13 +75,14 @@ def dq_pass(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, Out, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power, GradQ, GradPower, Rows,
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
+    GradQ, GradPower, Rows,
     t_q, t_k, h, h_kv, n_rows, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    STAGES: tl.constexpr,
+    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr, HAS_REST: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -108,7 +109,10 @@ def dq_kernel(
     p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
     b_do = load_rows(p_do, o_m, t_q, grad_out_strides[2], DV, BDV, True)  # [BM, BDV]
     b_o = load_rows(Out + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
+    b_o = b_o.to(tl.float32)
+    if HAS_REST:
+        b_o += load_rows(Rest + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
+    b_delta = tl.sum(b_o * b_do.to(tl.float32), 1)  # [BM]
     b_inverse = inverse_norm(b_q.to(tl.float32))
     b_unit = b_q.to(tl.float32) * b_inverse[:, None]
     b_scale = score_scale * tl.log(tl.maximum(b_counts, 1.0))

@@ -88,13 +88,14 @@ def second_pass(
 
 @triton.jit
 def careful_pass(
-    b_out, b_weight, b_flat, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
+    b_out, b_weight, b_flat, b_level, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     POWER: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The second pass for blocks that hold rows of equal scores (stage 1 stands) or meet values that are not finite.
+    """The second pass again, for blocks that hold rows of equal scores (stage 1 stands), rows whose f' float16 cannot
+    hold, or values that are not finite.
 
-    A value that is not finite makes NaN of the rows that give it weight, and of no other row.
+    b_level brings f' to about 1. A value that is not finite makes NaN of the rows that give it weight, and of no other.
     """
     b_bad = tl.zeros_like(b_out)
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
@@ -102,10 +103,10 @@ def careful_pass(
         b_k, b_norm = load_keys(keys, o_n, D, BD, True, PRECISE)
         f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), PRECISE)
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
-        w = f
+        w = f * b_level[:, None]
         if POWER != 0:
-            w = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
-            w = tl.where(b_flat[:, None], f, w)
+            sharp = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
+            w = tl.where(b_flat[:, None], w, sharp)
         w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         finite = (b_v - b_v) == 0
@@ -117,17 +118,18 @@ def careful_pass(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, Out, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
     Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' and Height = max x (0 where the
-    scores are equal; Flat says in which heads there are such rows).
+    scores are equal; Flat says in which heads there are such rows). Rest is what rounding took from Out.
     """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     m = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -213,14 +215,24 @@ def forward_kernel(
 
     any_flat = tl.max(b_flat.to(tl.int32))
     trouble = tl.max(tl.max(tl.where((b_out - b_out) == 0, 0, 1), 1))
+    if POWER == 0:
+        b_total = b_weight
+        if V.dtype.element_ty == tl.float16:
+            trouble = tl.maximum(trouble, tl.max((b_total < b_counts * 1e-3).to(tl.int32)))
     if (trouble > 0) | (any_flat > 0):
+        b_level = b_counts / tl.where(b_total == 0, 1.0, b_total)
         b_out, b_weight = careful_pass(
-            tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_q, b_factor, sharpening, keys, sight,
-            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, POWER, HAS_MASK, STAGES,
+            tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_level, b_q, b_factor, sharpening,
+            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, POWER, HAS_MASK, STAGES,
         )  # fmt: skip
         if any_flat > 0:
             tl.atomic_max(Flat + bh, 1)
-    b_weight = tl.where(b_weight == 0, 1.0, b_weight)
-    tl.store(Weight + p_row, b_weight, mask=m_rows)
+    b_out = b_out / tl.where(b_weight == 0, 1.0, b_weight)[:, None]
+    if POWER == 0:
+        b_weight = b_total
+    tl.store(Weight + p_row, tl.where(b_weight == 0, 1.0, b_weight), mask=m_rows)
     p_out = Out + b * out_strides[0] + head * out_strides[1]
-    store_rows(p_out, b_out / b_weight[:, None], o_m, t_q, out_strides[2], DV, BDV)
+    store_rows(p_out, b_out, o_m, t_q, out_strides[2], DV, BDV)
+    if HAS_REST:
+        rest = b_out - b_out.to(Out.dtype.element_ty).to(tl.float32)
+        store_rows(Rest + b * out_strides[0] + head * out_strides[1], rest, o_m, t_q, out_strides[2], DV, BDV)

@@ -161,23 +161,25 @@ class Problem:
         }
 
 
-def key_norms(problem: Problem) -> Tensor:
-    """1 / ||k||, (B, H_kv, T_k) float32."""
+def key_norms(problem: Problem, norms: Tensor) -> None:
+    """Fills ``norms`` (B, H_kv, T_k) with 1 / ||k||."""
     k, block = problem.k, 64
-    norms = k.new_empty(k.shape[:3], dtype=torch.float32)
     fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block), problem.batch * problem.h_kv)](
         k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
         NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
     )  # fmt: skip
-    return norms
 
 
-def forward(problem: Problem, out: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
-    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: any rows of equal scores)."""
+def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
+    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: any rows of equal scores).
+
+    ``rest``, where not empty, takes what rounding took from ``out``: the row sums of the backward need it.
+    """
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
-        Q=problem.q, K=problem.k, V=problem.v, Out=out, Norms=norms, Total=stats[0], Height=stats[1], Weight=stats[2],
-        Flat=flat, score_scale=problem.score_scale, out_strides=out.stride()[:3],
+        Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, Norms=norms, Total=stats[0], Height=stats[1],
+        Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, score_scale=problem.score_scale,
+        out_strides=out.stride()[:3],
         **problem.shared_arguments(), **blocks.options(),
     )  # fmt: skip
 
@@ -186,6 +188,7 @@ def backward(
     problem: Problem,
     grad_out: Tensor,
     out: Tensor,
+    rest: Tensor,
     stats: Tensor,
     flat: Tensor,
     norms: Tensor,
@@ -201,9 +204,10 @@ def backward(
 
     blocks = dq_blocks(problem.width, problem.precise)
     bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
-        Q=problem.q, K=problem.k, V=problem.v, Out=out, GradOut=grad_out, Norms=norms, Total=stats[0], Height=stats[1],
-        Weight=stats[2], Flat=flat, GradQ=dq, GradPower=stats if grad_power is None else grad_power, Rows=rows,
-        n_rows=n_rows, score_scale=problem.score_scale, POWER_GRAD=grad_power is not None,
+        Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, GradOut=grad_out, Norms=norms, Total=stats[0],
+        Height=stats[1], Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, GradQ=dq,
+        GradPower=stats if grad_power is None else grad_power, POWER_GRAD=grad_power is not None, Rows=rows,
+        n_rows=n_rows, score_scale=problem.score_scale,
         out_strides=out.stride()[:3], grad_out_strides=grad_out.stride()[:3], dq_strides=dq.stride()[:3],
         **shared, **blocks.options(),
     )  # fmt: skip

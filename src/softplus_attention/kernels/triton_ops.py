@@ -18,42 +18,48 @@ _OPTIONS = (
 )
 _POWER_ROWS = 7  # its place among the options
 _library.define(
-    f"triton_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats, Tensor flat, Tensor norms)"
+    f"triton_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool for_backward) "
+    "-> (Tensor out, Tensor rest, Tensor stats, Tensor flat, Tensor norms)"
 )
 _library.define(
-    "triton_backward(Tensor grad_out, Tensor out, Tensor stats, Tensor flat, Tensor norms, "
+    "triton_backward(Tensor grad_out, Tensor out, Tensor rest, Tensor stats, Tensor flat, Tensor norms, "
     f"Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
 )
 
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, heads, t_q, _ = q.shape
     if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
         out = q.new_empty(batch, t_q, heads, v.shape[3]).transpose(1, 2)
     else:
         out = q.new_empty(batch, heads, t_q, v.shape[3])
+    for_backward = options[-1] and q.dtype != torch.float32
     return (
         out,
+        torch.empty_like(out) if for_backward else q.new_empty(0),
         q.new_empty(3, batch, heads, t_q, dtype=torch.float32),
         q.new_zeros(batch, heads, dtype=torch.int32),
         q.new_empty(k.shape[:3], dtype=torch.float32),
     )
 
 
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, stats, flat, norms = _forward_shapes(q, k, v)
+def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    out, rest, stats, flat, norms = _forward_shapes(q, k, v, *options)
     if out.numel() and k.shape[2]:
-        problem = triton_launch.Problem(q, k, v, *options)
-        norms = triton_launch.key_norms(problem)
-        triton_launch.forward(problem, out, stats, flat, norms)
+        with torch.cuda.device_of(q):
+            problem = triton_launch.Problem(q, k, v, *options[:-1])
+            triton_launch.key_norms(problem, norms)
+            triton_launch.forward(problem, out, rest, stats, flat, norms)
     else:
-        out.zero_()
-    return out, stats, flat, norms
+        for x in (out, rest):
+            x.zero_()
+    return out, rest, stats, flat, norms
 
 
 def _backward_shapes(
     grad_out: Tensor,
     out: Tensor,
+    rest: Tensor,
     stats: Tensor,
     flat: Tensor,
     norms: Tensor,
@@ -70,6 +76,7 @@ def _backward_shapes(
 def _triton_backward(
     grad_out: Tensor,
     out: Tensor,
+    rest: Tensor,
     stats: Tensor,
     flat: Tensor,
     norms: Tensor,
@@ -78,11 +85,12 @@ def _triton_backward(
     v: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv, d_power = _backward_shapes(grad_out, out, stats, flat, norms, q, k, v, *options)
+    dq, dk, dv, d_power = _backward_shapes(grad_out, out, rest, stats, flat, norms, q, k, v, *options)
     if out.numel() and k.shape[2]:
-        problem = triton_launch.Problem(q, k, v, *options)
         wanted = d_power if options[_POWER_ROWS] is not None else None
-        triton_launch.backward(problem, grad_out, out, stats, flat, norms, (dq, dk, dv), wanted)
+        with torch.cuda.device_of(q):
+            problem = triton_launch.Problem(q, k, v, *options)
+            triton_launch.backward(problem, grad_out, out, rest, stats, flat, norms, (dq, dk, dv), wanted)
     else:
         for x in (dq, dk, dv, d_power):
             x.zero_()
@@ -92,47 +100,29 @@ def _triton_backward(
 for _key in ("CUDA", "CPU"):  # CPU tensors run in Triton's interpreter
     _library.impl("triton_forward", _triton_forward, _key)
     _library.impl("triton_backward", _triton_backward, _key)
-torch.library.register_fake(
-    "softplus_attention::triton_forward", lambda q, k, v, *options: _forward_shapes(q, k, v), lib=_library
-)
+torch.library.register_fake("softplus_attention::triton_forward", _forward_shapes, lib=_library)
 torch.library.register_fake("softplus_attention::triton_backward", _backward_shapes, lib=_library)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *rest = inputs
     ctx.save_for_backward(q, k, v, start, end, mask, power_rows, *output)
     ctx.set_materialize_grads(False)
-    ctx.options = (is_causal, window, sharpen, power, rest)
+    ctx.options = (is_causal, window, sharpen, power, rest[:-1])
 
 
 def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
-        return (None,) * 14
-    q, k, v, start, end, mask, power_rows, out, stats, flat, norms = ctx.saved_tensors
-    is_causal, window, sharpen, power, rest = ctx.options
+        return (None,) * 15
+    q, k, v, start, end, mask, power_rows, *saved = ctx.saved_tensors
+    is_causal, window, sharpen, power, others = ctx.options
     dq, dk, dv, d_power = torch.ops.softplus_attention.triton_backward(
-        grad_out,
-        out,
-        stats,
-        flat,
-        norms,
-        q,
-        k,
-        v,
-        start,
-        end,
-        mask,
-        is_causal,
-        window,
-        sharpen,
-        power,
-        power_rows,
-        *rest,
+        grad_out, *saved, q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *others
     )
     d_rows = None
     if power_rows is not None and ctx.needs_input_grad[10]:
         d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
-    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None
+    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None
 
 
 torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)
