@@ -1,6 +1,7 @@
 """What the Triton kernels are tested on: the same cases in Triton's interpreter (small) and on a GPU (larger).
 
-Needs no pytest: ``python tests/triton_cases.py`` runs all of them on the GPU at hand, and compiles in parallel.
+Needs no pytest: ``python tests/triton_cases.py [WORD...]`` runs them on the GPU at hand (those whose name holds every
+word), and compiles in parallel.
 """
 
 from __future__ import annotations
@@ -145,12 +146,13 @@ def outcome(case: Case) -> str:
 def main() -> int:
     from multiprocessing import get_context
 
+    cases = [case for case in gpu_cases() if all(word in str(case) for word in sys.argv[1:])]
+    failed = 0
     with get_context("spawn").Pool(12) as pool:
-        failed = 0
-        for line in pool.imap_unordered(outcome, gpu_cases()):
+        for line in pool.imap_unordered(outcome, cases):
             failed += line.startswith("FAILED")
             print(line, flush=True)
-    print(f"{len(gpu_cases()) - failed} passed, {failed} failed")
+    print(f"{len(cases) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 

@@ -39,6 +39,7 @@ from softplus_attention.kernels.triton_common import (
 def dq_pass(
     b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    FINE: tl.constexpr,
     POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
     FLAT_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +50,7 @@ def dq_pass(
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
-        f = softplus2(t, PRECISE)
+        f = softplus2(t, FINE)
         sigma = tl.exp2(t - f)  # the sigmoid
         if not PRECISE:
             sigma = sigma * b_norm[None, :]  # what it multiplies below is the raw k
@@ -82,7 +83,7 @@ def dq_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr, HAS_REST: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     m = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
@@ -165,22 +166,22 @@ def dq_kernel(
     if has_flat > 0:
         b_steep, b_even, b_sum, b_dp = dq_pass(
             b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
-            D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
+            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, b_dp = dq_pass(
                 b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low,
-                full_low, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+                full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, b_dp = dq_pass(
                 b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_low,
-                full_high, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
+                full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, b_dp = dq_pass(
             b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_high,
-            n_high, D, BD, DV, BDV, BN, PRECISE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+            n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
         )  # fmt: skip
 
     b_epsilon = tl.zeros([BM], tl.float32)
@@ -213,7 +214,8 @@ def dkv_pass(
     m_low, m_high, t_q, t_k, n_rows, window, growth, q_stride, do_stride, mask_stride_m, mask_stride_n, power_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr, FLAT_ROWS: tl.constexpr,
+    BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, MASKED: tl.constexpr,
+    FLAT_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as 0 and add nothing."""
@@ -232,7 +234,7 @@ def dkv_pass(
             t = scores2(b_q * b_factor[:, None], b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         else:
             t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)
-        f = softplus2(t, PRECISE)
+        f = softplus2(t, FINE)
         sigma = tl.exp2(t - f)
         if MASKED or POWER < 0:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
@@ -272,6 +274,7 @@ def dkv_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it."""
@@ -326,28 +329,28 @@ def dkv_kernel(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
                 mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
-                D, DV, BD, BDV, BM, PRECISE, True, True, STAGES,
+                D, DV, BD, BDV, BM, PRECISE, FINE, True, True, STAGES,
             )  # fmt: skip
         else:
             b_dk, b_dv = dkv_pass(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, full_low, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
                 mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
-                D, DV, BD, BDV, BM, PRECISE, True, False, STAGES,
+                D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
             )  # fmt: skip
             if not (HAS_RANGES or HAS_MASK):
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_low, full_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, False, False, STAGES,
+                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, False, False, STAGES,
                 )  # fmt: skip
             if HAS_WINDOW:
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_high, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, True, False, STAGES,
+                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
                 )  # fmt: skip
 
     if not NORMALIZED_KEYS:

@@ -3,8 +3,9 @@
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
 b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
 
-PRECISE is float32. There, vectors are normalised before the product and the steps follow the reference; in half
-precision the norms apply after the product of the raw vectors, which loses nothing, and steps are folded to save work.
+FINE asks for the longer form of softplus. PRECISE is float32: vectors are normalised before the product and the steps
+follow the reference; in half precision the norms apply after the product of the raw vectors, which loses nothing, and
+steps are folded to save work.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ class Sharpening(NamedTuple):
 
 
 @triton.jit
-def log2_one_plus(e, PRECISE: tl.constexpr):
-    """log2(1 + e) for e in [0, 1], to 4e-4, or 1e-7 where PRECISE, in relative error: small e keep their ratio.
+def log2_one_plus(e, FINE: tl.constexpr):
+    """log2(1 + e) for e in [0, 1], to 4e-4, or 1e-7 where FINE, in relative error: small e keep their ratio.
 
     The special-function unit has an eighth of the throughput of the multiply-add units. A polynomial (minimax in
-    relative error) leaves it one call per score; where PRECISE, the series of 2 atanh(z), z = e / (2 + e).
+    relative error) leaves it one call per score; where FINE, the series of 2 atanh(z), z = e / (2 + e).
     """
-    if PRECISE:
+    if FINE:
         z = e / (2.0 + e)
         y = z * z
         r = 0.221953083 * y + 0.262308189
@@ -74,10 +75,10 @@ def log2_one_plus(e, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def softplus2(t, PRECISE: tl.constexpr):
+def softplus2(t, FINE: tl.constexpr):
     """log2(1 + 2^t)"""
     # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
-    return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), PRECISE) + tl.maximum(t, 0.0)
+    return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), FINE) + tl.maximum(t, 0.0)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
-from softplus_attention.kernels.triton_launch import LARGEST_INTEGER_POWER, padded, unit_last_stride
+from softplus_attention.kernels.triton_launch import needs_fine_softplus, padded, power_code, unit_last_stride
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
 MOST_SPLITS = 256
@@ -81,7 +81,8 @@ def scores_kernel(
     Q, K, F, Total, Largest, Lengths, Starts,
     rows, t_q, t_max, h_kv, splits, window, score_scale, q_strides, k_strides, f_stride,
     HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
+    PRECISE: tl.constexpr, FINE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
@@ -124,15 +125,20 @@ def scores_kernel(
             t *= b_factor[:, None]
             if not NORMALIZED_KEYS:
                 b_wide = b_k.to(tl.float32)
+                b_square = tl.sum(b_wide * b_wide, 1)  # [BN]
                 if WIDE:
-                    b_inverse = inverse_size(b_wide)  # [BN]
-                    b_wide *= b_inverse[:, None]
-                    t *= b_inverse[None, :]
-                t *= inverse_root(tl.sum(b_wide * b_wide, 1))[None, :]
+                    extreme = (b_square < 2.0**-100) | ((b_square < 2.0**100) == 0)
+                    if tl.max(extreme.to(tl.int32)) > 0:
+                        b_inverse = inverse_size(b_wide)
+                        b_wide *= b_inverse[:, None]
+                        b_square = tl.sum(b_wide * b_wide, 1)
+                        t *= b_inverse[None, :]
+                t *= inverse_root(b_square)[None, :]
         if NORMALIZED_KEYS:
-            t = tl.where((t - t) == 0, t, float("nan"))  # softplus would make a plausible 0 of -inf
+            # Softplus would make a plausible 0 of -inf. Not t - t: a fused multiply-add need not make 0 of it.
+            t = tl.where(tl.abs(t) < float("inf"), t, float("nan"))
         seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
-        f = tl.where(seen, softplus2(t, True), 0.0)
+        f = tl.where(seen, softplus2(t, FINE), 0.0)
         b_total += tl.sum(f, 1)
         b_largest = tl.maximum(b_largest, tl.max(f, 1))
         tl.store(p_f[:, None] + o_n[None, :], f, mask=m_rows[:, None])
@@ -340,7 +346,7 @@ def decode(
         "f_stride": length, "HAS_STARTS": cache_starts is not None, "HAS_WINDOW": window is not None,
         "BM": bm, "BN": bn, "STAGES": 3, "num_warps": 8 if precise or bm * width >= 32 * 128 else 4,
     }  # fmt: skip
-    integral = power_rows is None and power_by_length is None and power.is_integer() and power <= LARGEST_INTEGER_POWER
+    code = power_code(sharpen, power, power_rows, power_by_length)
     if power_rows is not None:
         power_rows = power_rows.expand(batch, h, t_q)
 
@@ -350,13 +356,14 @@ def decode(
     with torch.cuda.device_of(q):
         scores_kernel[grid](
             Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3], D=d, BD=padded(d),
-            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16, PRECISE=precise, **shared,
+            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16,
+            PRECISE=precise, FINE=precise or needs_fine_softplus(code), **shared,
         )  # fmt: skip
         values_kernel[grid](
             V=v, Out=partial, Weight=weight, Power=q if power_rows is None else power_rows,
             negligible=NEGLIGIBLE[q.dtype], growth=tuple(power_by_length or (power, 0.0, 1.0)),
             v_strides=v.stride()[:3], power_strides=(0, 0, 0) if power_rows is None else power_rows.stride(),
-            POWER=0 if not sharpen else int(power) if integral else -1, HAS_POWER_ROWS=power_rows is not None,
+            POWER=code, HAS_POWER_ROWS=power_rows is not None,
             DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0, **shared, **few_registers,
         )  # fmt: skip
         combine_kernel[(batch * h_kv * rows,)](

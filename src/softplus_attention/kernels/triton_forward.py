@@ -47,7 +47,8 @@ def key_norms_kernel(
 @triton.jit
 def first_pass(
     b_total, b_largest, b_q, b_factor, keys, sight, n_low, n_high,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
+    MASKED: tl.constexpr,
     HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's sum of f' and largest t."""
@@ -55,7 +56,7 @@ def first_pass(
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
         t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
-        f = softplus2(t, PRECISE)
+        f = softplus2(t, FINE)
         if MASKED:
             seen = seen_by(o_n, sight, HAS_MASK)
             f = tl.where(seen, f, 0.0)
@@ -69,13 +70,14 @@ def first_pass(
 def second_pass(
     b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    FINE: tl.constexpr,
     POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
-        w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), PRECISE)  # [BM, BN]
+        w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if POWER != 0:
             w = raised(excess(w, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
@@ -90,6 +92,7 @@ def second_pass(
 def careful_pass(
     b_out, b_weight, b_flat, b_level, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    FINE: tl.constexpr,
     POWER: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The second pass again, for blocks that hold rows of equal scores (stage 1 stands), rows whose f' float16 cannot
@@ -101,7 +104,7 @@ def careful_pass(
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, True, PRECISE)
-        f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), PRECISE)
+        f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
         w = f * b_level[:, None]
         if POWER != 0:
@@ -123,7 +126,7 @@ def forward_kernel(
     range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
@@ -169,20 +172,20 @@ def forward_kernel(
         if HAS_WINDOW or HAS_RANGES:
             b_total, b_largest = first_pass(
                 b_total, b_largest, b_q, b_factor, keys, sight, n_low, full_low,
-                D, BD, BN, PRECISE, True, HAS_MASK, STAGES,
+                D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_total, b_largest = first_pass(
                 b_total, b_largest, b_q, b_factor, keys, sight, full_low, full_high,
-                D, BD, BN, PRECISE, False, HAS_MASK, STAGES,
+                D, BD, BN, PRECISE, FINE, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_total, b_largest = first_pass(
             b_total, b_largest, b_q, b_factor, keys, sight, full_high, n_high,
-            D, BD, BN, PRECISE, True, HAS_MASK, STAGES,
+            D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
         )  # fmt: skip
         b_total = tl.where(b_counts > 0, b_total, 1.0)
         b_excess = tl.where(b_counts > 3, 1.0, 0.0)
-        b_height = b_counts / b_total * softplus2(b_largest, PRECISE) - b_excess
+        b_height = b_counts / b_total * softplus2(b_largest, FINE) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
         b_flat = (b_counts > 0) & (b_sharp == 0)
         b_divisor = tl.where(b_sharp, b_height, 1.0)
@@ -201,16 +204,16 @@ def forward_kernel(
     if HAS_WINDOW or HAS_RANGES:
         b_out, b_weight = second_pass(
             b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, full_low,
-            D, BD, DV, BDV, BN, PRECISE, POWER, True, HAS_MASK, STAGES,
+            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
         )  # fmt: skip
     if not HAS_MASK:
         b_out, b_weight = second_pass(
             b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_low, full_high,
-            D, BD, DV, BDV, BN, PRECISE, POWER, False, HAS_MASK, STAGES,
+            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, False, HAS_MASK, STAGES,
         )  # fmt: skip
     b_out, b_weight = second_pass(
         b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_high, n_high,
-        D, BD, DV, BDV, BN, PRECISE, POWER, True, HAS_MASK, STAGES,
+        D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
     )  # fmt: skip
 
     any_flat = tl.max(b_flat.to(tl.int32))
@@ -223,7 +226,7 @@ def forward_kernel(
         b_level = b_counts / tl.where(b_total == 0, 1.0, b_total)
         b_out, b_weight = careful_pass(
             tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_level, b_q, b_factor, sharpening,
-            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, POWER, HAS_MASK, STAGES,
+            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, HAS_MASK, STAGES,
         )  # fmt: skip
         if any_flat > 0:
             tl.atomic_max(Flat + bh, 1)

@@ -72,6 +72,20 @@ def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def power_code(sharpen: bool, power: float, power_rows: Tensor | None, power_by_length: list[float] | None) -> int:
+    """POWER as the kernels know it: 0 is LSSA, > 0 the power, -1 one that each row reads or computes."""
+    if not sharpen:
+        return 0
+    plain = power_rows is None and power_by_length is None
+    return int(power) if plain and power.is_integer() and power <= LARGEST_INTEGER_POWER else -1
+
+
+def needs_fine_softplus(code: int) -> bool:
+    """At p = 1 the slope jumps where a key crosses the average, and the gradient of a power adds up over all rows: both
+    would show the error of the short polynomial. Powers that are read per row may be 1."""
+    return code in (1, -1)
+
+
 @dataclass
 class Problem:
     """The arguments that all kernels share, as the kernels take them."""
@@ -117,15 +131,9 @@ class Problem:
         )
         return visible.dense().sum(-1, dtype=torch.int32)
 
-    def power_code(self) -> int:
-        if not self.sharpen:
-            return 0
-        plain = self.power_rows is None and self.power_by_length is None
-        integral = plain and self.power.is_integer() and self.power <= LARGEST_INTEGER_POWER
-        return int(self.power) if integral else -1
-
     def shared_arguments(self) -> dict[str, Any]:
         nothing = self.q  # a pointer that is never read
+        code = power_code(self.sharpen, self.power, self.power_rows, self.power_by_length)
         mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
         counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
         return {
@@ -151,7 +159,8 @@ class Problem:
             "HAS_WINDOW": self.window is not None,
             "HAS_RANGES": self.start is not None,
             "HAS_MASK": mask is not None,
-            "POWER": self.power_code(),
+            "POWER": code,
+            "FINE": self.precise or needs_fine_softplus(code),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,
             "DV": self.dv,
