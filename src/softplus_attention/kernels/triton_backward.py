@@ -37,7 +37,8 @@ from softplus_attention.kernels.triton_common import (
 
 @triton.jit
 def dq_pass(
-    b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
+    b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+    n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
     POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
@@ -64,7 +65,8 @@ def dq_pass(
             steepness = raised(u, sharpening.power[:, None], POWER, 1)
             if POWER_GRAD:
                 counted = (u > 0) & (b_flat[:, None] == 0)
-                b_dp += tl.sum(tl.where(counted, steepness * u * tl.log2(u) * g, 0.0), 1)
+                log_u = tl.log2(u) - b_log_root[:, None]  # 0 for the row's largest, as u was before its scaling
+                b_dp += tl.sum(tl.where(counted, steepness * u * log_u * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
             g = g * steepness
@@ -128,6 +130,7 @@ def dq_kernel(
     b_offset = tl.zeros([BM], tl.float32)
     b_share = b_offset + 1.0
     b_inverse_height = b_share
+    b_log_root = b_offset
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
         b_slope = 1.0 / b_weight
@@ -146,7 +149,8 @@ def dq_kernel(
             b_alpha = b_alpha / b_weight
             b_inverse_height = tl.where(b_flat, 1.0, 1.0 / b_divisor)
         else:
-            b_root = tl.exp2(-tl.log2(b_weight) / b_p)  # W^(-1/p)
+            b_log_root = -tl.log2(b_weight) / b_p
+            b_root = tl.exp2(b_log_root)  # W^(-1/p)
             b_slope = b_slope / b_divisor * b_root
             b_offset = b_offset / b_divisor * b_root
             b_alpha = b_alpha * b_root
@@ -165,23 +169,23 @@ def dq_kernel(
         has_flat = tl.load(Flat + bh)
     if has_flat > 0:
         b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low, n_high,
-            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
+            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, n_low,
-                full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+                n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_low,
-                full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
+                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+                full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight, full_high,
-            n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+            full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
         )  # fmt: skip
 
     b_epsilon = tl.zeros([BM], tl.float32)

@@ -21,7 +21,7 @@ from torch import Tensor
 from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
 from softplus_attention.kernels.triton_launch import needs_fine_softplus, padded, power_code, unit_last_stride
 
-PROGRAMS_PER_MULTIPROCESSOR = 4
+PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 256
 # Keys whose N * w / W is below this add nothing that the output's dtype can hold.
 NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
@@ -125,15 +125,15 @@ def scores_kernel(
             t *= b_factor[:, None]
             if not NORMALIZED_KEYS:
                 b_wide = b_k.to(tl.float32)
-                b_square = tl.sum(b_wide * b_wide, 1)  # [BN]
+                b_key_square = tl.sum(b_wide * b_wide, 1)  # [BN]
                 if WIDE:
-                    extreme = (b_square < 2.0**-100) | ((b_square < 2.0**100) == 0)
+                    extreme = (b_key_square < 2.0**-100) | ((b_key_square < 2.0**100) == 0)
                     if tl.max(extreme.to(tl.int32)) > 0:
                         b_inverse = inverse_size(b_wide)
                         b_wide *= b_inverse[:, None]
-                        b_square = tl.sum(b_wide * b_wide, 1)
+                        b_key_square = tl.sum(b_wide * b_wide, 1)
                         t *= b_inverse[None, :]
-                t *= inverse_root(b_square)[None, :]
+                t *= inverse_root(b_key_square)[None, :]
         if NORMALIZED_KEYS:
             # Softplus would make a plausible 0 of -inf. Not t - t: a fused multiply-add need not make 0 of it.
             t = tl.where(tl.abs(t) < float("inf"), t, float("nan"))
@@ -344,27 +344,29 @@ def decode(
         "Starts": cache_seqlens if cache_starts is None else cache_starts.contiguous(),
         "rows": rows, "t_q": t_q, "t_max": t_max, "h_kv": h_kv, "splits": splits, "window": window or 0,
         "f_stride": length, "HAS_STARTS": cache_starts is not None, "HAS_WINDOW": window is not None,
-        "BM": bm, "BN": bn, "STAGES": 3, "num_warps": 8 if precise or bm * width >= 32 * 128 else 4,
-    }  # fmt: skip
+        "BM": bm, "BN": bn,     }  # fmt: skip
     code = power_code(sharpen, power, power_rows, power_by_length)
     if power_rows is not None:
         power_rows = power_rows.expand(batch, h, t_q)
 
-    # Four programs of the second kernel must fit on a multiprocessor: only its rare branch needs more registers.
-    few_registers = {"maxnreg": 128} if not precise and bm * width <= 16 * 128 else {}
+    # Block sizes as measured on an H200 (docs/kernels.md); a heavy tile needs more threads to hold it.
+    heavy = precise or bm * width >= 32 * 128
+    light = {} if heavy else {"maxnreg": 168}
     grid = (splits, batch * h_kv, row_blocks)
     with torch.cuda.device_of(q):
         scores_kernel[grid](
             Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3], D=d, BD=padded(d),
             NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16,
-            PRECISE=precise, FINE=precise or needs_fine_softplus(code), **shared,
+            PRECISE=precise, FINE=q.dtype != torch.bfloat16 or needs_fine_softplus(code),
+            STAGES=3 if heavy else 4, num_warps=8 if heavy else 4, **shared,
         )  # fmt: skip
         values_kernel[grid](
             V=v, Out=partial, Weight=weight, Power=q if power_rows is None else power_rows,
             negligible=NEGLIGIBLE[q.dtype], growth=tuple(power_by_length or (power, 0.0, 1.0)),
             v_strides=v.stride()[:3], power_strides=(0, 0, 0) if power_rows is None else power_rows.stride(),
             POWER=code, HAS_POWER_ROWS=power_rows is not None,
-            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0, **shared, **few_registers,
+            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0,
+            STAGES=3, num_warps=8 if heavy else 2, **shared, **light,
         )  # fmt: skip
         combine_kernel[(batch * h_kv * rows,)](
             partial, weight, out, rows, t_q, h_kv, splits, out.stride()[:3], DV=dv, BDV=padded(dv), BS=32, num_warps=4
