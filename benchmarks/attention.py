@@ -451,6 +451,7 @@ def numbers(text: str) -> tuple[int, ...]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--commit", help="the commit of this source, where there is no git to ask")
     add("--sections", default=",".join(SECTIONS), help="what to run, in this order (default %(default)s)")
     add("--head-dims", type=numbers, help="D of train, memory and compile (default 64,128)")
     add("--lengths", type=numbers, help="T of train, memory and compile (default 1024,4096,16384)")
@@ -476,7 +477,7 @@ def main() -> None:
     given = (QUICK if chosen.quick else {}) | {name: value for name, value in given.items() if value}
     cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math"}
     inputs = read_inputs(chosen.inputs, Settings(**given, **cpu))
-    data, sections = header(inputs.settings, chosen.inputs), chosen.sections.split(",")
+    data, sections = header(inputs.settings, chosen.inputs, chosen.commit), chosen.sections.split(",")
     late = False
     for section in sections:
         for row in SECTIONS[section](inputs):

@@ -34,7 +34,7 @@ def first_output(*command: str) -> str:
         return "unknown"
 
 
-def header(settings: Any, inputs: str) -> Data:
+def header(settings: Any, inputs: str, commit: str | None = None) -> Data:
     """Everything but the rows: the command, machine, versions and commit that the numbers belong to."""
     import torch
 
@@ -50,7 +50,7 @@ def header(settings: Any, inputs: str) -> Data:
     return {
         "command": shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": first_output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+        "commit": commit or first_output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
         "machine": {
             "gpu": torch.cuda.get_device_name(0) if cuda else "none",
             "driver": first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

@@ -294,7 +294,7 @@ class TestTheOp:
 
     def test_the_grid_follows_from_shapes(self) -> None:
         device = torch.device("cpu")
-        assert triton_decode.splits_for(2048, 8, device) == 66
+        assert triton_decode.splits_for(2048, 8, device) == 132
         assert triton_decode.splits_for(2048, 1, device) == 256
         assert triton_decode.splits_for(3, 8, device) == 3
         assert triton_decode.splits_for(2048, 5000, device) == 1

@@ -181,7 +181,8 @@ def dq_kernel(
         if not HAS_MASK:
             b_steep, b_even, b_sum, b_dp = dq_pass(
                 b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
-                full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False, STAGES,
+                full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False,
+                STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, b_dp = dq_pass(
             b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
