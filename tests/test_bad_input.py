@@ -168,7 +168,8 @@ def test_chunked_refuses_tensors_of_another_device() -> None:
     ids=str,
 )
 def test_power_by_length(arguments: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` must be a finite number"):
+    kind = ValueError if isinstance(arguments[name], float | int) and arguments[name] is not True else TypeError
+    with pytest.raises(kind, match=f"`{name}` must be a finite number"):
         PowerByLength(**arguments)
 
 

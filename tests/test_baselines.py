@@ -485,3 +485,15 @@ def test_documentation_runs(block: str) -> None:
 
 def test_documentation_names_them_all() -> None:
     assert re.findall(r"^\| `([a-z0-9-]+)` \|", DOCS.read_text(), re.MULTILINE) == names()
+
+
+@pytest.mark.parametrize("name", ["lssar-without-log-n", "sigmoid", "relu", "entmax", "ssmax"])
+def test_autocast_keeps_float32_inside(name: str) -> None:
+    """Autocast casts the inputs; it must not round the scores, or ablations would train worse than the op itself."""
+    q, k, v = (torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    chosen = attention(name)
+    expected = chosen(*(x.bfloat16() for x in (q, k, v)), is_causal=True, impl="reference")
+    weights = chosen.weights(q.bfloat16(), k.bfloat16(), is_causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(chosen(q, k, v, is_causal=True, impl="reference"), expected)
+        assert torch.equal(chosen.weights(q, k, is_causal=True), weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -367,3 +368,38 @@ def test_the_inputs_stay_as_they_were() -> None:
     softplus_attention(q, k, v, is_causal=True, impl="chunked").sum().backward()
     for x, copy in zip((q, k, v), copies, strict=True):
         assert torch.equal(x.detach(), copy)
+
+
+def test_bounds_wider_than_int32_mean_no_bound() -> None:
+    q, k, v = (randn(1, 1, 8, 16, seed=i) for i in range(3))
+    end = torch.full((1, 8), torch.iinfo(torch.int64).max)
+    assert torch.equal(softplus_attention(q, k, v, key_end=end), softplus_attention(q, k, v))
+
+
+def test_power_by_length_with_a_fraction() -> None:
+    q, k, v = (randn(1, 1, 30, 16, seed=i, dtype=torch.float64) for i in range(3))
+    ours, theirs = (
+        softplus_attention(q, k, v, is_causal=True, power=PowerByLength(3, 5, n0=2.9), impl=impl)
+        for impl in ("chunked", "reference")
+    )
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def pieces_in_a_forked_process(queue: Any) -> None:
+    done: list[int] = []
+    for_each(done.append, range(8))
+    queue.put(sorted(done))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_threads_do_not_outlive_a_fork() -> None:
+    """A forked process inherits the pool of threads as an empty shell: work given to it would wait for ever."""
+    for_each(lambda piece: None, range(8))
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=pieces_in_a_forked_process, args=(queue,))
+    process.start()
+    try:
+        assert queue.get(timeout=30) == list(range(8))
+    finally:
+        process.kill()

@@ -59,6 +59,24 @@ def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float) ->
 
 
 @interpreted
+@pytest.mark.parametrize("impl", ["triton", "chunked", "reference"])
+@pytest.mark.parametrize("power", [15, None])
+def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> None:
+    """NaN in padding, of keys, values and of rows that see nothing: outputs and gradients are those of zeros there."""
+    results = []
+    for filling in (0.0, float("nan")):
+        q, k, v = (randn(1, 2, 70, 16, seed=i) for i in range(3))
+        k[:, :, 41:], v[:, :, 41:], q[:, :, 65:] = filling, filling, filling
+        row = torch.arange(70, dtype=torch.int32)[None]
+        end = torch.where(row < 65, (row + 1).clamp(max=41), 0)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = softplus_attention(*leaves, power=power, key_end=end, impl=impl)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for zeros, nans in zip(*results, strict=True):
+        torch.testing.assert_close(nans, zeros, atol=1e-6, rtol=1e-5)
+
+
+@interpreted
 def test_a_decode_step_takes_the_decode_kernel() -> None:
     q, k, v = randn(2, 4, 1, 16, seed=0), randn(2, 2, 90, 16, seed=1), randn(2, 2, 90, 16, seed=2)
     lengths = torch.tensor([90, 33])

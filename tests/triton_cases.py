@@ -32,12 +32,18 @@ class Case:
     kv_heads: int = 1
     t_q: int = 70
     t_k: int = 90
-    transposed: bool = False
+    layout: str = "plain"
+    mask_rows: int | None = None
 
     def __str__(self) -> str:
-        layout = " transposed" if self.transposed else ""
+        layout = "" if self.layout == "plain" else f" {self.layout}"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"{self.mode} p={self.power} {self.dtype} D{self.d}/{self.dv} {heads} T{self.t_q}/{self.t_k}{layout}"
+
+
+def columns(x: Tensor) -> Tensor:
+    """A (B, H, T, D) view whose last axis is not the innermost."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 def power_of(case: Case, batch: int, device: str) -> Any:
@@ -67,9 +73,10 @@ def check(case: Case, device: str) -> None:
     k = randn(batch, case.kv_heads, t_k, case.d, seed=1, dtype=dtype, device=device)
     v = randn(batch, case.kv_heads, t_k, case.dv, seed=2, dtype=dtype, device=device)
     power = power_of(case, batch, device)
-    layout = transposed if case.transposed else as_given
+    layout = {"plain": as_given, "transposed": transposed, "columns": columns}[case.layout]
     common: dict[str, Any] = {"impl": "triton", "power": power, "enable_gqa": True, "layout": layout}
     mask = randn(batch, case.heads if case.mode == "mask" else 1, t_q, t_k, seed=5, device=device) > 0.3
+    mask = mask[:, :, : case.mask_rows]
     if case.mode == "packed":
         cu_q = torch.tensor([0, t_q // 5, t_q // 5, t_q], dtype=torch.int32, device=device)
         cu_k = torch.tensor([0, t_k // 3, t_k // 2, t_k], dtype=torch.int32, device=device)
@@ -111,9 +118,10 @@ def interpreter_cases() -> list[Case]:
     cases += [Case(power=power) for power in POWERS if power not in ("15", "None")]
     cases += [Case(mode=mode, dtype="float16") for mode in ("causal", "window", "ranges", "packed")]
     cases += [Case(mode="mask", power="per row"), Case(mode="ranges", power="by length", dtype="float16")]
-    cases += [Case(d=100, dv=60, heads=1), Case(d=17, dv=33, transposed=True), Case(mode="full", t_q=90, t_k=7)]
+    cases += [Case(d=100, dv=60, heads=1), Case(d=17, dv=33, layout="transposed"), Case(mode="full", t_q=90, t_k=7)]
     # Enough heads that the largest error of so few rows is no matter of luck.
     cases += [Case(heads=16, kv_heads=8, t_q=1, t_k=65), Case(heads=16, kv_heads=8, t_q=3, t_k=3)]
+    cases += [Case(layout="columns"), Case(mode="causal and mask", power="3", mask_rows=1)]
     cases += [Case(heads=6, kv_heads=2, d=16, dv=16, t_q=63, t_k=63)]
     return cases
 
@@ -127,7 +135,7 @@ def gpu_cases() -> list[Case]:
     ]
     cases += [Case(power=power, dtype="bfloat16", d=64, dv=64, **size) for power in POWERS if power != "15"]
     cases += [
-        Case(dtype=dtype, d=d, dv=dv, transposed=True, **size)
+        Case(dtype=dtype, d=d, dv=dv, layout="transposed", **size)
         for dtype in ("bfloat16", "float32")
         for d, dv in ((16, 16), (60, 100), (128, 128), (200, 72), (256, 256))
     ]

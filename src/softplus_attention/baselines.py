@@ -29,6 +29,7 @@ from softplus_attention.reference import (
     softplus,
     unit,
     weighted_sum,
+    without_autocast,
 )
 from softplus_attention.visibility import Visibility
 
@@ -397,4 +398,5 @@ def attend(
         check.fail("impl", f"'auto' or 'reference': this attention is no softmax ({spec})", "'sdpa'")
     check_parameters(spec, parameters, q, validate)
     run = composed_attention if impl == "reference" or not spec.is_softmax else sdpa_attention
-    return run(spec, q, k, v, visibility, parameters, normalized_keys)
+    with without_autocast(q.device):
+        return run(spec, q, k, v, visibility, parameters, normalized_keys)

@@ -13,7 +13,7 @@ from softplus_attention import functional as ours
 from softplus_attention import validation as check
 from softplus_attention.baselines import AttentionSpec, Parameters
 from softplus_attention.power import Power, PowerByLength
-from softplus_attention.reference import attention_stages
+from softplus_attention.reference import attention_stages, without_autocast
 from softplus_attention.visibility import Visibility
 
 LSSAR = AttentionSpec()
@@ -206,10 +206,11 @@ class Attention:
         check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
         visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
         baselines.check_parameters(self.spec, parameters, q)
-        if self.spec.is_softplus_attention:
-            score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2])
-            return attention_stages(q, k, visibility, self.power(parameters), score_scale).sharpened
-        return baselines.composed_weights(self.spec, q, k, visibility, parameters)
+        with without_autocast(q.device):
+            if self.spec.is_softplus_attention:
+                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2])
+                return attention_stages(q, k, visibility, self.power(parameters), score_scale).sharpened
+            return baselines.composed_weights(self.spec, q, k, visibility, parameters)
 
     def window(self, window: int | None) -> int | None:
         return self.spec.window if window is None else window

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
@@ -13,12 +12,14 @@ from torch.autograd import forward_ad
 
 from softplus_attention import validation as check
 from softplus_attention.power import Power, PowerByLength, by_head_or_row
-from softplus_attention.reference import attention_stages, reference_attention
+from softplus_attention.reference import attention_stages, reference_attention, without_autocast
 from softplus_attention.visibility import Visibility, cached, packed
 
 Impl = Literal["auto", "triton", "chunked", "reference"]
 Stage = Literal["scores", "normalised", "sharpened"]
+# The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
 MOST_DECODE_ROWS = 16
+NO_TRITON = "triton is not installed (pip install 'softplus-attention[triton]')"
 IMPLS = ("auto", "triton", "chunked", "reference")
 
 
@@ -163,7 +164,8 @@ def attention_weights(
 ) -> Tensor:
     """The dense weights (B, H, T_q, T_k) that ``softplus_attention`` gives the values, or those of an earlier stage.
 
-    ``stage`` is "sharpened" (the final weights; for LSSA those of stage 1), "normalised" (stage 1) or "scores". float32
+    ``stage`` is "sharpened" (the final weights; for LSSA those of stage 1), "normalised" (stage 1) or "scores" (before
+    any mask: also of keys that a row does not see). float32
     (float64 for float64 inputs), differentiable, quadratic in memory: for looking, not for training.
     """
     q, k = autocast(q, k)
@@ -173,7 +175,8 @@ def attention_weights(
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2])
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, False)
-    return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
+    with without_autocast(q.device):
+        return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
 
 
 class Cache(NamedTuple):
@@ -194,14 +197,11 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
     device = torch.device(device)
     if device.type == "cpu":
         return Choice("chunked", "CPU tensors: row blocks in linear memory")
-    if device.type == "cuda" and dtype != torch.float64 and find_spec("triton") is not None:
+    if device.type == "cuda" and dtype != torch.float64:
+        if find_spec("triton") is None:
+            return Choice("reference", f"{NO_TRITON}: quadratic memory")
         return Choice("triton", "CUDA tensors: fused kernels in linear memory")
     return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The inputs are cast already; what follows keeps float32 inside."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def refuse_transforms(impl: str, *tensors: object) -> None:
@@ -323,7 +323,6 @@ def attend(
             return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     refuse_transforms(chosen, q, k, v, power)
     if chosen == "triton":
-        # Many new rows fill the tiles of the prefill kernel; a few would leave most of the GPU idle there.
         if cache is not None and q.shape[2] <= MOST_DECODE_ROWS and not wants_gradient(q, k, v, power):
             return triton_decode(q, k, v, cache, power, score_scale, normalized_keys)
         return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
@@ -380,6 +379,8 @@ def triton_decode(
 def check_for_triton(q: Tensor) -> None:
     if q.dtype == torch.float64:
         check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
+    if find_spec("triton") is None:
+        raise ImportError(f"impl='triton': {NO_TRITON}")
     if q.device.type != "cuda" and not triton_interprets():
         check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
     if q.device.type != "cuda" and q.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""``softplus-attention info``: versions, devices, and what impl="auto" runs for a given shape."""
+"""``softplus-attention info``: versions, devices, and what impl="auto" runs on a device, for a dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from softplus_attention import __version__
-from softplus_attention.functional import choose
+from softplus_attention.functional import MOST_DECODE_ROWS, choose
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_score_scale, fail
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "info",
         help="versions, devices, and what impl='auto' chooses",
-        description="Prints versions, devices, and which implementation impl='auto' chooses for a shape, and why.",
+        description="Prints versions, devices, and which implementation impl='auto' chooses, and why. The choice "
+        "follows the device and the dtype; a shape that would be refused is refused here too.",
     )
     parser.add_argument(
         "--shape", default="1,8,4096,64", help="batch, heads, tokens, head dimension (default: %(default)s)"
@@ -51,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
     print()
     print(f"impl='auto' for ({batch}, {heads}, {tokens}, {width}) {options.dtype} on {device}: {choice.impl}")
     print(f"  because: {choice.reason}")
+    if choice.impl == "triton":
+        print(f"  softplus_attention_decode without gradients, up to {MOST_DECODE_ROWS} new tokens: its own kernel")
     print(f"  score_scale=None means log({width}) = {scale:.4f}")
     return 0
 

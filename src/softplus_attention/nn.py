@@ -231,8 +231,10 @@ class SoftplusAttention(nn.Module):
         power = self.learned_power
         return parameters if power is None else {**parameters, "power": power}
 
-    def set_power(self, power: float | PowerByLength | None) -> None:
+    def set_power(self, power: float | PowerByLength) -> None:
         """Another power from here on: a schedule during training, or a sharper one at inference."""
+        if power is None:
+            check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
         if self.raw_power is not None:
             raise ValueError("SoftplusAttention: `power` is learned in this module and cannot be set")
         self.attention = attention(self.attention.spec.but(power=power))

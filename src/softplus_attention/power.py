@@ -20,13 +20,16 @@ class PowerByLength:
 
     base: float = 15.0
     slope: float = 0.0
-    n0: int = 1024
+    n0: float = 1024
 
     def __post_init__(self) -> None:
         for name, least in (("base", 1), ("slope", 0), ("n0", 1)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < float("inf"):
-                raise ValueError(f"PowerByLength: `{name}` must be a finite number >= {least}, got {value!r}")
+            expected = f"PowerByLength: `{name}` must be a finite number >= {least}, got {value!r}"
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(expected)
+            if not least <= value < float("inf"):
+                raise ValueError(expected)
 
     def at(self, counts: Tensor) -> Tensor:
         """The power of rows that see ``counts`` keys, in the dtype of ``counts``."""
@@ -34,13 +37,6 @@ class PowerByLength:
 
 
 Power = int | float | Tensor | PowerByLength | None
-
-
-def integer_power(power: Power) -> int | None:
-    """The power as a Python int where repeated multiplication serves, else None."""
-    if isinstance(power, int | float) and float(power).is_integer():
-        return int(power)
-    return None
 
 
 def power_of_rows(power: Power, counts: Tensor) -> Tensor | float:

@@ -7,6 +7,7 @@ and the output are rounded once to the inputs' dtype.
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,11 @@ class Stages(NamedTuple):
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """The inputs are cast already; what follows keeps float32 inside."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -74,16 +80,10 @@ def paper_offset(counts: Tensor) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """weights @ v, except that a key without weight adds nothing, not even its NaN or Inf."""
-    finite = v.isfinite().all(-1)
-    if torch.compiler.is_compiling() or finite.all():
-        return weights @ v
-    out = weights @ torch.where(finite[..., None], v, 0)
-    for key in (~finite).flatten(0, -2).any(0).nonzero().flatten().tolist():
-        w, value = weights[..., key, None], v[..., key, None, :]
-        bad = ~finite[..., key, None, None] & (w != 0)
-        out = out + torch.where(bad, torch.where(bad, w, 1) * value, 0)
-    return out
+    """weights @ v, but a key without weight adds nothing, not even its NaN; with weight, any NaN or Inf makes NaN."""
+    finite = v.isfinite()
+    spoilt = (weights.detach() != 0).to(v.dtype) @ (~finite).to(v.dtype)
+    return torch.where(spoilt > 0, torch.nan, weights @ torch.where(finite, v, 0))
 
 
 def seen_by_some_row(visible: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def attention_stages(
     visible = visibility.dense()
     counts = visible.sum(-1).to(dtype)
 
-    k = torch.where(seen_by_some_row(visible), k, 0)
+    q, k = torch.where(visible.any(-1)[..., None], q, 0), torch.where(seen_by_some_row(visible), k, 0)
     q, k = q.to(dtype), expand_kv_heads(k, q.shape[1]).to(dtype)
     k = torch.where(k.isfinite(), k, torch.nan) if normalized_keys else unit(k)
     scores = length_scaled_scores(unit(q), k, counts, score_scale)

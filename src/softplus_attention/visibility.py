@@ -42,8 +42,8 @@ class Visibility:
     def ranges(self) -> tuple[Tensor, Tensor]:
         """(start, end), each int32 (B or 1, t_q), 0 <= start <= end <= t_k: the keys a row may see before the mask."""
         zero = torch.zeros((1, self.t_q), device=self.device, dtype=torch.int32)
-        start = zero if self.key_start is None else self.key_start.to(torch.int32).clamp(0, self.t_k)
-        end = zero + self.t_k if self.key_end is None else self.key_end.to(torch.int32).clamp(max=self.t_k)
+        start = zero if self.key_start is None else self.key_start.clamp(0, self.t_k).to(torch.int32)
+        end = zero + self.t_k if self.key_end is None else self.key_end.clamp(0, self.t_k).to(torch.int32)
         if self.is_causal:
             end = torch.minimum(end, self.positions() + 1)
             if self.window is not None:

@@ -207,9 +207,11 @@ def unit_and_inverse_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.mul_(inverse), inverse.div_(size)
 
 
-def unit_backward(grad: Tensor, unit: Tensor, inverse_norm: Tensor) -> Tensor:
-    """The gradient of x / ||x||, from the gradient of the unit vector."""
-    return (grad - unit * (unit * grad).sum(-1, keepdim=True)).mul_(inverse_norm)
+def unit_backward(grad: Tensor, unit: Tensor, inverse_norm: Tensor, has_bad: bool) -> Tensor:
+    """The gradient of x / ||x||, from the gradient of the unit vector; none stays none, whatever the vector holds."""
+    untouched = grad.any(-1, keepdim=True).logical_not_() if has_bad else None
+    grad = (grad - unit * (unit * grad).sum(-1, keepdim=True)).mul_(inverse_norm)
+    return grad if untouched is None else grad.masked_fill_(untouched, 0)
 
 
 def cleaned(x: Tensor) -> Tensor:
@@ -431,9 +433,9 @@ def backward(
             work_on_tile(problem.tile(*strip, block))
 
     for_each(work_on, problem.strips())
-    dq = unit_backward(dq, problem.q, problem.inverse_q_norm)
+    dq = unit_backward(dq, problem.q, problem.inverse_q_norm, problem.has_bad_scores)
     if problem.inverse_k_norm is not None:
-        dk = unit_backward(dk, problem.k, problem.inverse_k_norm)
+        dk = unit_backward(dk, problem.k, problem.inverse_k_norm, problem.has_bad_scores)
     return dq, spread(dk, problem.first, keys), spread(dv, problem.first, keys), dp
 
 

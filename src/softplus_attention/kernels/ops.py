@@ -47,8 +47,7 @@ def _problem(
 ) -> chunked.Problem:
     by_length = None
     if power_by_length is not None:
-        base, slope, n0 = power_by_length
-        by_length = PowerByLength(base, slope, int(n0))
+        by_length = PowerByLength(*power_by_length)
     sharpening = chunked.Sharpening(power, power_rows, by_length) if sharpen else None
     return chunked.Problem(q, k, v, start, end, mask, score_scale, normalized_keys, sharpening)
 

@@ -6,13 +6,36 @@ costs more than the work. It releases the GIL inside its operations, so plain th
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 Piece = TypeVar("Piece")
+
+_pool: tuple[int, ThreadPoolExecutor] | None = None
+_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    """A forked process has the pool, but not its threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _workers(threads: int) -> ThreadPoolExecutor:
+    """A pool of at least ``threads`` threads."""
+    global _pool
+    with _lock:
+        if _pool is None or _pool[0] < threads:
+            _pool = (threads, ThreadPoolExecutor(threads, "softplus-attention"))
+        return _pool[1]
 
 
 def for_each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
@@ -26,29 +49,31 @@ def for_each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
     allowed = torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()
     remaining = iter(pieces)
-    lock = threading.Lock()
-    errors: list[BaseException] = []
+    taking = threading.Lock()
+    stop = threading.Event()
 
     def run() -> None:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # of this thread, but the matrix library knows one number for all: set on every call
         with torch.inference_mode(inference), torch.no_grad():
-            while not errors:
-                with lock:
+            while not stop.is_set():
+                with taking:
                     piece = next(remaining, None)
                 if piece is None:
                     return
                 try:
                     work(piece)
-                except BaseException as error:
-                    errors.append(error)
+                except BaseException:
+                    stop.set()
+                    raise
 
-    workers = [threading.Thread(target=run, name=f"softplus-attention-{i}") for i in range(threads)]
+    workers = _workers(threads)
+    running = [workers.submit(run) for _ in range(threads)]
     try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        for future in running:
+            future.result()
     finally:
-        torch.set_num_threads(allowed)  # threads started later take the last number set anywhere
-    if errors:
-        raise errors[0]
+        # Whatever ended the wait, nobody may still write into the caller's tensors.
+        stop.set()
+        for future in running:
+            future.exception()
+        torch.set_num_threads(allowed)

@@ -18,6 +18,7 @@ from softplus_attention.kernels.triton_common import (
     Sight,
     count_keys,
     excess,
+    finite_rows,
     inverse_norm,
     key_range,
     key_regions,
@@ -58,6 +59,8 @@ def dq_pass(
         if MASKED:
             seen = seen_by(o_n, sight, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
+            g = tl.where(seen, g, 0.0)
+            b_k = finite_rows(b_k)  # its rows are NaN through their sums; the others do not see it
         if POWER != 0:
             u = excess(f, sharpening, PRECISE)
             if MASKED:
@@ -87,8 +90,9 @@ def dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(t_q, BM)
+    m = blocks - 1 - tl.program_id(0) % blocks
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
     b, head = bh // h, bh % h
     kv_head = head // (h // h_kv)
     o_m = m * BM + tl.arange(0, BM)
@@ -196,6 +200,7 @@ def dq_kernel(
         b_grad -= b_epsilon[:, None] * b_even
     b_grad = b_grad * (b_ratio * b_scale)[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
+    b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # whatever a row that sees nothing holds
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)
     if POWER_GRAD:
         tl.store(GradPower + p_row, b_dp * LN2 * b_share, mask=m_rows)
@@ -244,10 +249,6 @@ def dkv_pass(
         if MASKED or POWER < 0:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
             sight = Sight(b_start, b_end, mask_rows(p_mask, o_m, t_q, mask_stride_m, HAS_MASK), mask_stride_n)
-            if MASKED:
-                seen = seen_by(o_n, sight, HAS_MASK)
-                f = tl.where(seen, f, 0.0)
-                sigma = tl.where(seen, sigma, 0.0)
         weight = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)  # u
         if PRECISE:
             weight = weight * load_vector(p_rows + 7 * n_rows, o_m, t_q, True)[:, None]
@@ -262,11 +263,17 @@ def dkv_pass(
             weight = weight * steepness
         if PRECISE:
             weight = weight * load_vector(p_rows + 6 * n_rows, o_m, t_q, True)[:, None]
+        if MASKED:
+            seen = seen_by(o_n, sight, HAS_MASK)
+            weight = tl.where(seen, weight, 0.0)
         b_dv = tl.dot(tl.trans(weight.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
         if POWER != 0:
             g = g * steepness
         ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
+        if MASKED:
+            ds = tl.where(seen, ds, 0.0)
+            b_q = finite_rows(b_q)
         b_dk = tl.dot(tl.trans(ds.to(b_q.dtype)), b_q, b_dk, input_precision="ieee")
     return b_dk, b_dv
 
@@ -283,8 +290,9 @@ def dkv_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it."""
-    block = tl.program_id(0)  # the first keys are seen by the most rows
-    bh = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(t_k, BN)
+    block = tl.program_id(0) % blocks  # the first keys are seen by the most rows
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
     b, kv_head = bh // h_kv, bh % h_kv
     shared = h // h_kv
     n = block * BN
@@ -362,6 +370,8 @@ def dkv_kernel(
         b_unit = b_k
         if not PRECISE:
             b_unit = b_k.to(tl.float32) * b_norm[:, None]
+        nobody = tl.sum(tl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
         b_dk = (b_dk - b_unit * tl.sum(b_unit * b_dk, 1)[:, None]) * b_norm[:, None]
+        b_dk = tl.where(nobody[:, None], 0.0, b_dk)
     store_rows(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, o_n, t_k, dk_strides[2], D, BD)
     store_rows(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, o_n, t_k, dv_strides[2], DV, BDV)

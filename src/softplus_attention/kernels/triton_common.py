@@ -170,6 +170,13 @@ def load_keys(keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
+def finite_rows(b_x):
+    """[ROWS, D] with every row that holds a NaN or Inf set to 0: a product makes NaN of 0 * NaN."""
+    spoilt = tl.max(tl.where((b_x - b_x) == 0, 0, 1), 1)
+    return tl.where(spoilt[:, None] > 0, 0.0, b_x).to(b_x.dtype)
+
+
+@triton.jit
 def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.constexpr):
     o_d = tl.arange(0, BD)
     p = p_base + o_rows.to(tl.int64)[:, None] * stride + o_d[None, :]

@@ -33,8 +33,9 @@ def key_norms_kernel(
     K, Norms, t_k, h_kv, k_strides, NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
     """1 / ||k|| of every key, (B, H_kv, T_k); where keys are unit vectors already, 1, or NaN if not finite."""
-    bh = tl.program_id(1).to(tl.int64)
-    o_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    blocks = tl.cdiv(t_k, BN)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
     p_k = K + (bh // h_kv) * k_strides[0] + (bh % h_kv) * k_strides[1]
     b_k = load_rows(p_k, o_n, t_k, k_strides[2], D, BD, True).to(tl.float32)
     if NORMALIZED:
@@ -135,8 +136,9 @@ def forward_kernel(
     scores are equal; Flat says in which heads there are such rows). Rest is what rounding took from Out.
     """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(t_q, BM)
+    m = blocks - 1 - tl.program_id(0) % blocks
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
     b, head = bh // h, bh % h
     kv_head = head // (h // h_kv)
     o_m = m * BM + tl.arange(0, BM)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from softplus_attention.kernels import triton_backward as bwd
 from softplus_attention.kernels import triton_forward as fwd
+from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
 
@@ -124,12 +125,19 @@ class Problem:
 
     def mask_counts(self) -> Tensor:
         """N_i under a mask, (B|1, H|1, T_q) int32."""
-        from softplus_attention.visibility import Visibility
-
+        assert self.mask is not None
         visible = Visibility(
             self.t_q, self.t_k, self.q.device, self.is_causal, self.window, self.start, self.end, self.mask
         )
-        return visible.dense().sum(-1, dtype=torch.int32)
+        if self.mask.shape[2] > 1:
+            return visible.dense().sum(-1, dtype=torch.int32)
+        # One mask for all rows (padding): the keys up to a row's end less those up to its start, without a dense mask.
+        keys = self.mask[:, :, 0].expand(-1, -1, self.t_k)
+        up_to = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # (B|1, H|1, T_k + 1)
+        start, end = (x[:, None].long() for x in visible.ranges())  # (B|1, 1, T_q)
+        shape = torch.broadcast_shapes(up_to.shape[:2], start.shape[:2])
+        up_to, start, end = (x.expand(*shape, -1) for x in (up_to, start, end))
+        return up_to.gather(-1, end) - up_to.gather(-1, start)
 
     def shared_arguments(self) -> dict[str, Any]:
         nothing = self.q  # a pointer that is never read
@@ -173,7 +181,7 @@ class Problem:
 def key_norms(problem: Problem, norms: Tensor) -> None:
     """Fills ``norms`` (B, H_kv, T_k) with 1 / ||k||."""
     k, block = problem.k, 64
-    fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block), problem.batch * problem.h_kv)](
+    fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block) * problem.batch * problem.h_kv,)](
         k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
         NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
     )  # fmt: skip
@@ -185,7 +193,7 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
     ``rest``, where not empty, takes what rounding took from ``out``: the row sums of the backward need it.
     """
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
-    fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
+    fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, Norms=norms, Total=stats[0], Height=stats[1],
         Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, score_scale=problem.score_scale,
         out_strides=out.stride()[:3],
@@ -212,7 +220,7 @@ def backward(
     rows = stats.new_empty(8 if problem.precise else 6, n_rows)
 
     blocks = dq_blocks(problem.width, problem.precise)
-    bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows), problem.batch * problem.h)](
+    bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, GradOut=grad_out, Norms=norms, Total=stats[0],
         Height=stats[1], Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, GradQ=dq,
         GradPower=stats if grad_power is None else grad_power, POWER_GRAD=grad_power is not None, Rows=rows,
@@ -223,7 +231,7 @@ def backward(
 
     blocks = dkv_blocks(problem.width, problem.precise)
     first_row, last_row = rows_that_see(problem, blocks)
-    bwd.dkv_kernel[(triton.cdiv(problem.t_k, blocks.keys), problem.batch * problem.h_kv)](
+    bwd.dkv_kernel[(triton.cdiv(problem.t_k, blocks.keys) * problem.batch * problem.h_kv,)](
         Q=problem.q, K=problem.k, V=problem.v, GradOut=grad_out, Norms=norms, Flat=flat, Rows=rows,
         FirstRow=first_row, LastRow=last_row, GradK=dk, GradV=dv, n_rows=n_rows,
         grad_out_strides=grad_out.stride()[:3], dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3],

@@ -70,7 +70,8 @@ def _backward_shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wants_power = options[_POWER_ROWS] is not None
     d_power = stats.new_empty(stats.shape[1:] if wants_power else (0,))
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), d_power
+    dq, dk, dv = (torch.empty_like(triton_launch.unit_last_stride(x)) for x in (q, k, v))
+    return dq, dk, dv, d_power
 
 
 def _triton_backward(
