@@ -30,6 +30,12 @@ LENGTHS = [1, 2, 3, 4, 5, 8, 17, 33, 63, 111]
 LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture(autouse=True)
+def threads_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The problems of these tests are small, and threads are part of what they test."""
+    monkeypatch.setattr(chunked, "WORTH_THREADS", 0)
+
+
 @contextmanager
 def tiles(elements: int, least_rows: int, most_rows: int) -> Iterator[None]:
     before = chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS

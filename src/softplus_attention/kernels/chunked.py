@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.parallel import for_each
+from softplus_attention.kernels.parallel import for_each, one_by_one
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
 # Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
 TILE_ELEMENTS = 1 << 18
 LEAST_ROWS, MOST_ROWS = 64, 256
+# Below this many scores in all (a decode step), starting threads costs more than it saves.
+WORTH_THREADS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Tile:
 class Problem:
     """The inputs, laid out for tiling: (group, member, ...); a member is a key head and the query heads that share it.
 
-    Without per-sequence ranges or a mask all sequences are one group; else each sequence is its own.
+    Where all sequences have the same ranges and there is no mask they are one group; else each sequence is its own.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Problem:
         kv_heads = k.shape[1]
         self.shared = heads // kv_heads
         self.score_scale, self.sharpening = score_scale, sharpening
+        if bool((start == start[:1]).all()) and bool((end == end[:1]).all()):
+            start, end = start[:1], end[:1]
         self.groups = 1 if mask is None and start.shape[0] == 1 else batch
         self.members = batch * kv_heads // self.groups
 
@@ -82,6 +86,7 @@ class Problem:
         k, v = k[:, :, self.first : last], v[:, :, self.first : last]
         self.start, self.end = (x.expand(self.groups, -1) - self.first for x in (start, end))
 
+        self.scores = batch * heads * self.t_q * (last - self.first)
         self.dtype = compute_dtype(q.dtype)
         self.row_blocks = self.blocks_of_rows(last - self.first)
         self.bounds = [self.bounds_of_blocks(group) for group in range(self.groups)]
@@ -359,7 +364,8 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
             x[here] = value.view(x[here].shape)
 
     # The longest rows of a causal problem come last: started first, they leave no core waiting for one long tile.
-    for_each(
+    spread_out = for_each if problem.scores >= WORTH_THREADS else one_by_one
+    spread_out(
         work_on, [(*strip, block) for block in reversed(range(len(problem.row_blocks))) for strip in problem.strips()]
     )
 
@@ -432,7 +438,8 @@ def backward(
         for block in range(len(problem.row_blocks)):
             work_on_tile(problem.tile(*strip, block))
 
-    for_each(work_on, problem.strips())
+    spread_out = for_each if problem.scores >= WORTH_THREADS else one_by_one
+    spread_out(work_on, problem.strips())
     dq = unit_backward(dq, problem.q, problem.inverse_q_norm, problem.has_bad_scores)
     if problem.inverse_k_norm is not None:
         dk = unit_backward(dk, problem.k, problem.inverse_k_norm, problem.has_bad_scores)

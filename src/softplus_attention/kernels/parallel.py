@@ -38,12 +38,16 @@ def _workers(threads: int) -> ThreadPoolExecutor:
         return _pool[1]
 
 
+def one_by_one(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        work(piece)
+
+
 def for_each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
     """Calls ``work`` on every piece, on as many threads as PyTorch may use; the first exception is raised here."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads <= 1:
-        for piece in pieces:
-            work(piece)
+        one_by_one(work, pieces)
         return
 
     allowed = torch.get_num_threads()
