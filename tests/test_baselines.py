@@ -497,3 +497,8 @@ def test_autocast_keeps_float32_inside(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(chosen(q, k, v, is_causal=True, impl="reference"), expected)
         assert torch.equal(chosen.weights(q, k, is_causal=True), weights)
+
+
+def test_no_power_is_asked_for_by_name() -> None:
+    with pytest.raises(TypeError, match="`power` must be a number.*'lssa'"):
+        attention("lssar", power=None)

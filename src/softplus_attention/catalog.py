@@ -72,6 +72,9 @@ def names() -> list[str]:
 def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> Attention:
     """An attention by its name or its ``AttentionSpec``, with some words of the sentence changed:
     ``attention("lssar", power=7)``, ``attention("softmax-window", window=256)``."""
+    if changes.get("power", 0) is None:
+        # In the op None means LSSA; here it would mean the stage's usual power. Neither in silence.
+        check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
     if isinstance(name_or_spec, Attention):
         return name_or_spec.but(**changes) if changes else name_or_spec
     if isinstance(name_or_spec, AttentionSpec):
