@@ -500,5 +500,5 @@ def test_autocast_keeps_float32_inside(name: str) -> None:
 
 
 def test_no_power_is_asked_for_by_name() -> None:
-    with pytest.raises(TypeError, match="`power` must be a number.*'lssa'"):
+    with pytest.raises(TypeError, match=r"`power` must be a number.*'lssa'"):
         attention("lssar", power=None)
