@@ -1,0 +1,115 @@
+"""Instructions per score in the loops of a Triton kernel, compiled for sm_90 without a GPU.
+
+The kernel is compiled as the op launches it (bfloat16, causal, p = 15 unless said otherwise) and disassembled with the
+tools that Triton ships. Loops with few instructions are left out; the main loop is the one with the fewest per score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from softplus_attention.kernels import triton_backward, triton_forward, triton_launch
+
+KERNELS = {
+    "forward": triton_forward.forward_kernel,
+    "dq": triton_backward.dq_kernel,
+    "dkv": triton_backward.dkv_kernel,
+}
+FLOATS = ("score_scale",)
+NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
+INT_POINTERS = ("Flat", "Start", "End", "Counts", "FirstRow", "LastRow")
+HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV", "Power")
+
+
+def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
+    if name == "forward":
+        return triton_launch.forward_blocks(d, False, sharpen)
+    return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
+
+
+def signature(name: str, d: int, power: int, blocks: triton_launch.Blocks) -> ASTSource:
+    """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
+    kernel = KERNELS[name]
+    q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    options = (None, None, None, True, None, power > 0, float(max(power, 1)), None, None, 4.0, False)
+    given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
+    given |= {"HAS_REST": True, "POWER_GRAD": False, "NORMALIZED_KEYS": False}
+    types: dict[str, Any] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    aligned = [["tt.divisibility", 16]]
+    for i, parameter in enumerate(kernel.params):
+        n = parameter.name
+        if parameter.is_constexpr:
+            types[n], constants[(i,)] = "constexpr", given[n]
+        elif n in FLOATS or n == "growth":
+            types[n] = "fp32" if n in FLOATS else ("fp32",) * 3
+        elif n.endswith("_strides"):
+            count = {"mask_strides": 4, "count_strides": 2}.get(n, 3)
+            types[n] = ("i32",) * count
+            if n not in ("mask_strides", "count_strides", "power_strides"):
+                attributes |= {(i, j): aligned for j in range(count)}
+        elif n[0].isupper():
+            half = "*bf16" if n in HALF_POINTERS else "*u8" if n == "Mask" else "*fp32"
+            types[n], attributes[(i,)] = "*i32" if n in INT_POINTERS else half, aligned
+        else:
+            types[n] = "i32"
+            if n not in NOT_ALIGNED:
+                attributes[(i,)] = aligned
+    return ASTSource(kernel, types, constants, attributes)
+
+
+def loops(sass: str, scores_per_thread: float) -> list[tuple[float, Counter[str]]]:
+    """Instructions per score of every loop of more than 150, with their kinds."""
+    found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]*);", sass)
+    at = {int(address, 16): i for i, (address, _) in enumerate(found)}
+    result = []
+    for i, (address, text) in enumerate(found):
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if not jump or int(jump[1], 16) > int(address, 16) or i - at.get(int(jump[1], 16), i) < 150:
+            continue
+        body = found[at[int(jump[1], 16)] : i + 1]
+        kinds = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in body)
+        result.append((len(body) / scores_per_thread, kinds))
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("--head-dim", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--power", type=int, default=15, help="0 is LSSA (default: %(default)s)")
+    options = parser.parse_args()
+    blocks = blocks_of(options.kernel, options.head_dim, options.power > 0)
+    launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
+    source = signature(options.kernel, options.head_dim, options.power, blocks)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        command = [str(tools / "cuobjdump"), "-sass", cubin.name]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    scores = blocks.rows * blocks.keys / (blocks.warps * 32)
+    print(f"triton {triton.__version__}, {options.kernel}, D={options.head_dim}, p={options.power}, {blocks}")
+    print(f"shared memory {compiled.metadata.shared} bytes")
+    for count, kinds in loops(sass, scores):
+        most = ", ".join(f"{kind} {n / scores:.1f}" for kind, n in kinds.most_common(8))
+        print(f"{count:6.1f} instructions per score: {most}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
