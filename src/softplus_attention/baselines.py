@@ -56,8 +56,9 @@ Parameters = Mapping[str, Tensor]
 class AttentionSpec:
     """An attention as a sentence; ``str()`` says it. The defaults are LSSAR.
 
-        scores   s_ij = d^-0.5 q.k, or cosines with ``qk_norm``; times log d (``log_d``), times log N_i (``log_n``),
-                 times a learned number per head (``learned_scale``, Scalable-Softmax); minus log N_i (``bias``)
+        scores   s_ij = d^-0.5 q.k, or cosines with ``qk_norm``; times log d (``log_d``) or the number ``scale`` in its
+                 place, times log N_i (``log_n``), times a learned number per head (``learned_scale``,
+                 Scalable-Softmax); minus log N_i (``bias``)
         stage 1  ``positive`` of the scores, then ``normaliser``: "l1", "mean" (divided by N_i), "none", or "entmax",
                  which maps the scores itself (``alpha``)
         stage 2  "none"; "relu_power": relu(N a - o)^power, l1-normalised; "exp": softmax of power * (N a - o)
@@ -75,6 +76,7 @@ class AttentionSpec:
     positive: Positive = "softplus"
     qk_norm: bool = True
     log_d: bool = True
+    scale: float | None = None
     log_n: bool = True
     learned_scale: bool = False
     bias: Bias = "none"
@@ -94,6 +96,8 @@ class AttentionSpec:
         for name in ("qk_norm", "log_d", "log_n", "learned_scale", "times_n", "offset"):
             if not isinstance(getattr(self, name), bool):
                 check.fail(name, "True or False", repr(getattr(self, name)), TypeError)
+        if self.scale is not None and (not is_number(self.scale) or not 0 < self.scale < math.inf):
+            check.fail("scale", "None or a number above 0", repr(self.scale))
         if not is_number(self.alpha) or not 1 < self.alpha < math.inf:
             check.fail("alpha", "a number above 1 (entmax with 1 is softmax)", repr(self.alpha))
         if self.normaliser == "entmax" and self.positive != "exp":
@@ -143,10 +147,12 @@ class AttentionSpec:
 
     def score_scale(self, head_dim: int) -> float:
         """What multiplies q . k (or the cosine), but for log N_i and the learned scale."""
-        return (1.0 if self.qk_norm else head_dim**-0.5) * (math.log(head_dim) if self.log_d else 1.0)
+        log_d = math.log(head_dim) if self.log_d else 1.0
+        return (1.0 if self.qk_norm else head_dim**-0.5) * (log_d if self.scale is None else self.scale)
 
     def __str__(self) -> str:
-        factors = [self.learned_scale and "s", self.log_d and "log d", self.log_n and "log N"]
+        scale = (self.log_d and "log d") if self.scale is None else f"{self.scale:.4g}"
+        factors = [self.learned_scale and "s", scale, self.log_n and "log N"]
         scores = " ".join([x for x in factors if x] + ["cosines" if self.qk_norm else "dot products / sqrt d"])
         scores += " - log N" if self.bias == "minus_log_n" else ""
         scores += " - ALiBi" if self.positions == "alibi" else ""

@@ -208,6 +208,12 @@ class Attention:
         q, k = ours.autocast(q, k)
         check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
         visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
+        return self.visible_weights(q, k, visibility, parameters)
+
+    def visible_weights(
+        self, q: Tensor, k: Tensor, visibility: Visibility, parameters: Parameters | None = None
+    ) -> Tensor:
+        """``weights`` of tensors whose shapes are already checked."""
         baselines.check_parameters(self.spec, parameters, q)
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
@@ -224,6 +230,8 @@ class Attention:
     @property
     def score_scale(self) -> float | None:
         """``score_scale`` of ``softplus_attention``."""
+        if self.spec.scale is not None:
+            return self.spec.scale
         return None if self.spec.log_d else 1.0
 
     def attend(

@@ -1,0 +1,16 @@
+"""Hugging Face transformers: every attention by its name on any model, and a GPT of our own.
+
+Importing this registers, under each name of the catalogue, the attention function and the mask function that belongs to
+it, and SoftplusGPT with the Auto classes.
+"""
+
+from __future__ import annotations
+
+from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
+from softplus_attention.huggingface.registration import register
+from softplus_attention.huggingface.retrofit import set_power, use_attention
+
+register()
+
+__all__ = ["SoftplusGPTConfig", "SoftplusGPTForCausalLM", "SoftplusGPTModel", "set_power", "use_attention"]

@@ -1,0 +1,197 @@
+"""The attention function that transformers calls, under the name of each attention of the catalogue.
+
+What the attention is made of comes from the model's config, in one dictionary that is saved with the model:
+``config.softplus_attention = {"power": 15, "score_scale": None}``. A power that grows with the number of visible keys
+is ``{"base": 15, "slope": 4, "n0": 1024}``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softplus_attention import functional as ours
+from softplus_attention import validation as check
+from softplus_attention.catalog import Attention, attention
+from softplus_attention.power import PowerByLength
+from softplus_attention.visibility import Visibility
+
+SETTINGS = "softplus_attention"
+# Keyword arguments by which a host model asks for something that this attention does not have.
+REFUSED = {
+    "softcap": "soft-capping of the scores",
+    "logits_soft_cap": "soft-capping of the scores",
+    "s_aux": "learned attention sinks",
+    "sinks": "learned attention sinks",
+    "position_bias": "an additive position bias",
+    "head_mask": "a head mask",
+    "cache": "a paged cache",
+}
+
+
+def power_from_json(power: Any) -> Any:
+    """A power as a config holds it: a number, or the words of a ``PowerByLength``."""
+    if isinstance(power, Mapping):
+        unknown = set(power) - {"base", "slope", "n0"}
+        if unknown:
+            check.fail("power", "a number or {'base': ..., 'slope': ..., 'n0': ...}", dict(power))
+        return PowerByLength(**power)
+    return power
+
+
+def power_to_json(power: Any) -> Any:
+    if isinstance(power, PowerByLength):
+        return {"base": power.base, "slope": power.slope, "n0": power.n0}
+    if isinstance(power, bool) or not isinstance(power, int | float):
+        check.fail("power", "a number or a PowerByLength", repr(power), TypeError)
+    return power
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    settings = getattr(config, SETTINGS, None) or {}
+    if not isinstance(settings, Mapping):
+        check.fail(f"config.{SETTINGS}", "a dictionary of 'power' and 'score_scale'", repr(settings), TypeError)
+    unknown = set(settings) - {"power", "score_scale"}
+    if unknown:
+        check.fail(f"config.{SETTINGS}", "a dictionary of 'power' and 'score_scale'", f"also {sorted(unknown)}")
+    return dict(settings)
+
+
+def attention_of(config: Any, name: str) -> Attention:
+    """The attention of that name, with the power and the scale that the config asks for."""
+    settings = settings_of(config)
+    power, scale = settings.get("power"), settings.get("score_scale")
+    frozen = tuple(sorted(power.items())) if isinstance(power, Mapping) else power
+    return adjusted(name, frozen, scale)
+
+
+@functools.cache
+def adjusted(name: str, power: Any, scale: float | None) -> Attention:
+    changes: dict[str, Any] = {}
+    if power is not None:
+        changes["power"] = power_from_json(dict(power) if isinstance(power, tuple) else power)
+    if scale is not None:
+        changes["scale"] = scale
+    return attention(name, **changes)
+
+
+def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """What ``AttentionInterface`` holds under this name."""
+
+    def attend_host(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        output_attentions: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        chosen = attention_of(module.config, name)
+        check_host(chosen, query, dropout, scaling, others)
+        causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        visibility = visibility_of(query, key, attention_mask, causal, chosen.window(None))
+        out = attend(chosen, query, key, value, visibility)
+        seen = weights(chosen, query, key, visibility) if output_attentions else None
+        return out.transpose(1, 2), seen
+
+    attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
+    return attend_host
+
+
+def check_host(
+    chosen: Attention, query: Tensor, dropout: float | None, scaling: float | None, others: Mapping[str, Any]
+) -> None:
+    """Whatever the host model asks for that would otherwise be passed over in silence."""
+    if dropout:
+        expected = f"0 with attn_implementation={chosen.name!r}, which has no dropout (attention_dropout or attn_pdrop)"
+        check.fail("dropout of the attention weights", expected, dropout)
+    usual = query.shape[-1] ** -0.5
+    if scaling is not None and abs(scaling - usual) > 1e-6 * usual:
+        expected = f"head_dim ** -0.5 = {usual:.6g} with attn_implementation={chosen.name!r}, which has its own scale"
+        check.fail("scaling", expected, scaling)
+    for word, what in REFUSED.items():
+        if others.get(word) is not None:
+            check.fail(
+                word, f"None: attn_implementation={chosen.name!r} does not have {what}", type(others[word]).__name__
+            )
+    if chosen.spec.learned_scale or chosen.spec.positions == "alibi":
+        what = "learns parameters of its own" if chosen.spec.learned_scale else "adds its own positions"
+        raise ValueError(
+            f"attn_implementation={chosen.name!r} {what}, for which a host model has no place; use SoftplusGPTConfig("
+            f"attention={chosen.name!r})"
+        )
+
+
+def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
+    """The mask of ``masks.range_mask``, or a boolean one that a user passed, as the op's visibility."""
+    batch, heads, t_q, _ = query.shape
+    t_k = key.shape[2]
+    if mask is None:
+        return Visibility(t_q, t_k, query.device, is_causal, window if is_causal else None)
+    if mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[2:] == (t_q, 2):
+        start, end = mask[:, 0, :, 0], mask[:, 0, :, 1]
+        if window is not None:
+            start = torch.maximum(start, end - window)
+        return Visibility(t_q, t_k, query.device, key_start=start, key_end=end, own_key=end - 1)
+    if mask.dtype != torch.bool:
+        expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
+        check.fail("attention_mask", expected, check.described(mask))
+    if window is not None:
+        check.fail(
+            "attention_mask", f"one range of keys per row where the attention's window is {window}", "a dense mask"
+        )
+    dense = check.check_mask(mask[..., :t_k], (batch, heads, t_q, t_k), query.device)
+    return Visibility(t_q, t_k, query.device, mask=dense)
+
+
+def cache_of(visibility: Visibility) -> ours.Cache | None:
+    """A decode step as the decode kernel takes it; None for every other call."""
+    if visibility.mask is not None or visibility.t_q > ours.MOST_DECODE_ROWS or visibility.t_q >= visibility.t_k:
+        return None
+    if visibility.key_start is not None and visibility.key_end is not None:
+        # Rows of a range each: only a single one is sure to be what seqlens and starts describe.
+        return ours.Cache(visibility.key_end[:, -1], visibility.key_start[:, -1], None) if visibility.t_q == 1 else None
+    if not visibility.is_causal:
+        return None
+    seqlens = torch.full((1,), visibility.t_k, dtype=torch.int32, device=visibility.device)
+    return ours.Cache(seqlens, None, visibility.window)
+
+
+def attend(
+    chosen: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visibility: Visibility,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
+    query, key, value = ours.autocast(query, key, value)
+    check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
+    cache = cache_of(visibility)
+    if cache is not None:
+        cache = cache._replace(seqlens=cache.seqlens.expand(query.shape[0]).contiguous())
+    options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache}
+    return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
+
+
+def weights(
+    chosen: Attention,
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
+    query, key = ours.autocast(query, key)
+    return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)

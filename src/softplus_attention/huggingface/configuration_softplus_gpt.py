@@ -1,0 +1,106 @@
+"""The configuration of SoftplusGPT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from softplus_attention import validation as check
+from softplus_attention.catalog import Attention, attention
+from softplus_attention.huggingface.attention import power_from_json
+
+LEARNED = "learned"
+
+
+@strict
+class SoftplusGPTConfig(PreTrainedConfig):
+    r"""A GPT-2 with rotary positions and any attention of the catalogue. The defaults are GPT-2 small: 124M parameters.
+
+    Args:
+        vocab_size: GPT-2's 50257 tokens, padded to a multiple of 64.
+        hidden_size, num_hidden_layers, num_attention_heads: the size. ``intermediate_size`` is four times the width,
+            ``head_dim`` the width over the heads and ``num_key_value_heads`` as many as the heads, where not given.
+        attention: a name of ``softplus_attention.catalog`` ("lssar", "lssa", "softmax", "softmax-qknorm-logn", ...).
+        power: replaces the attention's sharpening power: a number >= 1, ``{"base": 15, "slope": 4, "n0": 1024}`` for
+            one that grows with the number of visible keys, or "learned", one per head and layer.
+        score_scale: replaces log(head_dim) in the scores.
+        window: each token sees itself and the ``window - 1`` before it.
+        positions: "rope" or "none", where it is not to be the attention's own choice.
+        rope_parameters: transformers' own dictionary: ``rope_theta``, and ``rope_type`` "default", "linear", "dynamic"
+            (NTK), "yarn", ...
+        max_position_embeddings: the length that the model is trained at. Nothing is limited by it; the scaling types of
+            RoPE start from it.
+        bias: whether the linear layers and the norms have one.
+    """
+
+    model_type = "softplus_gpt"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  transformers' own form
+
+    vocab_size: int = 50304
+    hidden_size: int = 768
+    intermediate_size: int | None = None
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 1024
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    bias: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    tie_word_embeddings: bool = True
+    rope_parameters: RopeParameters | dict | None = None
+    attention: str = "lssar"
+    power: int | float | dict | str | None = None
+    score_scale: float | None = None
+    window: int | None = None
+    positions: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_attention_heads < 1:
+            check.fail("num_attention_heads", "an int >= 1", self.num_attention_heads)
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Called by ``@strict``: whatever the model could not be built from."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.head_dim * heads != self.hidden_size and self.hidden_size % heads:
+            check.fail("hidden_size", f"a multiple of `num_attention_heads`, {heads}", self.hidden_size)
+        if kv_heads < 1 or heads % kv_heads:
+            check.fail("num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", kv_heads)
+        if self.positions not in (None, "rope", "none"):
+            check.fail("positions", "None, 'rope' or 'none'", repr(self.positions))
+        if self.head_dim % 2 and self.chosen_attention().spec.positions == "rope":
+            check.fail("head_dim", "even where rotary positions are used", self.head_dim)
+        self.chosen_attention()
+
+    def chosen_attention(self) -> Attention:
+        """The attention that the model's layers run."""
+        words: dict[str, Any] = {"scale": self.score_scale, "window": self.window, "positions": self.positions}
+        changes = {word: value for word, value in words.items() if value is not None}
+        if isinstance(self.power, str) and self.power != LEARNED:
+            check.fail("power", "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...} or 'learned'", repr(self.power))
+        if self.power is not None and self.power != LEARNED:
+            changes["power"] = power_from_json(self.power)
+        chosen = attention(self.attention, **changes)
+        if self.power == LEARNED and chosen.spec.second_stage == "none":
+            check.fail(
+                "power", f"None: {self.attention!r} has no second stage whose power could be learned", "'learned'"
+            )
+        return chosen
+
+
+__all__ = ["SoftplusGPTConfig"]

@@ -1,0 +1,140 @@
+"""The mask function that transformers calls for our attentions: a range of keys per row instead of a dense mask.
+
+Causal, windowed, padded, packed and cached attention all give each row one range of keys, so the mask is an int32
+tensor (B, 1, T_q, 2) of [start, end), or None where it is plainly causal with the last row on the last key. Whatever
+has another form (a padding mask with holes, blockwise or custom patterns) becomes transformers' own boolean mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is known of a transformers mask function: which of the forms that leave a row one range of keys it joins."""
+
+    causal: bool = False
+    window: int | None = None
+    documents: Tensor | None = None
+
+
+def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
+    """The pattern a mask function was built from; None where it is none of those that give ranges."""
+    if mask_function is masking_utils.causal_mask_function:
+        return Pattern(causal=True)
+    if mask_function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    # transformers builds the others as closures, named by the function that made them.
+    maker = mask_function.__qualname__.partition(".")[0]
+    closure = dict(
+        zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True)
+    )
+    if maker == "sliding_window_overlay":
+        return Pattern(window=closure["sliding_window"])
+    if maker == "packed_sequence_mask_function":
+        return Pattern(documents=closure["packed_sequence_mask"])
+    if maker != "and_masks":
+        return None
+    joined = Pattern()
+    for part in closure["mask_functions"]:
+        found = pattern_of(part)
+        if found is None:
+            return None
+        if found.causal:
+            joined = replace(joined, causal=True)
+        if found.window is not None:
+            joined = replace(joined, window=found.window)
+        if found.documents is not None:
+            joined = replace(joined, documents=found.documents)
+    # A window that is not causal reaches to both sides: not the one meant here.
+    return joined if joined.causal or joined.window is None else None
+
+
+def range_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **others: Any,
+) -> Tensor | None:
+    """None, an int32 (B, 1, T_q, 2) tensor of ranges, or a boolean (B, 1, T_q, T_k) mask; see the module."""
+    pattern = None if isinstance(kv_offset, Tensor) else pattern_of(mask_function)
+    padding = padding_range(attention_mask, kv_length, kv_offset)
+    if pattern is None or padding is None:
+        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+        return masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, device=device, **others)
+
+    within = pattern.window is None or kv_length <= pattern.window
+    ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    if pattern.causal and within and pattern.documents is None and padding == (None, None) and ends_together:
+        return None
+
+    # Absolute positions first, those of the keys that came in last.
+    row = torch.arange(q_length, device=device)[None] + q_offset
+    start, end = torch.zeros_like(row), torch.full_like(row, kv_offset + kv_length)
+    if pattern.causal:
+        end = torch.minimum(end, row + 1)
+    if pattern.window is not None:
+        start = torch.maximum(start, row + 1 - pattern.window)
+    if pattern.documents is not None:
+        start = torch.maximum(start, first_of_document(pattern.documents))
+        if not pattern.causal:
+            end = torch.minimum(end, end_of_document(pattern.documents))
+    first, last = padding
+    if first is not None and last is not None:
+        start, end = torch.maximum(start, first[:, None]), torch.minimum(end, last[:, None])
+    start = (start - kv_offset).clamp(0, kv_length)
+    end = (end - kv_offset).clamp(0, kv_length)
+    ranges = torch.stack([start, torch.maximum(start, end)], -1).to(torch.int32)
+    return ranges[:, None].expand(batch_size, 1, q_length, 2)
+
+
+def padding_range(
+    attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """The first and the end (B,) of the real tokens; (None, None) where all are; None where they are not one range.
+
+    The values of the mask decide, so this waits for the device, as transformers' own mask functions do; inside a
+    compiled graph it cannot, and the mask stays dense.
+    """
+    if attention_mask is None:
+        return None, None
+    if torch.compiler.is_compiling() or isinstance(kv_offset, Tensor):
+        return None
+    length = attention_mask.shape[-1]
+    index = torch.arange(length, device=attention_mask.device)
+    first = torch.where(attention_mask, index, length).amin(-1)
+    end = torch.where(attention_mask, index + 1, 0).amax(-1)
+    first = torch.minimum(first, end)
+    count = attention_mask.sum(-1)
+    in_one_range, everything = torch.stack([(count == end - first).all(), (count == length).all()]).tolist()
+    if everything and length >= kv_length + kv_offset:
+        return None, None
+    return (first, end) if in_one_range else None
+
+
+def first_of_document(documents: Tensor) -> Tensor:
+    """(B, T): where the document of each position starts, for document numbers (B, T) that never come back."""
+    return documents.shape[-1] - end_of_document(documents.flip(-1)).flip(-1)
+
+
+def end_of_document(documents: Tensor) -> Tensor:
+    """(B, T): one past the last position of each position's document."""
+    length = documents.shape[-1]
+    index = torch.arange(1, length + 1, device=documents.device)
+    last = torch.ones_like(documents, dtype=torch.bool)
+    last[..., :-1] = documents[..., 1:] != documents[..., :-1]
+    ends = torch.where(last, index, length)
+    return ends.flip(-1).cummin(-1).values.flip(-1)

@@ -1,0 +1,300 @@
+"""SoftplusGPT: GPT-2 with rotary positions and any attention of the catalogue, as a transformers model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from softplus_attention import validation as check
+from softplus_attention.huggingface.attention import attend, power_to_json, visibility_of, weights
+from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED, SoftplusGPTConfig
+from softplus_attention.nn import first_power, rotate
+from softplus_attention.power import PowerByLength
+from softplus_attention.reference import compute_dtype, unit
+
+
+class SoftplusGPTRotaryEmbedding(nn.Module):
+    """Rotary positions of every ``rope_type`` that transformers knows, without a length limit.
+
+    The frequencies are transformers'; the angles are float64 where the device has it, since in float32 the angle of
+    position 1e6 is wrong by several hundredths.
+    """
+
+    def __init__(self, config: SoftplusGPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        frequencies: Callable[..., tuple[Tensor, float]] = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            frequencies = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = frequencies(config, torch.device("cpu"))
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: SoftplusGPTConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
+        exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        return (config.rope_parameters["rope_theta"] ** -exponent).float(), 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each (B, T, head_dim / 2)."""
+        exact = torch.float32 if x.device.type == "mps" else torch.float64
+        angle = position_ids[..., None].to(exact) * self.inv_freq.to(exact)
+        dtype = compute_dtype(x.dtype)
+        return (angle.cos() * self.attention_scaling).to(dtype), (angle.sin() * self.attention_scaling).to(dtype)
+
+
+class SoftplusGPTAttention(nn.Module):
+    is_causal = True
+
+    def __init__(self, config: SoftplusGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
+        self.attention = config.chosen_attention()
+        width, heads = config.head_dim * config.num_attention_heads, config.num_attention_heads
+        kv_width = config.head_dim * config.num_key_value_heads
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.bias)
+        self.o_proj = residual_projection(width, config)
+        self.learned_names = tuple(self.attention.learned_parameters(heads))
+        for name in self.learned_names:
+            self.register_parameter(name, nn.Parameter(torch.empty(heads)))
+        if config.power == LEARNED:
+            self.raw_power = nn.Parameter(torch.empty(heads))
+        self.reset_learned()
+
+    def reset_learned(self) -> None:
+        """The first values of what the attention itself learns."""
+        for name, start in self.attention.learned_parameters(self.config.num_attention_heads).items():
+            init.copy_(getattr(self, name), start)
+        if self.config.power == LEARNED:
+            # softplus(raw) = p - 1; at p = 1 itself the parameter would be -inf and never move again.
+            above_1 = max(first_power(self.attention.spec) - 1, 1e-2)
+            init.constant_(self.raw_power, above_1 + math.log(-math.expm1(-above_1)))
+
+    def attention_parameters(self) -> dict[str, Tensor]:
+        parameters = {name: getattr(self, name) for name in self.learned_names}
+        if self.config.power == LEARNED:
+            parameters["power"] = 1 + F.softplus(self.raw_power.float())
+        return parameters
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q = self.q_proj(hidden_states).view(heads).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(heads).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        if position_embeddings is not None:
+            q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
+        # Unit keys in the cache: a decode step then normalises one key, not all of them. Without a cache the op does it
+        # in float32, which keeps more digits.
+        unit_keys = past_key_values is not None and self.attention.spec.qk_norm
+        if unit_keys:
+            k = unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        visibility = visibility_of(q, k, attention_mask, self.is_causal, self.attention.window(None))
+        parameters = self.attention_parameters()
+        out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=unit_keys)
+        seen = weights(self.attention, q, k, visibility, parameters) if output_attentions else None
+        return self.o_proj(out.transpose(1, 2).flatten(2)), seen
+
+
+def residual_projection(width: int, config: SoftplusGPTConfig) -> nn.Linear:
+    """A projection onto the residual stream; GPT-2 starts it smaller, by the number of those in the model."""
+    projection = nn.Linear(width, config.hidden_size, bias=config.bias)
+    # The flag sits on the leaf: transformers does not pass modules without parameters of their own to _init_weights.
+    projection.starts_smaller_by = math.sqrt(2 * config.num_hidden_layers)
+    return projection
+
+
+class SoftplusGPTMLP(nn.Module):
+    def __init__(self, config: SoftplusGPTConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.down_proj = residual_projection(config.intermediate_size, config)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class SoftplusGPTBlock(GradientCheckpointingLayer):
+    def __init__(self, config: SoftplusGPTConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = layer_norm(config)
+        self.self_attn = SoftplusGPTAttention(config, layer_idx)
+        self.post_attention_layernorm = layer_norm(config)
+        self.mlp = SoftplusGPTMLP(config)
+
+    def forward(self, hidden_states: Tensor, *positions_and_mask: Any, **options: Any) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), *positions_and_mask, **options)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def layer_norm(config: SoftplusGPTConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.bias)
+
+
+class SoftplusGPTPreTrainedModel(PreTrainedModel):
+    config_class = SoftplusGPTConfig
+    config: SoftplusGPTConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SoftplusGPTBlock"]  # noqa: RUF012  transformers' own form
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_attention_backend = True
+    _supports_sdpa = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": SoftplusGPTBlock, "attentions": SoftplusGPTAttention}  # noqa: RUF012
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The attention is part of the model: what is asked for beside it may only confirm it."""
+        own = self.config.attention
+        if requested_attention not in (None, own):
+            check.fail(
+                "attn_implementation",
+                f"None or {own!r}, the attention in this model's config; another one is "
+                f"SoftplusGPTConfig(attention=...), or from_pretrained(..., attention=...) for the same weights",
+                repr(requested_attention),
+            )
+        return own
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            smaller = getattr(module, "starts_smaller_by", 1.0)
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range / smaller)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, SoftplusGPTAttention):
+            module.reset_learned()
+        else:
+            super()._init_weights(module)
+
+    def set_power(self, power: float | PowerByLength) -> None:
+        """Another sharpening power from here on, in the config too: a schedule, or a sharper one at inference."""
+        if self.config.power == LEARNED:
+            raise ValueError("`power` is learned in this model and cannot be set")
+        self.config.power = power_to_json(power)
+        chosen = self.config.chosen_attention()
+        for module in self.modules():
+            if isinstance(module, SoftplusGPTAttention):
+                module.attention = chosen
+
+
+class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
+    def __init__(self, config: SoftplusGPTConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([SoftplusGPTBlock(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = layer_norm(config)
+        uses_rope = config.chosen_attention().spec.positions == "rope"
+        self.rotary_emb = SoftplusGPTRotaryEmbedding(config) if uses_rope else None
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool = False,
+        **unused: Any,
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        # Positions that count on from the cache cannot be packed documents: only given ones are looked at.
+        mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values, position_ids)
+        if position_ids is None:
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
+        positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, positions, mask, past_key_values, output_attentions=output_attentions)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+
+class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own form
+
+    def __init__(self, config: SoftplusGPTConfig) -> None:
+        super().__init__(config)
+        self.model = SoftplusGPTModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **options,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+__all__ = ["SoftplusGPTForCausalLM", "SoftplusGPTModel", "SoftplusGPTPreTrainedModel"]

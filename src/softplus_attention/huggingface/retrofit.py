@@ -1,0 +1,69 @@
+"""Another attention in a model that exists: swapped in by name, its power raised step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from softplus_attention import validation as check
+from softplus_attention.catalog import ABLATIONS, ATTENTIONS
+from softplus_attention.huggingface.attention import SETTINGS, attention_of, power_to_json, settings_of
+from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
+from softplus_attention.power import PowerByLength
+
+KNOWN = ATTENTIONS | ABLATIONS
+
+
+def use_attention(
+    model: PreTrainedModel,
+    name: str = "lssar",
+    *,
+    power: float | PowerByLength | None = None,
+    score_scale: float | None = None,
+) -> PreTrainedModel:
+    """The same weights with the attention ``name`` in every layer. Returns the model, which is changed in place.
+
+    A model trained with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
+    """
+    if isinstance(model.config, SoftplusGPTConfig):
+        raise ValueError(
+            "`model` is a SoftplusGPT, whose attention is part of its config: load its weights with "
+            f"from_pretrained(..., attention={name!r})"
+        )
+    settings: dict[str, Any] = {} if power is None else {"power": power_to_json(power)}
+    settings |= {} if score_scale is None else {"score_scale": score_scale}
+    for config in configs_of(model):
+        setattr(config, SETTINGS, dict(settings))
+        attention_of(config, name)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
+    return model
+
+
+def set_power(model: nn.Module, power: float | PowerByLength) -> None:
+    """Another sharpening power from here on, saved with the config: a schedule, or a sharper one at inference.
+
+    ``model`` is a SoftplusGPT or any model with ``attn_implementation="lssar"``, also inside a wrapper such as DDP.
+    """
+    words = power_to_json(power)
+    changed = False
+    for module in model.modules():
+        if isinstance(module, SoftplusGPTPreTrainedModel):
+            module.set_power(power)
+            changed = True
+        elif isinstance(module, PreTrainedModel) and module.config._attn_implementation in KNOWN:
+            setattr(module.config, SETTINGS, {**settings_of(module.config), "power": words})
+            attention_of(module.config, module.config._attn_implementation)
+            changed = True
+    if not changed:
+        check.fail("model", "a model with an attention whose power can be set", type(model).__name__)
+
+
+def configs_of(model: PreTrainedModel) -> list[Any]:
+    """The configs of the model and its parts, each once."""
+    found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
+    return list(found.values())
