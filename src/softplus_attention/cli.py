@@ -1,10 +1,24 @@
-"""The command line: ``softplus-attention demo | info``. Each command imports what it needs when it runs."""
+"""The command line, ``softplus-attention COMMAND``. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+# What a command needs beyond torch, by the extra that installs it.
+EXTRAS = {
+    "transformers": "huggingface",
+    "accelerate": "huggingface",
+    "tokenizers": "huggingface",
+    "safetensors": "huggingface",
+    "datasets": "data",
+    "pyarrow": "data",
+    "zstandard": "data",
+    "matplotlib": "plots",
+    "scipy": "physics",
+    "pyoperon": "physics",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -13,15 +27,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    from softplus_attention import demo, info
+    from softplus_attention import demo
+    from softplus_attention.commands import convert, generate, info
+    from softplus_attention.data import command as data
+    from softplus_attention.training import command as training
 
-    demo.add_command(commands)
-    info.add_command(commands)
+    for command in (demo, data, training, convert, generate, info):
+        command.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except ValueError as error:
         print(f"softplus-attention: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        extra = f"pip install 'softplus-attention[{EXTRAS[package]}]'"
+        print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
 
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.registration import register
+from softplus_attention.huggingface.remote_code import save_with_code
 from softplus_attention.huggingface.retrofit import set_power, use_attention
 
 register()
 
-__all__ = ["SoftplusGPTConfig", "SoftplusGPTForCausalLM", "SoftplusGPTModel", "set_power", "use_attention"]
+__all__ = [
+    "SoftplusGPTConfig",
+    "SoftplusGPTForCausalLM",
+    "SoftplusGPTModel",
+    "save_with_code",
+    "set_power",
+    "use_attention",
+]

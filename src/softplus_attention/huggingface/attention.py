@@ -7,12 +7,12 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from softplus_attention import functional as ours
 from softplus_attention import validation as check
@@ -64,18 +64,11 @@ def settings_of(config: Any) -> dict[str, Any]:
 def attention_of(config: Any, name: str) -> Attention:
     """The attention of that name, with the power and the scale that the config asks for."""
     settings = settings_of(config)
-    power, scale = settings.get("power"), settings.get("score_scale")
-    frozen = tuple(sorted(power.items())) if isinstance(power, Mapping) else power
-    return adjusted(name, frozen, scale)
-
-
-@functools.cache
-def adjusted(name: str, power: Any, scale: float | None) -> Attention:
     changes: dict[str, Any] = {}
-    if power is not None:
-        changes["power"] = power_from_json(dict(power) if isinstance(power, tuple) else power)
-    if scale is not None:
-        changes["scale"] = scale
+    if settings.get("power") is not None:
+        changes["power"] = power_from_json(settings["power"])
+    if settings.get("score_scale") is not None:
+        changes["scale"] = settings["score_scale"]
     return attention(name, **changes)
 
 
@@ -99,11 +92,18 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         visibility = visibility_of(query, key, attention_mask, causal, chosen.window(None))
         out = attend(chosen, query, key, value, visibility)
-        seen = weights(chosen, query, key, visibility) if output_attentions else None
+        wanted = output_attentions or attentions_are_recorded()
+        seen = weights(chosen, query, key, visibility) if wanted else None
         return out.transpose(1, 2), seen
 
     attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
     return attend_host
+
+
+def attentions_are_recorded() -> bool:
+    """Some models (GPT-2) do not pass ``output_attentions`` on: transformers then only records what comes back."""
+    recorded = output_capturing._active_collector.get()
+    return recorded is not None and "attentions" in recorded
 
 
 def check_host(

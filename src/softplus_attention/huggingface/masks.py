@@ -31,6 +31,8 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
         return Pattern(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern()
+    if torch.compiler.is_compiling():
+        return None
     # transformers builds the others as closures, named by the function that made them.
     maker = mask_function.__qualname__.partition(".")[0]
     closure = dict(
@@ -71,9 +73,11 @@ def range_mask(
     """None, an int32 (B, 1, T_q, 2) tensor of ranges, or a boolean (B, 1, T_q, T_k) mask; see the module."""
     pattern = None if isinstance(kv_offset, Tensor) else pattern_of(mask_function)
     padding = padding_range(attention_mask, kv_length, kv_offset)
+    sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    if pattern is None and torch.compiler.is_compiling() and attention_mask is None and not others.get("use_vmap"):
+        return traced_ranges(masking_utils.sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, device=device))
     if pattern is None or padding is None:
         others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
         return masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, device=device, **others)
 
     within = pattern.window is None or kv_length <= pattern.window
@@ -83,7 +87,7 @@ def range_mask(
 
     # Absolute positions first, those of the keys that came in last.
     row = torch.arange(q_length, device=device)[None] + q_offset
-    start, end = torch.zeros_like(row), torch.full_like(row, kv_offset + kv_length)
+    start, end = torch.zeros_like(row), torch.full_like(row, int(kv_offset) + kv_length)
     if pattern.causal:
         end = torch.minimum(end, row + 1)
     if pattern.window is not None:
@@ -99,6 +103,21 @@ def range_mask(
     end = (end - kv_offset).clamp(0, kv_length)
     ranges = torch.stack([start, torch.maximum(start, end)], -1).to(torch.int32)
     return ranges[:, None].expand(batch_size, 1, q_length, 2)
+
+
+def traced_ranges(visible: Tensor) -> Tensor:
+    """The ranges (B, 1, T_q, 2) of a dense mask, inside a compiled graph.
+
+    There the closures of transformers cannot be looked into, but the mask is one expression with its reductions and is
+    never stored. Masks that transformers builds itself leave every row one range; the assertion stands for it.
+    """
+    key = torch.arange(visible.shape[-1], device=visible.device)
+    start = torch.where(visible, key, visible.shape[-1]).amin(-1)
+    end = torch.where(visible, key + 1, 0).amax(-1)
+    start = torch.minimum(start, end)
+    one_range = visible.sum(-1) == end - start
+    torch._assert_async(one_range.all(), "the attention mask leaves a row more than one range of keys")
+    return torch.stack([start, end], -1).to(torch.int32)
 
 
 def padding_range(

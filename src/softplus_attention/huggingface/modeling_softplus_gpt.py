@@ -131,7 +131,7 @@ def residual_projection(width: int, config: SoftplusGPTConfig) -> nn.Linear:
     """A projection onto the residual stream; GPT-2 starts it smaller, by the number of those in the model."""
     projection = nn.Linear(width, config.hidden_size, bias=config.bias)
     # The flag sits on the leaf: transformers does not pass modules without parameters of their own to _init_weights.
-    projection.starts_smaller_by = math.sqrt(2 * config.num_hidden_layers)
+    projection.starts_smaller_by = math.sqrt(2 * config.num_hidden_layers)  # type: ignore[assignment]
     return projection
 
 
@@ -253,6 +253,8 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
 
 class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own form
+    # Set in training: the loss of (hidden states, head weight, labels), and no logits are made or returned.
+    linear_loss: Callable[..., Tensor] | None = None
 
     def __init__(self, config: SoftplusGPTConfig) -> None:
         super().__init__(config)
@@ -283,10 +285,13 @@ class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **options,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
+        logits = loss = None
+        if labels is not None and self.linear_loss is not None:
+            loss = self.linear_loss(outputs.last_hidden_state, self.lm_head.weight, labels, **options)
+        else:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        if labels is not None and loss is None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         return CausalLMOutputWithPast(
             loss=loss,

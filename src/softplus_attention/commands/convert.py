@@ -1,0 +1,106 @@
+"""``softplus-attention convert``: a pretrained model with another attention in it, and what that does to its loss."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "convert",
+        help="swap another attention into a pretrained model",
+        description="Swaps another attention into a pretrained causal language model and saves it. The weights are the "
+        "same, so the loss rises, as --text shows: fine-tune the result with a power that rises from small to its "
+        "target (docs/huggingface.md).",
+    )
+    parser.add_argument("model", help="a folder with a saved model, or a name on the hub")
+    parser.add_argument("--output", required=True, type=Path, help="the folder to write; it must not exist yet")
+    parser.add_argument("--attention", default="lssar", help="a name of the catalogue (default: %(default)s)")
+    parser.add_argument("--power", type=float, help="the sharpening power to start with (default: the attention's own)")
+    parser.add_argument("--score-scale", type=float, help="replaces log(head dimension) in the scores")
+    parser.add_argument("--text", type=Path, help="a UTF-8 file: its loss before and after is printed")
+    parser.add_argument(
+        "--length", type=int, default=512, help="tokens per sequence of the loss (default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.output.exists():
+        fail("--output", "a folder that does not exist yet", repr(str(options.output)))
+    if options.length < 2:
+        fail("--length", "at least 2", options.length)
+    from transformers.utils import logging
+
+    from softplus_attention.huggingface import use_attention
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    tokenizer = try_tokenizer(options.model) if options.text is None else load_tokenizer(options.model)
+    tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
+    before = None if tokens is None else mean_loss(model, tokens)
+    power = int(options.power) if options.power is not None and options.power.is_integer() else options.power
+    use_attention(model, options.attention, power=power, score_scale=options.score_scale)
+    after = None if tokens is None else mean_loss(model, tokens)
+
+    model.save_pretrained(options.output)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(options.output)
+    else:
+        print("softplus-attention: no tokenizer was found beside the model, so none was written", file=sys.stderr)
+    if tokens is not None:
+        count = tokens.shape[0] * (tokens.shape[1] - 1)
+        print(f"loss over {count} tokens in sequences of {tokens.shape[1]}")
+        print(f"  as it was          {before:.4f}")
+        print(f"  with {options.attention:<14}{after:.4f}  (no fine-tuning yet)")
+    print(f"written: {options.output}")
+    return 0
+
+
+def try_tokenizer(source: str) -> Any:
+    from softplus_attention.huggingface.loading import load_tokenizer
+
+    try:
+        return load_tokenizer(source)
+    except ValueError:
+        return None
+
+
+def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
+    """(sequences, length): the file's tokens, what does not fill a sequence left out, unless it is all there is."""
+    import torch
+
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fail("--text", "a readable UTF-8 file", f"{str(path)!r}: {error}")
+    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    if len(tokens) < 2:
+        fail("--text", "a file of at least 2 tokens", f"{len(tokens)}")
+    if len(tokens) < length:
+        return tokens[None]
+    return tokens[: len(tokens) // length * length].view(-1, length)
+
+
+def mean_loss(model: Any, tokens: Any, batch: int = 4) -> float:
+    """Mean negative log-likelihood of the tokens after the first of each sequence, in nats."""
+    import torch
+
+    total = 0.0
+    with torch.inference_mode():
+        for rows in tokens.split(batch):
+            rows = rows.to(model.device)
+            total += model(rows, labels=rows, use_cache=False).loss.item() * len(rows)
+    return total / len(tokens)

@@ -1,0 +1,122 @@
+"""``softplus-attention generate``: text from a model, token by token, and how fast it came."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="text from a model, streamed",
+        description="Continues a prompt with a saved model (ours or any causal language model of transformers), prints "
+        "the tokens as they come, and the speed at the end. The prompt and what follows may be longer than the "
+        "sequences the model was trained on.",
+    )
+    parser.add_argument("--model", required=True, help="a folder with a saved model, or a name on the hub")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
+    parser.add_argument("--tokenizer", help="default: the one saved with the model")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="default: %(default)s")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest tokens (default: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that hold P of the mass")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--power", type=float, help="another sharpening power than the model's own")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    check_options(options)
+    import torch
+    from transformers.utils import logging
+
+    from softplus_attention.huggingface import set_power
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
+    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    if options.power is not None:
+        set_power(model, int(options.power) if options.power.is_integer() else options.power)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    length = inputs["input_ids"].shape[1]
+    if length == 0:
+        fail("--prompt", "text of at least one token", repr(prompt))
+
+    words: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        words |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    end = model.generation_config.eos_token_id
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
+    torch.manual_seed(options.seed)
+    print(prompt, end="", flush=True)
+    streamer = timed_streamer(tokenizer)
+    out = model.generate(**inputs, **words, pad_token_id=pad, streamer=streamer)
+    print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
+    return 0
+
+
+def timed_streamer(tokenizer: Any) -> Any:
+    from transformers import TextStreamer
+
+    class TimedStreamer(TextStreamer):  # type: ignore[misc]
+        """Prints the text as transformers does, and keeps the time of the first and the last new token."""
+
+        def __init__(self) -> None:
+            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+            self.started = time.perf_counter()
+            self.times: list[float] = []
+
+        def put(self, value: Any) -> None:
+            if not self.next_tokens_are_prompt:
+                self.times.append(time.perf_counter())
+            super().put(value)
+
+    return TimedStreamer()
+
+
+def report(prompt: int, new: int, streamer: Any, model: Any) -> str:
+    times = streamer.times
+    first = times[0] - streamer.started if times else 0.0
+    line = f"[{new} new tokens after {prompt} of the prompt; the first after {first:.2f} s"
+    if len(times) > 1:
+        line += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
+    trained = getattr(model.config, "max_position_embeddings", None)
+    if trained and prompt + new > trained:
+        line += f"; {(prompt + new) / trained:.1f} times the training length of {trained}"
+    return line + "]"
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fail("--prompt-file", "a readable UTF-8 file", f"{str(path)!r}: {error}")
+
+
+def check_options(options: argparse.Namespace) -> None:
+    if options.max_new_tokens < 1:
+        fail("--max-new-tokens", "at least 1", options.max_new_tokens)
+    if not options.temperature >= 0:
+        fail("--temperature", "0 or more", options.temperature)
+    if options.top_k < 0:
+        fail("--top-k", "0 or more", options.top_k)
+    if not 0 < options.top_p <= 1:
+        fail("--top-p", "above 0 and at most 1", options.top_p)

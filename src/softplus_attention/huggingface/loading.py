@@ -1,0 +1,42 @@
+"""Models and tokenizers for the commands: from a folder or the hub, with errors that say what was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
+from softplus_attention import validation as check
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(source: str, *, dtype: str = "auto", device: str | None = None, **config: Any) -> PreTrainedModel:
+    """A causal language model in evaluation mode; ``config`` replaces words of its config."""
+    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    require("model", source, "config.json")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], **config)
+    except OSError as error:
+        check.fail(
+            "model", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}"
+        )
+    return model.to(where).eval()
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        check.fail("tokenizer", "a folder with a saved tokenizer, or a name on the hub", f"{source!r}: {error}")
+
+
+def require(name: str, source: str, file: str) -> None:
+    """A path that exists must hold the file: else transformers would look for the path's name on the hub."""
+    looks_like_path = source.startswith((".", "/", "~")) or Path(source).exists()
+    if looks_like_path and not (Path(source) / file).is_file():
+        expected = f"a folder with {file}"
+        check.fail(name, expected, f"{source!r}, which {'has none' if Path(source).is_dir() else 'is no folder'}")

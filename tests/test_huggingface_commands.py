@@ -1,0 +1,205 @@
+"""``softplus-attention convert`` and ``generate``, training with Trainer, and the retrofit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_models import byte_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+
+from softplus_attention.cli import main
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power, use_attention
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
+BYTES = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
+
+
+def llama(**words):
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**size, **BYTES, max_position_embeddings=64), **words)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "llama")
+    byte_tokenizer().save_pretrained(tmp_path / "llama")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+class TestConvert:
+    def test_swaps_measures_and_saves(self, saved, capsys):
+        words = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "3", "--length", "64"]
+        assert main([*words, "--text", str(saved / "text.txt"), "--device", "cpu"]) == 0
+        out = capsys.readouterr().out
+        before, after = (float(x) for x in re.findall(r"(?:was|lssar) +([0-9.]+)", out))
+        config = json.loads((saved / "new" / "config.json").read_text())
+        assert config["attn_implementation"] == "lssar"
+        assert config["softplus_attention"] == {"power": 3}
+
+        tokens = torch.tensor(byte_tokenizer()(TEXT)["input_ids"])
+        rows = tokens[: len(tokens) // 64 * 64].view(-1, 64)
+        for folder, printed in (("llama", before), ("new", after)):
+            with torch.no_grad():
+                loss = AutoModelForCausalLM.from_pretrained(saved / folder)(rows, labels=rows).loss.item()
+            assert printed == pytest.approx(loss, abs=1e-4)
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["{}/llama", "--output", "{}/llama"], "`--output` must be a folder that does not exist yet"),
+            (["{}/llama", "--output", "{}/new", "--attention", "lsar"], "no attention is named 'lsar'"),
+            (["{}/none", "--output", "{}/new"], "`model` must be a folder with config.json"),
+            (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "`--text` must be a readable UTF-8 file"),
+            (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`power` must be a number >= 1"),
+        ],
+    )
+    def test_bad_input(self, saved, capsys, words, message):
+        assert main(["convert", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+        assert not (saved / "new").exists()
+
+
+class TestGenerate:
+    def test_streams_and_reports(self, saved, capsys):
+        words = ["generate", "--model", str(saved / "llama"), "--prompt", "The quick", "--max-new-tokens", "70"]
+        assert main([*words, "--temperature", "0", "--device", "cpu"]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.startswith("The quick")
+        assert re.search(r"70 new tokens after 9 of the prompt.*[0-9.]+ tokens/s; 1.2 times the training", captured.err)
+
+    def test_a_real_process_with_a_prompt_file(self, saved):
+        use_attention(llama(), "lssar").save_pretrained(saved / "ours")
+        command = [sys.executable, "-m", "softplus_attention.cli", "generate", "--model", str(saved / "ours")]
+        command += ["--tokenizer", str(saved / "llama"), "--prompt-file", str(saved / "text.txt"), "--power", "7"]
+        done = subprocess.run(
+            [*command, "--max-new-tokens", "5", "--device", "cpu"], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(TEXT)
+        assert "times the training length of 64" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--model", "{}/llama", "--prompt", ""], "`--prompt` must be text of at least one token"),
+            (["--model", "{}/none", "--prompt", "a"], "`model` must be a folder with config.json"),
+            (
+                ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
+                "`--max-new-tokens` must be at least 1",
+            ),
+            (["--model", "{}/llama", "--prompt", "a", "--power", "3"], "whose power can be set"),
+        ],
+    )
+    def test_bad_input(self, saved, capsys, words, message):
+        assert main(["generate", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
+        assert message in capsys.readouterr().err
+
+
+class Rows(torch.utils.data.Dataset):
+    """Sequences of the text's bytes, each at its own place."""
+
+    def __init__(self, length: int = 64) -> None:
+        self.tokens, self.length = torch.tensor(byte_tokenizer()(TEXT)["input_ids"]), length
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        start = i * 37 % (len(self.tokens) - self.length)
+        row = self.tokens[start : start + self.length]
+        return {"input_ids": row, "labels": row}
+
+
+def trained(model, folder: Path, steps: int, *callbacks: TrainerCallback) -> list[float]:
+    """The logged losses of a short run with transformers' Trainer."""
+    words = {"per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 5, "report_to": "none"}
+    more = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 0, "lr_scheduler_type": "constant"}
+    arguments = TrainingArguments(str(folder), max_steps=steps, **words, **more)
+    trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+class RisingPower(TrainerCallback):
+    def __init__(self, model, powers: dict[int, int]) -> None:
+        self.model, self.powers = model, powers
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step in self.powers:
+            set_power(self.model, self.powers[state.global_step])
+
+
+class TestTrainer:
+    def test_lowers_the_loss(self, tmp_path):
+        torch.manual_seed(0)
+        size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**size, **BYTES, power=3))
+        losses = trained(model, tmp_path, 30, RisingPower(model, {10: 7, 20: 15}))
+        assert losses[-1] < 0.7 * losses[0]
+        assert model.config.power == 15
+
+    def test_retrofit(self, tmp_path):
+        """A softmax model with LSSAR swapped in: worse at once, then fine-tuned with a rising power, nearly as good."""
+        model = llama()
+        learned = trained(model, tmp_path / "a", 60)[-1]
+        rows = torch.stack([Rows()[i]["input_ids"] for i in range(16)])
+
+        def loss() -> float:
+            with torch.no_grad():
+                return model.eval()(rows, labels=rows).loss.item()
+
+        before = loss()
+        use_attention(model, "lssar", power=3)
+        swapped = loss()
+        trained(model.train(), tmp_path / "b", 60, RisingPower(model, {20: 7, 40: 15}))
+        tuned = loss()
+        assert swapped > before + 0.3
+        assert tuned < before + 0.1
+        assert learned < 2.0
+        assert model.config.softplus_attention["power"] == 15
+
+
+TRAIN = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from test_huggingface_commands import BYTES, Rows
+from transformers import Trainer, TrainingArguments
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+import os, json
+processes = int(os.environ.get("WORLD_SIZE", 1))
+torch.manual_seed(0)
+model = SoftplusGPTForCausalLM(SoftplusGPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **BYTES))
+arguments = TrainingArguments(sys.argv[2], max_steps=10, per_device_train_batch_size=8 // processes, logging_steps=1,
+    learning_rate=3e-3, report_to="none", use_cpu=True, save_strategy="no", disable_tqdm=True, seed=0)
+assert arguments.world_size == processes
+trainer = Trainer(model, arguments, train_dataset=Rows())
+trainer.train()
+if trainer.is_world_process_zero():
+    json.dump([e["loss"] for e in trainer.state.log_history if "loss" in e], open(sys.argv[2] + ".json", "w"))
+"""
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    tests = str(Path(__file__).parent)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launcher in (("one", [sys.executable]), ("two", torchrun)):
+        command = [*launcher, str(script), tests, str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert len(one) == 10
+    torch.testing.assert_close(torch.tensor(two), torch.tensor(one), atol=1e-4, rtol=0)
+    assert one[-1] < one[0]

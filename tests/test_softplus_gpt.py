@@ -1,0 +1,337 @@
+"""Our own GPT, and what is kept when models are saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from huggingface_models import IDS, SIZE, byte_tokenizer, small_model, token_rows
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, pipeline
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from softplus_attention import PowerByLength
+from softplus_attention.catalog import attention, names
+from softplus_attention.huggingface import (
+    SoftplusGPTConfig,
+    SoftplusGPTForCausalLM,
+    SoftplusGPTModel,
+    save_with_code,
+    set_power,
+    use_attention,
+)
+
+
+def tiny(**words) -> SoftplusGPTForCausalLM:
+    torch.manual_seed(0)
+    return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **words})).eval()
+
+
+def logits(model, ids=None) -> torch.Tensor:
+    with torch.no_grad():
+        return model(token_rows(2, 30) if ids is None else ids).logits
+
+
+class TestModel:
+    def test_gpt2_small_has_124_million_parameters(self):
+        with torch.device("meta"):
+            model = SoftplusGPTForCausalLM(SoftplusGPTConfig())
+        assert sum(p.numel() for p in model.parameters()) == 123_587_328
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    @pytest.mark.parametrize("name", names())
+    def test_every_attention(self, name):
+        model = tiny(attention=name).train()
+        ids = token_rows(2, 16)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        assert loss.isfinite()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        assert model.config._attn_implementation == name
+
+    def test_residual_projections_start_smaller(self):
+        model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, "hidden_size": 256, "num_hidden_layers": 8}))
+        smaller = 0.02 / math.sqrt(16)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                expected = smaller if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+                assert weight.std().item() == pytest.approx(expected, rel=0.05), name
+
+    @pytest.mark.parametrize("positions", [None, "none"])
+    def test_cache_holds_unit_keys(self, positions):
+        model = tiny(positions=positions)
+        with torch.no_grad():
+            out = model(token_rows(2, 12), use_cache=True)
+        for layer in out.past_key_values.layers:
+            torch.testing.assert_close(layer.keys.norm(dim=-1), torch.ones(2, 4, 12))
+        softmax = tiny(attention="softmax")
+        with torch.no_grad():
+            raw = softmax(token_rows(2, 12), use_cache=True).past_key_values.layers[0].keys
+        assert (raw.norm(dim=-1) - 1).abs().max() > 0.1
+
+    @pytest.mark.parametrize("name", ["ssmax", "softmax-window", "softmax-alibi", "softmax-nope", "sigmoid"])
+    def test_baselines_decode_as_they_prefill(self, name):
+        words = {"window": 7} if name == "softmax-window" else {}
+        model, ids = tiny(attention=name, **words), token_rows(2, 24)
+        with torch.no_grad():
+            first = model(ids[:, :15], use_cache=True)
+            second = model(ids[:, 15:], past_key_values=first.past_key_values, use_cache=True)
+        both = torch.cat([first.logits, second.logits], 1)
+        torch.testing.assert_close(both, logits(model, ids), atol=1e-5, rtol=1e-4)
+
+    def test_a_window_hides_what_is_older(self):
+        model, ids = tiny(num_hidden_layers=1, window=5), token_rows(1, 30)
+        other = ids.clone()
+        other[0, 3] = (other[0, 3] - 2) % 125 + 3
+        changed = (logits(model, ids) - logits(model, other)).abs().amax(-1)[0]
+        assert (changed > 0).nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+
+    def test_learned_power(self):
+        model, ids = tiny(power="learned").train(), token_rows(2, 16)
+        fixed = tiny().train()
+        torch.testing.assert_close(logits(model), logits(fixed), atol=1e-5, rtol=1e-4)
+        model(ids, labels=ids).loss.backward()
+        grad = model.model.layers[0].self_attn.raw_power.grad
+        assert grad.shape == (4,)
+        assert grad.abs().max() > 0
+        with pytest.raises(ValueError, match="learned"):
+            model.set_power(3)
+
+    def test_power_can_be_raised(self):
+        model = tiny(power=3)
+        three = logits(model)
+        model.set_power(15)
+        assert model.config.power == 15
+        torch.testing.assert_close(logits(model), logits(tiny()))
+        assert (logits(model) - three).abs().max() > 0
+        set_power(torch.nn.Sequential(model), PowerByLength(15, 4, n0=8))
+        assert model.config.power == {"base": 15, "slope": 4, "n0": 8}
+
+    def test_other_inputs(self):
+        model, ids = tiny(), token_rows(2, 12)
+        embeds = model.get_input_embeddings()(ids)
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs_embeds=embeds).logits, logits(model, ids))
+            last = model(ids, logits_to_keep=1).logits
+            states = model(ids, output_hidden_states=True).hidden_states
+        torch.testing.assert_close(last, logits(model, ids)[:, -1:])
+        assert len(states) == 3
+        with pytest.raises(ValueError, match="exactly one of `input_ids` and `inputs_embeds`"):
+            model(ids, inputs_embeds=embeds)
+
+    def test_gradient_checkpointing(self):
+        grads = []
+        for checkpointing in (False, True):
+            model, ids = tiny().train(), token_rows(2, 16)
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            grads.append([p.grad for p in model.parameters()])
+        torch.testing.assert_close(grads[0], grads[1])
+
+    def test_embeddings_can_grow(self):
+        model = tiny()
+        before = logits(model)
+        model.resize_token_embeddings(160, mean_resizing=False)
+        after = logits(model)
+        assert after.shape[-1] == 160
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        torch.testing.assert_close(after[..., :128], before)
+
+    def test_beyond_the_training_length(self):
+        model = tiny(max_position_embeddings=16)
+        out = model.generate(token_rows(1, 40), max_new_tokens=4, do_sample=False)
+        assert out.shape == (1, 44)
+
+    def test_sampling_is_repeatable(self):
+        model, ids = tiny(), token_rows(1, 8)
+        draws = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            draws.append(model.generate(ids, max_new_tokens=20, do_sample=True))
+        assert draws[0].equal(draws[1])
+        assert not draws[0].equal(draws[2])
+
+
+class TestRope:
+    TYPES = (
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    )
+
+    @pytest.mark.parametrize("scaling", TYPES, ids=[t["rope_type"] for t in TYPES])
+    def test_frequencies_are_transformers(self, scaling):
+        parameters = {"rope_theta": 10_000.0, **scaling}
+        model = tiny(attention="softmax", rope_parameters=parameters, max_position_embeddings=32)
+        rope = model.model.rotary_emb
+        length = 128
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](model.config, torch.device("cpu"), seq_len=length)
+        cos, _ = rope(torch.zeros(1, length, 64), torch.arange(length)[None])
+        torch.testing.assert_close(cos[0], (torch.arange(length)[:, None] * expected).cos() * factor, atol=1e-4, rtol=0)
+        plain = tiny(attention="softmax", max_position_embeddings=32)
+        ids = token_rows(1, length)
+        assert (logits(model, ids) - logits(plain, ids)).abs().max() > 1e-4
+
+    def test_legacy_name(self):
+        model = tiny(attention="softmax", rope_scaling={"rope_type": "linear", "factor": 2.0})
+        assert model.config.rope_parameters["rope_type"] == "linear"
+
+    def test_million_positions(self):
+        """Angles in float64: a shift by a million positions leaves scores as they are."""
+        rope = tiny().model.rotary_emb
+        near = rope(torch.zeros(1, 1, 64), torch.tensor([[0, 5]]))
+        far = rope(torch.zeros(1, 1, 64), torch.tensor([[1_000_000, 1_000_005]]))
+        turn = [cos[:, 0] * cos[:, 1] + sin[:, 0] * sin[:, 1] for cos, sin in (near, far)]
+        torch.testing.assert_close(turn[0], turn[1], atol=1e-6, rtol=0)
+
+
+class TestSaved:
+    WORDS = (
+        {"attention": "lssar", "power": {"base": 9, "slope": 2, "n0": 16}},
+        {"attention": "ssmax"},
+        {"power": "learned"},
+    )
+
+    @pytest.mark.parametrize("words", WORDS, ids=str)
+    def test_round_trip(self, words, tmp_path):
+        model = tiny(**words)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path)
+        assert (tmp_path / "model.safetensors").exists()
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert isinstance(again, SoftplusGPTForCausalLM)
+        assert again.config._attn_implementation == words.get("attention", "lssar")
+        torch.testing.assert_close(logits(again), logits(model))
+        assert isinstance(AutoModel.from_pretrained(tmp_path), SoftplusGPTModel)
+        saved, own = (config.to_dict() for config in (AutoConfig.from_pretrained(tmp_path), model.config))
+        assert {**saved, "_name_or_path": ""} == own
+
+    def test_another_power_at_loading(self, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        sharper = AutoModelForCausalLM.from_pretrained(tmp_path, power=31)
+        assert sharper.config.power == 31
+        torch.testing.assert_close(logits(sharper), logits(tiny(power=31)))
+
+    def test_another_attention_is_refused_unless_it_is_meant(self, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        for name in ("lssa", "sdpa", "eager"):
+            with pytest.raises(ValueError, match=rf"`attn_implementation` must be None or 'lssar'.*{name}"):
+                AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        meant = AutoModelForCausalLM.from_pretrained(tmp_path, attention="lssa")
+        torch.testing.assert_close(logits(meant), logits(tiny(attention="lssa")))
+
+    def test_stock_model_comes_back_as_it_was(self, tmp_path):
+        model = small_model("llama")
+        use_attention(model, "lssar", power=7)
+        model.save_pretrained(tmp_path)
+        words = json.loads((tmp_path / "config.json").read_text())
+        assert words["attn_implementation"] == "lssar"
+        again = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert again.config._attn_implementation == "lssar"
+        torch.testing.assert_close(logits(again), logits(model))
+        assert (
+            logits(again) - logits(AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa"))
+        ).abs().max() > 1e-3
+
+    def test_built_by_name_and_saved_at_once(self, tmp_path):
+        config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+        AutoModelForCausalLM.from_config(config, attn_implementation="lssa").save_pretrained(tmp_path)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "lssa"
+
+
+def in_fresh_process(program: str, *arguments: object) -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+LOAD = """
+    import sys, torch
+    {first}
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]{more}).eval()
+    with torch.no_grad():
+        logits = model(torch.load(sys.argv[2])).logits
+    torch.save((type(model).__name__, model.config._attn_implementation, logits), sys.argv[3])
+"""
+
+
+class TestFreshProcess:
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_load(self, family, tmp_path):
+        model, ids = small_model(family), token_rows(2, 30)
+        save_with_code(model, tmp_path / "model")
+        torch.save(ids, tmp_path / "ids.pt")
+        # Nothing imported first; our package; transformers' own way to load code that comes with a model.
+        ways = (("", ""), ("import softplus_attention.huggingface", ""), ("", ", trust_remote_code=True"))
+        outs = [tmp_path / f"{i}.pt" for i in range(len(ways))]
+        running = [
+            in_fresh_process(LOAD.format(first=first, more=more), tmp_path / "model", tmp_path / "ids.pt", out)
+            for (first, more), out in zip(ways, outs, strict=True)
+        ]
+        errors = [process.communicate(timeout=240)[1] for process in running]
+        assert running[0].returncode != 0, "without the package a model with our attention must not load as another"
+        assert "lssar" in errors[0] or "softplus" in errors[0]
+        for process, error, out in zip(running[1:], errors[1:], outs[1:], strict=True):
+            assert process.returncode == 0, error
+            kind, implementation, result = torch.load(out)
+            assert (kind, implementation) == (type(model).__name__, "lssar")
+            torch.testing.assert_close(result, logits(model, ids))
+
+
+class TestPipeline:
+    def test_text_generation(self, tmp_path):
+        tokenizer = byte_tokenizer()
+        model = tiny(vocab_size=257, eos_token_id=256, bos_token_id=256)
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        writer = pipeline("text-generation", model=str(tmp_path), device="cpu")
+        text = writer("Once upon", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+        assert text.startswith("Once upon")
+        several = writer(["Once", "Two words"], max_new_tokens=4, do_sample=False, batch_size=2)
+        alone = [writer(t, max_new_tokens=4, do_sample=False) for t in ("Once", "Two words")]
+        assert several == alone
+
+
+class TestBadConfigs:
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"attention": "lssarr"}, "no attention is named 'lssarr'; did you mean 'lssar'"),
+            ({"power": 0.5}, "`power` must be a number >= 1"),
+            ({"power": "high"}, "`power` must be a number >= 1"),
+            ({"power": {"bse": 3}}, "`power` must be a number or"),
+            ({"attention": "lssa", "power": 3}, "`power` must be None"),
+            ({"attention": "softmax", "power": "learned"}, "no second stage whose power could be learned"),
+            ({"num_key_value_heads": 3}, "`num_key_value_heads` must be a divisor of `num_attention_heads`, 4, got 3"),
+            ({"hidden_size": 66}, "`hidden_size` must be a multiple of `num_attention_heads`, 4, got 66"),
+            ({"positions": "sine"}, "`positions` must be None, 'rope' or 'none'"),
+            ({"score_scale": -1.0}, "`scale` must be None or a number above 0"),
+            ({"window": 0}, "`window`"),
+        ],
+    )
+    def test_error(self, words, message):
+        with pytest.raises(Exception, match="(?s)" + message.replace("(", r"\(")):
+            SoftplusGPTConfig(**{**SIZE, **IDS, **words})
+
+    def test_a_checkpoint_of_another_shape(self, tmp_path):
+        tiny().save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="mismatch"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, hidden_size=32, head_dim=8)
+
+
+def test_own_model_cannot_be_swapped():
+    with pytest.raises(ValueError, match=r"from_pretrained\(..., attention='softmax'\)"):
+        use_attention(tiny(), "softmax")
+
+
+def test_names_of_the_catalogue_are_the_model_s():
+    assert SoftplusGPTConfig(**SIZE, **IDS, attention="lssar-p3").chosen_attention().spec == attention("lssar-p3").spec
