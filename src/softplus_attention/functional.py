@@ -328,7 +328,19 @@ def attend(
         return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
     if q.device.type != "cpu":
         check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
+    if cache is not None and q.shape[2] == 1 and not wants_gradient(q, k, v, power):
+        return chunked_decode(q, k, v, visibility, power, score_scale, normalized_keys)
     return chunked_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+
+
+def chunked_decode(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+) -> Tensor:
+    from softplus_attention.kernels import chunked_decode  # noqa: F401  registers the op
+
+    return torch.ops.softplus_attention.chunked_decode(
+        q, k, v, *visibility.ranges(), *power_arguments(power), score_scale, normalized_keys
+    )
 
 
 def chunked_attention(

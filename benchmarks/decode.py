@@ -1,0 +1,144 @@
+"""Time per generated token against context length: one model with LSSAR and the same model with softmax (SDPA).
+
+    python benchmarks/decode.py --output results/decode-h200.json --commit $(git rev-parse --short HEAD)
+
+The caches are filled with random keys and values of the context's length, then single tokens are decoded through the
+whole model. "eager" is a plain forward with transformers' DynamicCache, as generate() runs it; "graph" replays a CUDA
+graph of the forward with a StaticCache, as a server would: without the cost of launching from Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+
+CONTEXTS = (1024, 4096, 16384, 65536, 131072)
+GPT = {"vocab_size": 50304, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+LLAMA = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16}
+LLAMA |= {"num_key_value_heads": 4, "intermediate_size": 5632, "max_position_embeddings": 131072 + 1024}
+NARROW = {"vocab_size": 1000, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def build(name: str, attention: str, small: bool):
+    torch.manual_seed(0)
+    if name == "gpt":
+        return SoftplusGPTForCausalLM(SoftplusGPTConfig(**(NARROW if small else GPT), attention=attention))
+    config = LlamaConfig(
+        **{**LLAMA, **(NARROW | {"num_key_value_heads": 1, "intermediate_size": 256} if small else {})}
+    )
+    config._attn_implementation = "sdpa" if attention == "softmax" else attention
+    return LlamaForCausalLM(config)
+
+
+def filled(cache, model, batch: int, context: int):
+    """The cache holding ``context`` random tokens; unit keys where the model caches those."""
+    config = model.config
+    shape = (batch, config.num_key_value_heads, context, config.head_dim)
+    for layer in range(config.num_hidden_layers):
+        k, v = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
+        if isinstance(config, SoftplusGPTConfig) and config.chosen_attention().spec.qk_norm:
+            k = torch.nn.functional.normalize(k, dim=-1)
+        cache.update(k, v, layer)
+    return cache
+
+
+def median_ms(run, device: torch.device, repeats: int) -> float:
+    times = []
+    for i in range(repeats + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if i >= 3:
+            times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+@torch.inference_mode()
+def eager_ms(model, batch: int, context: int, repeats: int) -> float:
+    """Every step is measured at the same context: the cache is cut back before the next."""
+    cache = filled(DynamicCache(config=model.config), model, batch, context - 1)
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    kept = [(layer.keys, layer.values) for layer in cache.layers]
+
+    def step() -> None:
+        model(token, past_key_values=cache, use_cache=True)
+        for layer, (keys, values) in zip(cache.layers, kept, strict=True):
+            layer.keys, layer.values = keys, values
+
+    return median_ms(step, model.device, repeats)
+
+
+@torch.inference_mode()
+def graph_ms(model, batch: int, context: int, repeats: int) -> float:
+    cache = filled(StaticCache(config=model.config, max_cache_len=context + 64), model, batch, context - 1)
+    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model(token, past_key_values=cache, use_cache=True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(token, past_key_values=cache, use_cache=True)
+    return median_ms(graph.replay, model.device, repeats)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
+    parser.add_argument("--models", nargs="+", choices=("gpt", "llama"), default=("gpt", "llama"))
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--small", action="store_true", help="tiny models: to try the script on a CPU")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ways = {"eager": eager_ms, "graph": graph_ms} if device.type == "cuda" else {"eager": eager_ms}
+    rows = []
+    for name in options.models:
+        models = {
+            attention: build(name, attention, options.small).to(
+                device, torch.bfloat16 if device.type == "cuda" else None
+            )
+            for attention in ("softmax", "lssar")
+        }
+        for batch in options.batches:
+            for context in options.contexts:
+                for way, measure in ways.items():
+                    row = {"model": name, "batch": batch, "context": context, "way": way}
+                    for attention, model in models.items():
+                        row[attention] = round(measure(model.eval(), batch, context, options.repeats), 4)
+                    row["ratio"] = round(row["lssar"] / row["softmax"], 3)
+                    rows.append(row)
+                    print(
+                        f"{name:6} batch {batch:<3} context {context:<7} {way:6} softmax {row['softmax']:9.3f} ms  "
+                        f"lssar {row['lssar']:9.3f} ms  ratio {row['ratio']:.2f}",
+                        flush=True,
+                    )
+    if options.output:
+        machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit, "machine": machine, **versions}
+        threads = {} if device.type == "cuda" else {"threads": torch.get_num_threads()}
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({**about, **threads, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

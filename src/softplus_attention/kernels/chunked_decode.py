@@ -1,0 +1,122 @@
+"""One new token over a cache, on a CPU: every key and value is read once.
+
+The general path first looks through all keys and values for NaN, so that one which a row must not feel stays outside.
+Here a plain product is taken on trust: only where its result is not finite, the general path computes it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.kernels import chunked, ops
+from softplus_attention.power import PowerByLength
+from softplus_attention.reference import EQUAL_SCORES, compute_dtype
+
+# Up to so many keys are normalised as the general path does it, to the last bit: rounded otherwise, rows in which no
+# key stands out much differ by 1e-5. Beyond, that costs three times the step. Norms whose squares leave float32 too.
+SMALL = 512
+
+ops._library.define(
+    "chunked_decode(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, bool sharpen, float power, "
+    "Tensor? power_rows, float[]? power_by_length, float score_scale, bool normalized_keys) -> Tensor"
+)
+
+
+@torch.library.impl(ops._library, "chunked_decode", "CPU")
+def _decode(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *options: Any) -> Tensor:
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    pieces = ranges_of_sequences(start, end, q.shape[0])
+    with torch.autocast("cpu", enabled=False):
+        for rows, (first, last) in pieces:
+            keys = (rows, slice(None), slice(first, last))
+            out[rows] = one_token(q[rows], k[keys], v[keys], *of_sequences(rows, *options))
+    if bool(out.isfinite().all()):
+        return out
+    return torch.ops.softplus_attention.chunked_forward(q, k, v, start, end, None, *options)[0]
+
+
+def of_sequences(rows: slice, sharpen: bool, power: float, power_rows: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    if power_rows is not None and power_rows.dim() == 3 and power_rows.shape[0] > 1:
+        power_rows = power_rows[rows]
+    return sharpen, power, power_rows, *rest
+
+
+def ranges_of_sequences(start: Tensor, end: Tensor, batch: int) -> list[tuple[slice, tuple[int, int]]]:
+    """The sequences that see the same range of keys, as one where all do, else one by one."""
+    ranges = torch.stack([start[:, 0], end[:, 0]], -1).tolist()
+    if all(r == ranges[0] for r in ranges):
+        return [(slice(0, batch), (ranges[0][0], ranges[0][1]))]
+    return [(slice(i, i + 1), (first, last)) for i, (first, last) in enumerate(ranges)]
+
+
+def one_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharpen: bool,
+    power: float,
+    power_rows: Tensor | None,
+    power_by_length: list[float] | None,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    """q (B, H, 1, D) over keys that it sees all of, (B, H_kv, N, D)."""
+    dtype = compute_dtype(q.dtype)
+    batch, heads, _, width = q.shape
+    n = k.shape[2]
+    if n == 0:
+        return q.new_zeros(batch, heads, 1, v.shape[3])
+    k, v = k.to(dtype), v.to(dtype)
+    # (B, H_kv, heads that share a key head, ...)
+    q = chunked.unit_and_inverse_norm(q.to(dtype))[0].reshape(batch, k.shape[1], -1, width)
+    scale = torch.tensor(float(n), dtype=dtype).log() * score_scale
+    q = q.mul_(scale)
+    if normalized_keys:
+        scores = q @ k.mT
+    elif n <= SMALL or bool(((norms := torch.linalg.vector_norm(k, dim=-1)) < 1e-15).any() | (norms > 1e15).any()):
+        scores = q @ chunked.unit_and_inverse_norm(k)[0].mT
+    else:
+        # The keys need not be written again: the norms divide the scores.
+        scores = (q @ k.mT).div_(norms[..., None, :])
+    f = chunked.softplus_(scores)
+    total = f.sum(-1, keepdim=True)
+    weights, norm = f, total
+    if sharpen:
+        offset = 1.0 if n > 3 else 0.0
+        height = f.amax(-1, keepdim=True).mul_(n).div_(total).sub_(offset)
+        sharp = height > EQUAL_SCORES
+        safe = torch.where(sharp, height, 1)
+        u = (f * (n / total / safe)).sub_(offset / safe).relu_()
+        weights = raised(u, power_of(power, power_rows, power_by_length, n, q))
+        norm = weights.sum(-1, keepdim=True)
+        if not bool(sharp.all()):
+            weights, norm = torch.where(sharp, weights, f), torch.where(sharp, norm, total)
+    return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
+
+
+def power_of(
+    power: float, power_rows: Tensor | None, power_by_length: list[float] | None, n: int, like: Tensor
+) -> int | Tensor:
+    if power_rows is not None:
+        batch, kv_heads, shared, _ = like.shape
+        rows = power_rows.to(like.dtype).expand(batch, kv_heads * shared, 1)
+        return rows.reshape(batch, kv_heads, shared, 1)
+    if power_by_length is not None:
+        return PowerByLength(*power_by_length).at(like.new_tensor(float(n)))
+    return int(power) if power.is_integer() else like.new_tensor(power)
+
+
+def raised(u: Tensor, power: int | Tensor) -> Tensor:
+    if isinstance(power, int):
+        return chunked.integer_power(u, power, torch.empty_like(u))
+    return u.pow(power).masked_fill_(u == 0, 0)
+
+
+def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
+
+
+torch.library.register_fake("softplus_attention::chunked_decode", _fake, lib=ops._library)
