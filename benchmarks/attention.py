@@ -34,6 +34,7 @@ from figures import derive, first_line, header, in_words, table, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+from trained_inputs import load
 
 from softplus_attention import softplus_attention, softplus_attention_decode
 from softplus_attention.reference import EQUAL_SCORES, attention_stages
@@ -121,8 +122,12 @@ def flex_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return compiled(flex_attention)(q, k, v, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int) -> Tensor:
-    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x; not for rows of equal scores."""
+def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int, flex: Attention = flex_attention) -> Tensor:
+    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x; not for rows of equal scores.
+
+    ``flex`` may be compiled, this function not as a whole: inductor refuses a score_mod that reads the first call's
+    log-sum-exp before its layout is fixed.
+    """
     log_n = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=torch.float32).log()
     row_scale = math.log(q.shape[-1]) * log_n / q.float().norm(dim=-1)
     key_scale = 1 / k.float().norm(dim=-1)
@@ -132,16 +137,14 @@ def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int) -> Tens
         s = score * (row_scale[b, h, i] * key_scale[b, h, j])
         return torch.log(torch.clamp(s, min=0) + torch.log1p(torch.exp(-torch.abs(s))))
 
-    _, aux = flex_attention(
-        q, k, v, score_mod=log_softplus, block_mask=blocks, scale=1.0, return_aux=AuxRequest(lse=True)
-    )
+    _, aux = flex(q, k, v, score_mod=log_softplus, block_mask=blocks, scale=1.0, return_aux=AuxRequest(lse=True))
     log_mean = aux.lse - log_n
 
     def log_sharpened(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         x = torch.exp(log_softplus(score, b, h, i, j) - log_mean[b, h, i]) - offset[i]
         return torch.where(x > 0, power * torch.log(torch.where(x > 0, x, 1.0)), -float("inf"))
 
-    return flex_attention(q, k, v, score_mod=log_sharpened, block_mask=blocks, scale=1.0)
+    return flex(q, k, v, score_mod=log_sharpened, block_mask=blocks, scale=1.0)
 
 
 @functools.cache
@@ -162,7 +165,7 @@ def contenders(settings: Settings) -> list[Contender]:
 
 def compiled_contenders() -> list[Contender]:
     def flex_lssar(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(two_passes)(q, k, v, causal_blocks(q.shape[2], q.device), 15)
+        return two_passes(q, k, v, causal_blocks(q.shape[2], q.device), 15, compiled(flex_attention))
 
     return [
         Contender("flex softmax", flex_softmax),
@@ -206,8 +209,8 @@ class Inputs:
 
 
 def read_inputs(source: str, settings: Settings) -> Inputs:
-    stored = {} if source == "random" else torch.load(source, map_location="cpu", weights_only=True)
-    if stored and any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
+    stored = {} if source == "random" else load(source)
+    if source != "random" and any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
         raise SystemExit(f"--inputs {source}: expected a dict of q, k, v, each (B, H, T, D)")
     return Inputs(settings, {name: x.detach() for name, x in stored.items() if name in "qkv"})
 
@@ -455,7 +458,7 @@ def options() -> argparse.Namespace:
     add("--sections", default=",".join(SECTIONS), help="what to run, in this order (default %(default)s)")
     add("--head-dims", type=numbers, help="D of train, memory and compile (default 64,128)")
     add("--lengths", type=numbers, help="T of train, memory and compile (default 1024,4096,16384)")
-    add("--inputs", default="random", help='"random", or a .pt file: a dict of q, k, v, each (B, H, T, D), of a model')
+    add("--inputs", default="random", help='"random", or a .pt or .safetensors file of q, k, v, each (B, H, T, D)')
     add("--repetitions", type=int, default=3, help="rounds of do_bench; the median counts (default 3)")
     add("--time-limit", type=float, default=math.inf, help="seconds after which to stop with what is done")
     add("--quick", action="store_true", help="tiny shapes: does it run? The numbers mean nothing; also on a CPU")

@@ -87,6 +87,7 @@ def graph_ms(model, batch: int, context: int, repeats: int) -> float:
     cache = filled(StaticCache(config=model.config, max_cache_len=context + 64), model, batch, context - 1)
     token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             model(token, past_key_values=cache, use_cache=True)

@@ -227,40 +227,66 @@ def caption(data: Data) -> str:
 class Figure:
     name: str
     title: str
-    section: str
+    sections: tuple[str, ...]  # the first of them that has rows of a head dimension
     value: str
     axis: str
     across: str = "tokens T"
 
 
+TRAINING = ("lengths", "train")
 FIGURES = (
-    Figure("attention-time", "Training step, D=64, causal", "lengths", "total_ms", "forward + backward, ms"),
-    Figure("attention-tflops", "Speed, D=64, causal", "lengths", "total_tflops", "TFLOP/s, forward + backward"),
-    Figure("attention-memory", "Memory of a training step, D=64", "lengths", "step_mib", "MiB beyond the inputs"),
-    Figure("decode-time", "Decode, one token per sequence", "decode", "forward_ms", "ms", "keys in the cache"),
+    Figure("attention-time", "Training step, causal", TRAINING, "total_ms", "forward + backward, ms"),
+    Figure("attention-tflops", "Speed, causal", TRAINING, "total_tflops", "TFLOP/s, forward + backward"),
+    Figure("attention-memory", "Memory of a training step", TRAINING, "step_mib", "MiB beyond the inputs"),
+    Figure("decode-time", "Decode, one token per sequence", ("decode",), "forward_ms", "ms", "keys in the cache"),
 )
 
 
+def panels(figure: Figure, data: Data) -> dict[int, list[Row]]:
+    """The rows to draw, by head dimension."""
+    found: dict[int, list[Row]] = {}
+    for section in figure.sections:
+        rows = [row for row in rows_in(data, section) if row.get(figure.value) is not None]
+        for head_dim in {row["head_dim"] for row in rows} - set(found):
+            found[head_dim] = [row for row in rows if row["head_dim"] == head_dim]
+    return dict(sorted(found.items()))
+
+
 def draw(figure: Figure, data: Data, folder: Path, pyplot: Any) -> list[Path]:
-    rows = [row for row in rows_in(data, figure.section) if row.get(figure.value) is not None]
-    if not rows:
+    """One panel for each head dimension, of one scale; no file where there is nothing to draw."""
+    shown = panels(figure, data)
+    if not shown:
         return []
-    canvas, axes = pyplot.subplots(figsize=(6.4, 4.2), layout="constrained")
+    # A batch made smaller for memory is another problem: its time and memory are per sequence of the full one.
+    canvas, all_axes = pyplot.subplots(
+        1, len(shown), figsize=(6.4 * len(shown), 4.2), layout="constrained", sharey=True, squeeze=False
+    )
+    names = list(dict.fromkeys(row["contender"] for rows in shown.values() for row in rows))
     others = iter(OTHERS * 3)
-    for name in dict.fromkeys(row["contender"] for row in rows):
-        points = sorted((row["length"], row[figure.value]) for row in rows if row["contender"] == name)
-        ours = name.startswith("lss")
-        colour = COLOURS.get(name) or next(others)
-        style = {"color": colour, "linewidth": 2.2 if ours else 1.4, "linestyle": "-" if ours else "--"}
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("linear" if figure.value.endswith("tflops") else "log")
-    axes.set(xlabel=figure.across, ylabel=figure.axis, title=figure.title)
-    lengths = sorted({row["length"] for row in rows})
-    axes.set_xticks(lengths, [f"{x // 1024}K" if x >= 1024 else str(x) for x in lengths])
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
-    canvas.supxlabel(caption(data), fontsize=7, color="#666666")
+    colours = {name: COLOURS.get(name) or next(others) for name in names}
+    for axes, (head_dim, rows) in zip(all_axes[0], shown.items(), strict=True):
+        batches = {
+            length: max(x["batch"] for x in rows if x["length"] == length) for length in {x["length"] for x in rows}
+        }
+        for name in dict.fromkeys(row["contender"] for row in rows):
+            points = []
+            for row in sorted((x for x in rows if x["contender"] == name), key=lambda x: x["length"]):
+                share = 1 if figure.value.endswith("tflops") else batches[row["length"]] / row["batch"]
+                points.append((row["length"], row[figure.value] * share))
+            ours = name.startswith("lss")
+            style = {"color": colours[name], "linewidth": 2.2 if ours else 1.4, "linestyle": "-" if ours else "--"}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("linear" if figure.value.endswith("tflops") else "log")
+        axes.set(xlabel=figure.across, title=f"{figure.title}, D={head_dim}, H={rows[0]['heads']}")
+        lengths = sorted({row["length"] for row in rows})
+        axes.set_xticks(lengths, [f"{x // 1024}K" if x >= 1024 else str(x) for x in lengths])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    all_axes[0][0].set_ylabel(figure.axis)
+    tokens = "" if figure.sections == ("decode",) else f"B T = {data['settings']['tokens']:,} tokens; "
+    canvas.supxlabel(tokens + caption(data), fontsize=7, color="#666666")
     paths = [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
     for path in paths:
         canvas.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)

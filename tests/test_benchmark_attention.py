@@ -44,7 +44,7 @@ def data(quick: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("attention")
-    for name in ("attention", "figures"):
+    for name in ("attention", "figures", "trained_inputs"):
         sys.modules.pop(name, None)
 
 
@@ -189,10 +189,14 @@ class TestCheck:
 
 
 class TestInputs:
-    def test_come_from_a_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", ["pt", "safetensors"])
+    def test_come_from_a_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path, kind: str) -> None:
         stored = {"q": torch.randn(2, 4, 50, 64), "k": torch.randn(2, 2, 50, 64), "v": torch.randn(2, 2, 50, 64)}
-        torch.save(stored, tmp_path / "inputs.pt")
-        given = benchmark.read_inputs(str(tmp_path / "inputs.pt"), inputs.settings)
+        if kind == "pt":
+            torch.save({**stored, "about": "a model"}, tmp_path / "inputs.pt")
+        else:
+            pytest.importorskip("safetensors.torch").save_file(stored, tmp_path / "inputs.safetensors")
+        given = benchmark.read_inputs(str(tmp_path / f"inputs.{kind}"), inputs.settings)
         q, k, v, grad = given(3, 6, 40, 64)
         assert {x.shape for x in (q, k, v, grad)} == {torch.Size((3, 6, 40, 64))}
         assert torch.equal(q[2, 5], stored["q"][0, 1, :40])
@@ -205,6 +209,29 @@ class TestInputs:
         torch.save({"q": torch.randn(2, 3)}, tmp_path / "inputs.pt")
         with pytest.raises(SystemExit, match="a dict of q, k, v"):
             benchmark.read_inputs(str(tmp_path / "inputs.pt"), inputs.settings)
+
+    def test_come_from_a_model_trained_for_them(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+        """The command trains, saves, and the benchmark takes what it saved."""
+        arguments = ["--seconds", "0", "--dim", "128", "--layers", "2", "--length", "100", "--train-length", "32"]
+        command = ["benchmarks/trained_inputs.py", "LICENSE", "docs", "--output", str(tmp_path), "--batch", "2"]
+        result = python(*command, *arguments)
+        assert result.returncode == 0, result.stderr
+        for head_dim, heads in ((64, 2), (128, 1)):
+            path = tmp_path / f"trained-d{head_dim}.pt"
+            assert str(path) in result.stdout
+            stored = torch.load(path, weights_only=True)
+            assert "held out" in stored["about"]
+            assert {stored[x].shape for x in "qkv"} == {torch.Size((2, heads, 100, head_dim))}
+            assert {stored[x].dtype for x in "qkv"} == {torch.bfloat16}
+            given = benchmark.read_inputs(str(path), inputs.settings)
+            assert given.fits(head_dim, 100)
+            q, k, v, _ = (x.detach() for x in given(2, 2, 100, head_dim))
+            assert lssar(q, k, v).isfinite().all()
+
+    def test_need_enough_text(self, tmp_path: Path) -> None:
+        result = python("benchmarks/trained_inputs.py", "README.md", "--output", str(tmp_path))
+        assert result.returncode == 2
+        assert "too few" in result.stderr
 
 
 def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
@@ -268,3 +295,23 @@ class TestReport:
             paths = figures.draw(figure, full_run(benchmark, inputs), tmp_path, pyplot)
             assert [path.suffix for path in paths] == [".svg", ".png"]
             assert all(path.stat().st_size > 1000 for path in paths)
+
+    def test_figures_show_every_head_dimension(self, benchmark: ModuleType, inputs: Any) -> None:
+        figures, data = importlib.import_module("figures"), full_run(benchmark, inputs)
+        time, *_ = figures.FIGURES
+        shown = figures.panels(time, data)
+        assert list(shown) == [64, 128]
+        assert {row["section"] for row in shown[64]} == {"lengths"}
+        assert {row["section"] for row in shown[128]} == {"train"}
+        data["rows"] = [row for row in data["rows"] if row["section"] == "decode"]
+        assert figures.panels(time, data) == {}
+
+    @pytest.mark.parametrize(
+        ("results", "drawn"), [("attention-h200", "attention-time"), ("attention-h200-decode", "decode-time")]
+    )
+    def test_figures_of_the_docs(self, results: str, drawn: str, tmp_path: Path) -> None:
+        """The commands of docs/performance.md."""
+        pytest.importorskip("matplotlib")
+        result = python("benchmarks/figures.py", f"results/{results}.json", "--output", str(tmp_path))
+        assert result.returncode == 0, result.stderr
+        assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000

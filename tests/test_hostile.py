@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import randn, run
+from hostile_cases import ALL, FLOAT32_ONLY, HOSTILE, SETTINGS, SHORT, VALUES, Poisoned
 from torch import Tensor
 
-from softplus_attention import (
-    attention_weights,
-    softplus_attention,
-    softplus_attention_decode,
-    softplus_attention_varlen,
-)
+from softplus_attention import attention_weights, softplus_attention, softplus_attention_decode
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -24,62 +19,13 @@ ROWS = 160
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def dominant(q: Tensor, k: Tensor) -> None:
-    """All queries ask for one key, and every other key points away: x reaches N."""
-    q[:] = q[..., :1, :]
-    k[:] = -q[..., :1, :] + 0.1 * k
-    k[..., 7, :] = q[..., 0, :]
-
-
-def near_identical(q: Tensor, k: Tensor) -> None:
-    k[:] = k[..., :1, :] + 0.02 * k
-
-
-def all_equal(q: Tensor, k: Tensor) -> None:
-    k[:] = k[..., :1, :]
-
-
-def scaled(size: float) -> Callable[[Tensor, Tensor], None]:
-    def change(q: Tensor, k: Tensor) -> None:
-        q *= size
-        k *= size
-
-    return change
-
-
-def zero_vectors(q: Tensor, k: Tensor) -> None:
-    q[..., ::3, :] = 0
-    k[..., ::5, :] = 0
-
-
-def all_zero(q: Tensor, k: Tensor) -> None:
-    q[:] = 0
-    k[:] = 0
-
-
-def one_huge_component(q: Tensor, k: Tensor) -> None:
-    """The squares overflow, and beside the huge component the others vanish."""
-    q[..., 0] = 1e30
-    k[..., 1] = -1e30
-
-
-HOSTILE = {
-    "dominant": dominant,
-    "near-identical": near_identical,
-    "all-equal": all_equal,
-    "huge-1e4": scaled(1e4),
-    "tiny-1e-6": scaled(1e-6),
-    "zero-vectors": zero_vectors,
-    "all-zero": all_zero,
-}
-FLOAT32_ONLY = {"huge-1e25": scaled(1e25), "tiny-1e-25": scaled(1e-25), "one-huge-component": one_huge_component}
 CASES = [(name, dtype) for name in HOSTILE for dtype in DTYPES] + [(name, torch.float32) for name in FLOAT32_ONLY]
 IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
 
 
 def hostile(name: str, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (randn(1, 1, T, D, seed=seed) for seed in (1, 2, 3))
-    (HOSTILE | FLOAT32_ONLY)[name](q, k)
+    ALL[name](q, k)
     return q[:, :, -rows:].to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -146,68 +92,7 @@ def test_the_size_of_the_vectors_does_not_matter(impl: str, exponent: int) -> No
         assert torch.equal(changed[name], x), name
 
 
-# One bad number in (1, 1) of a batch of two sequences and two key heads; two query heads read each key head.
-SHORT, BAD = 40, 17
-CU = torch.tensor([0, 9, 30, 40], dtype=torch.int32)
-MASK = torch.rand(2, 1, SHORT, SHORT, generator=torch.Generator().manual_seed(5)) < 0.5
-
-
-def by_packing(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Two sequences laid end to end, each of three documents."""
-    cu = torch.cat((CU[:-1], CU + SHORT))
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = softplus_attention_varlen(
-        *flat, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=21, max_seqlen_k=21, is_causal=True, **options
-    )
-    return out.unflatten(0, (2, SHORT)).transpose(1, 2)
-
-
-def by_cache(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    lengths, starts = torch.tensor([SHORT, 35]), torch.tensor([3, 0])
-    return softplus_attention_decode(q[:, :, :30], k, v, lengths, cache_starts=starts, **options)
-
-
-ROW, KEY = torch.arange(SHORT)[:, None], torch.arange(SHORT)
-DOCUMENT = torch.bucketize(torch.arange(SHORT), CU[1:].long(), right=True)
-CACHED = torch.stack([(ROW[:30] + 10 >= KEY) & (KEY >= 3), ROW[:30] + 5 >= KEY])[:, None]
-SETTINGS: dict[str, tuple[Callable[..., Tensor], dict[str, Any], Tensor]] = {
-    "full": (softplus_attention, {}, torch.ones(SHORT, SHORT, dtype=torch.bool)),
-    "causal": (softplus_attention, {"is_causal": True}, KEY <= ROW),
-    "window": (softplus_attention, {"is_causal": True, "window": 6}, (KEY <= ROW) & (KEY > ROW - 6)),
-    "mask": (softplus_attention, {"attn_mask": MASK}, MASK),
-    "mask-causal": (softplus_attention, {"attn_mask": MASK, "is_causal": True}, MASK & (KEY <= ROW)),
-    "packed": (by_packing, {}, (KEY <= ROW) & (DOCUMENT[:, None] == DOCUMENT)),
-    "cache": (by_cache, {}, CACHED),
-}
-
-
-class Poisoned:
-    """A clean run, a run with one bad number, and the rows that may show it."""
-
-    def __init__(self, impl: str, setting: str, which: str, value: float, power: Any, train: bool) -> None:
-        function, options, sees = SETTINGS[setting]
-        options = {**options, "impl": impl, "power": power, "enable_gqa": True}
-        tensors = dict(zip("qkv", (randn(2, h, SHORT, D, seed=h + s) for s, h in enumerate((4, 2, 2))), strict=True))
-        bad = {name: x.clone() for name, x in tensors.items()}
-        bad[which][1, 2 if which == "q" else 1, BAD, 3] = value
-        rows = 30 if setting == "cache" else SHORT
-        options["grad_out"] = randn(2, 4, rows, D, seed=9) if train else None
-        self.clean, self.found = (run(function, *x.values(), **options) for x in (tensors, bad))
-
-        self.sees = sees.expand(2, 4, rows, SHORT)
-        self.hit = torch.zeros(2, 4, rows, dtype=torch.bool)
-        if which == "q":
-            self.hit[1, 2, BAD] = self.sees[1, 2, BAD].any()
-        elif which == "k":
-            self.hit[1, 2:] = self.sees[1, 2:, :, BAD]
-        else:
-            q = tensors["q"][:, :, :rows].double()
-            k = tensors["k"].double()
-            weights = attention_weights(q, k, power=power, attn_mask=self.sees, enable_gqa=True)
-            self.hit[1, 2:] = weights[1, 2:, :, BAD] > 0
-
-
-VALUES = {"nan": torch.nan, "inf": torch.inf, "minus-inf": -torch.inf}
+BAD = 17
 
 
 @pytest.mark.parametrize("power", [None, 15, 2.5], ids=lambda p: f"p{p}")
@@ -240,10 +125,7 @@ def test_a_bad_number_reaches_only_the_rows_that_see_it(
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_gradients_of_clean_rows_and_their_keys_stay_clean(setting: str, which: str, value: float, power: Any) -> None:
     case = Poisoned("chunked", setting, which, value, power, train=True)
-    clean_rows = torch.ones(2, 4, SHORT, dtype=torch.bool)
-    clean_rows[:, :, : case.hit.shape[2]] = ~case.hit
-    touched = (case.hit[..., None] & case.sees).any(2)  # keys that some bad row sees
-    clean_keys = ~touched.unflatten(1, (2, 2)).any(2)
+    clean_rows, clean_keys = case.out_of_reach(case.hit)
     assert clean_rows.any()
     assert clean_keys.any()
     for name, chosen in (("dq", clean_rows), ("dk", clean_keys), ("dv", clean_keys)):

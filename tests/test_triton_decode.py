@@ -11,13 +11,11 @@ import subprocess
 import sys
 from typing import Any
 
+import decode_cases
 import pytest
 import torch
-from helpers import doubtful_rows, largest_error, randn, transposed, unit_in_the_last_place
-from torch import Tensor
-
-from softplus_attention import PowerByLength, softplus_attention_decode
-from softplus_attention.functional import power_arguments
+from decode_cases import POWERS, agree, caches, decode
+from helpers import transposed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED or torch.cuda.is_available():
@@ -38,81 +36,6 @@ def test_in_the_interpreter() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    *,
-    power: Any = 15,
-    cache_starts: Tensor | None = None,
-    window: int | None = None,
-    score_scale: float | None = None,
-    normalized_keys: bool = False,
-) -> Tensor:
-    scale = math.log(q.shape[-1]) if score_scale is None else score_scale
-    return torch.ops.softplus_attention.triton_decode(
-        q, k, v, lengths, cache_starts, window, *power_arguments(power), scale, normalized_keys
-    )
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Tensor:
-    return softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="reference", **options)
-
-
-def caches(
-    dtype: torch.dtype,
-    *,
-    batch: int = 2,
-    h: int = 4,
-    h_kv: int = 2,
-    t_q: int = 1,
-    t_max: int = 150,
-    d: int = 16,
-    dv: int = 16,
-    device: str = "cpu",
-) -> tuple[Tensor, Tensor, Tensor]:
-    q = randn(batch, h, t_q, d, seed=1, dtype=dtype, device=device)
-    k = randn(batch, h_kv, t_max, d, seed=2, dtype=dtype, device=device)
-    return q, k, randn(batch, h_kv, t_max, dv, seed=3, dtype=dtype, device=device)
-
-
-def agree(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
-    """Holds the kernels to the low-precision yardstick; what lies outside a sequence's part of the cache is NaN."""
-    clear = ~doubtful_rows(
-        softplus_attention_decode, q, k, cache_seqlens=lengths, **{n: x for n, x in options.items() if n != "power"}
-    )[..., None]
-    truth = reference(q.double(), k.double(), v.double(), lengths, **options) * clear
-    theirs = reference(q, k, v, lengths, **options) * clear
-    if garbage:
-        starts = options.get("cache_starts")
-        for b, end in enumerate(lengths.tolist()):
-            for x in (k, v):
-                x[b, :, end:] = float("nan")
-                if starts is not None:
-                    x[b, :, : int(starts[b])] = float("nan")
-    ours = decode(q, k, v, lengths, **options)
-    assert ours.dtype == q.dtype
-    assert ours.shape == truth.shape
-    assert truth.isfinite().all()
-    budget = 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
-    error = largest_error(ours * clear, truth)
-    assert error <= budget, f"error {error:.3e}, allowed {budget:.3e}"
-    return ours
-
-
-POWERS = {
-    "lssa": None,
-    "1": 1,
-    "3": 3,
-    "15": 15,
-    "2.5": 2.5,
-    "per head": torch.tensor([1.0, 3.0, 15.0, 31.0]),
-    "per row": 1 + 10 * torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(5)),
-    "by length": PowerByLength(3.0, 4.0, 16),
-}
 
 
 @interpreted
@@ -314,47 +237,20 @@ class TestTheOp:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("dtype", decode_cases.GPU_DTYPES, ids=str)
     @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
-    @pytest.mark.parametrize("d", [64, 100, 128, 256])
+    @pytest.mark.parametrize("d", decode_cases.GPU_HEAD_DIMS)
     def test_powers(self, power: Any, d: int, dtype: torch.dtype) -> None:
-        q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
-        starts = torch.tensor([0, 130], device="cuda")
-        power = power.cuda() if isinstance(power, Tensor) else power
-        agree(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
+        decode_cases.check_power_on_gpu(power, d, dtype)
 
     @pytest.mark.parametrize("rows", [1, 16, 48])
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_values_that_are_not_finite(self, bad: float, rows: int) -> None:
-        q, k, v = caches(torch.bfloat16, batch=1, h=rows + 1, h_kv=1, t_max=2000, d=128, dv=128, device="cuda")
-        q[0, 1:] = -q[0, :1]
-        k[0, 0, 8] = q[0, 0, 0]
-        lengths = torch.tensor([2000], device="cuda")
-        before = decode(q, k, v, lengths)
-        v[0, 0, 8, 5] = bad
-        out = decode(q, k, v, lengths)
-        assert out[0, 0, 0, 5].isnan()
-        assert out[0, 1:].isfinite().all()
-        assert torch.equal(out[..., :5], before[..., :5])
+        decode_cases.check_values_that_are_not_finite(bad, rows)
 
     @pytest.mark.parametrize("power", [None, 15, 2.5])
     def test_a_key_that_is_not_finite(self, power: Any) -> None:
-        q, k, v = caches(torch.bfloat16, t_max=2000, d=128, dv=128, device="cuda")
-        k[0, 0, 1000, 3] = float("nan")
-        k[0, 1, 1999, 0] = float("-inf")
-        out = decode(q, k, v, torch.tensor([2000, 900], device="cuda"), power=power)
-        assert out[0].isnan().all()
-        assert out[1].isfinite().all()
+        decode_cases.check_a_key_that_is_not_finite(power)
 
     def test_a_graph_serves_every_length(self) -> None:
-        q, k, v = caches(torch.bfloat16, t_max=5000, d=128, dv=128, device="cuda")
-        lengths = torch.tensor([5000, 1], device="cuda")
-        decode(q, k, v, lengths)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = decode(q, k, v, lengths)
-        for first, second in ((5000, 1), (3, 64), (65, 4999)):
-            lengths.copy_(torch.tensor([first, second]))
-            graph.replay()
-            assert torch.equal(out, decode(q, k, v, lengths))
+        decode_cases.check_a_graph_serves_every_length()

@@ -1,0 +1,140 @@
+"""What the decode kernels are tested on; needs no pytest, so that a bare GPU machine can run it too."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from helpers import doubtful_rows, largest_error, randn, unit_in_the_last_place
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention_decode
+from softplus_attention.functional import power_arguments
+
+POWERS = {
+    "lssa": None,
+    "1": 1,
+    "3": 3,
+    "15": 15,
+    "2.5": 2.5,
+    "per head": torch.tensor([1.0, 3.0, 15.0, 31.0]),
+    "per row": 1 + 10 * torch.rand(2, 4, 2, generator=torch.Generator().manual_seed(5)),
+    "by length": PowerByLength(3.0, 4.0, 16),
+}
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU_HEAD_DIMS = (64, 100, 128, 256)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    *,
+    power: Any = 15,
+    cache_starts: Tensor | None = None,
+    window: int | None = None,
+    score_scale: float | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+
+    scale = math.log(q.shape[-1]) if score_scale is None else score_scale
+    return torch.ops.softplus_attention.triton_decode(
+        q, k, v, lengths, cache_starts, window, *power_arguments(power), scale, normalized_keys
+    )
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **options: Any) -> Tensor:
+    return softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="reference", **options)
+
+
+def caches(
+    dtype: torch.dtype,
+    *,
+    batch: int = 2,
+    h: int = 4,
+    h_kv: int = 2,
+    t_q: int = 1,
+    t_max: int = 150,
+    d: int = 16,
+    dv: int = 16,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = randn(batch, h, t_q, d, seed=1, dtype=dtype, device=device)
+    k = randn(batch, h_kv, t_max, d, seed=2, dtype=dtype, device=device)
+    return q, k, randn(batch, h_kv, t_max, dv, seed=3, dtype=dtype, device=device)
+
+
+def agree(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
+    """Holds the kernels to the low-precision yardstick; what lies outside a sequence's part of the cache is NaN."""
+    clear = ~doubtful_rows(
+        softplus_attention_decode, q, k, cache_seqlens=lengths, **{n: x for n, x in options.items() if n != "power"}
+    )[..., None]
+    truth = reference(q.double(), k.double(), v.double(), lengths, **options) * clear
+    theirs = reference(q, k, v, lengths, **options) * clear
+    if garbage:
+        starts = options.get("cache_starts")
+        for b, end in enumerate(lengths.tolist()):
+            for x in (k, v):
+                x[b, :, end:] = float("nan")
+                if starts is not None:
+                    x[b, :, : int(starts[b])] = float("nan")
+    ours = decode(q, k, v, lengths, **options)
+    assert ours.dtype == q.dtype
+    assert ours.shape == truth.shape
+    assert truth.isfinite().all()
+    budget = 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
+    error = largest_error(ours * clear, truth)
+    assert error <= budget, f"error {error:.3e}, allowed {budget:.3e}"
+    return ours
+
+
+def check_power_on_gpu(power: Any, d: int, dtype: torch.dtype) -> None:
+    q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
+    starts = torch.tensor([0, 130], device="cuda")
+    power = power.cuda() if isinstance(power, Tensor) else power
+    agree(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
+
+
+def check_values_that_are_not_finite(bad: float, rows: int) -> None:
+    """Head 0 asks for key 8 alone, the others turn away from it; they share their values."""
+    q, k, v = caches(torch.bfloat16, batch=1, h=rows + 1, h_kv=1, t_max=2000, d=128, dv=128, device="cuda")
+    q[0, 1:] = -q[0, :1]
+    k[0, 0, 8] = q[0, 0, 0]
+    lengths = torch.tensor([2000], device="cuda")
+    before = decode(q, k, v, lengths)
+    v[0, 0, 8, 5] = bad
+    out = decode(q, k, v, lengths)
+    assert out[0, 0, 0, 5].isnan()
+    assert out[0, 1:].isfinite().all()
+    assert torch.equal(out[..., :5], before[..., :5])
+
+
+def check_a_key_that_is_not_finite(power: Any) -> None:
+    q, k, v = caches(torch.bfloat16, t_max=2000, d=128, dv=128, device="cuda")
+    k[0, 0, 1000, 3] = float("nan")
+    k[0, 1, 1999, 0] = float("-inf")
+    out = decode(q, k, v, torch.tensor([2000, 900], device="cuda"), power=power)
+    assert out[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
+def check_a_graph_serves_every_length() -> None:
+    """One capture, then other lengths, queries and caches."""
+    q, k, v = caches(torch.bfloat16, t_max=5000, d=128, dv=128, device="cuda")
+    lengths = torch.tensor([5000, 1], device="cuda")
+    decode(q, k, v, lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(q, k, v, lengths)
+    for first, second in ((5000, 1), (3, 64), (65, 4999)):
+        lengths.copy_(torch.tensor([first, second]))
+        graph.replay()
+        assert torch.equal(out, decode(q, k, v, lengths))
+        for x in (q, k, v):
+            x.copy_(x.roll(1, 2) * 1.25)
+        graph.replay()
+        assert torch.equal(out, decode(q, k, v, lengths))

@@ -1,0 +1,116 @@
+"""What the GPU checks share: inputs, the kinds of calls, comparisons. Needs no pytest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from helpers import largest_error, unit_in_the_last_place
+from hostile_cases import by_packing
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention
+
+# Without a GPU what is small enough runs in Triton's interpreter, to try the checks themselves.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+D = 64 if DEVICE == "cuda" else 16
+Attend = Callable[..., Tensor]  # of q, k, v
+
+
+def fresh(*shape: int, seed: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Drawn on the device: these may be large."""
+    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=dtype, device=DEVICE)
+
+
+def qkv(
+    t: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, d: int = D, dtype: torch.dtype = HALF, seed: int = 0
+) -> list[Tensor]:
+    """Leaves q, k, v (B, H, T, D) in the memory order of (B, T, H, D), as projections give them."""
+    sizes = (heads, kv_heads, kv_heads)
+    tensors = (fresh(batch, t, h, d, seed=10 * seed + i, dtype=dtype).transpose(1, 2) for i, h in enumerate(sizes))
+    return [x.requires_grad_() for x in tensors]
+
+
+def documents(t: int, seed: int = 0) -> Tensor:
+    """cu_seqlens of three documents: their boundaries follow from the seed."""
+    first, second = (t * 2 // 7, t * 5 // 9) if seed == 0 else (t // 3 - seed, t * 7 // 8 + seed)
+    return torch.tensor([0, first, second, t], dtype=torch.int32, device=DEVICE)
+
+
+def calls(t: int, heads: int = 4) -> dict[str, Attend]:
+    """Every kind of call, of q, k, v with grouped heads."""
+    plain = partial(softplus_attention, enable_gqa=True, impl="triton")
+    row = torch.arange(t, device=DEVICE, dtype=torch.int32)[None]
+    mask = torch.rand(1, 1, t, t, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE) < 0.7
+    powers = torch.linspace(1.5, 15, heads, device=DEVICE)
+    return {
+        "causal": partial(plain, is_causal=True),
+        "full": plain,
+        "lssa": partial(plain, is_causal=True, power=None),
+        "window": partial(plain, is_causal=True, window=37),
+        "mask": partial(plain, attn_mask=mask),
+        "ranges": partial(plain, key_start=row // 3, key_end=row + 1),
+        "packed": partial(by_packing, documents(t), enable_gqa=True, impl="triton"),
+        "power per head": partial(plain, is_causal=True, power=powers),
+        "power by length": partial(plain, is_causal=True, power=PowerByLength(3, 2, 16)),
+    }
+
+
+def step(attend: Attend, leaves: Sequence[Tensor], seed: int = 99) -> list[Tensor]:
+    """The output and every gradient."""
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, fresh(*out.shape, seed=seed, dtype=out.dtype))]
+
+
+def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str = "") -> None:
+    """Bit for bit, and finite."""
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert y.isfinite().all(), f"{what} tensor {i} is not finite"
+        assert x.dtype == y.dtype, f"{what} tensor {i}: {x.dtype}, expected {y.dtype}"
+        assert x.shape == y.shape, f"{what} tensor {i}: {tuple(x.shape)}, expected {tuple(y.shape)}"
+        if not torch.equal(x, y):
+            differ = int((x != y).sum())
+            largest = float((x.double() - y.double()).abs().max())
+            raise AssertionError(f"{what} tensor {i}: {differ} of {x.numel()} differ, by {largest:.3e} at most")
+
+
+def near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Another order of a sum at most: in float32 1e-5 of the scale, in half precision a unit in the last place."""
+    assert found.isfinite().all(), f"{what}: not finite"
+    scale = float(expected.abs().max())
+    allowed = 1e-5 * scale if dtype == torch.float32 else unit_in_the_last_place(expected, dtype)
+    assert largest_error(found, expected.double()) <= allowed, f"{what}: off by {largest_error(found, expected):.1e}"
+
+
+def assert_raises(work: Callable[[], Any], why: str) -> None:
+    """A check that cannot fail shows nothing."""
+    try:
+        work()
+    except (AssertionError, RuntimeError):
+        return
+    raise AssertionError(why)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fresh memory is NaN, so that a value which is read but never written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.empty(3, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def peak_bytes(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Bytes held at the worst moment beyond those before, and the result."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, result

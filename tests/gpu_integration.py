@@ -1,0 +1,330 @@
+"""The Triton ops inside PyTorch on a GPU: compile, autocast, checkpointing, graphs, no waiting, no compiling anew."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from gpu_inputs import (
+    DEVICE,
+    HALF,
+    D,
+    assert_raises,
+    assert_same,
+    calls,
+    documents,
+    fresh,
+    near,
+    poisoned_memory,
+    qkv,
+    step,
+)
+from hostile_cases import by_packing
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from softplus_attention import (
+    PowerByLength,
+    softplus_attention,
+    softplus_attention_decode,
+    softplus_attention_varlen,
+)
+from softplus_attention.nn import SoftplusAttention
+
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+LENGTHS = (300, 77, 1000) if DEVICE == "cuda" else (20, 33, 7)
+
+
+def counted(function: Callable[..., Any], dynamic: bool | None = None) -> tuple[Any, Any]:
+    """The function compiled without graph breaks, and the counter of its compilations."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(BACKEND)
+    return torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic), counter
+
+
+def check_compile(power: str) -> str:
+    """Compiled equals eager to the bit, forward and backward: what surrounds the op only doubles and halves.
+
+    But for the gradient of a power per head, a float32 sum over all rows that the compiler adds up in another order.
+    """
+    chosen = {"15": 15, "lssa": None, "by length": PowerByLength(3, 2, 16)}.get(power)
+    per_head = [torch.linspace(2, 15, 4, device=DEVICE).requires_grad_()] if power == "per head" else []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *powers: Tensor) -> Tensor:
+        given = powers[0] if powers else chosen
+        return 0.5 * softplus_attention(
+            q * 2, k * 2, v * 2, power=given, is_causal=True, enable_gqa=True, impl="triton"
+        )
+
+    frames = []
+    for dynamic, most in ((None, 2), (True, 1)):
+        compiled, counter = counted(attend, dynamic)
+        for i, t in enumerate(LENGTHS):
+            leaves = [*qkv(t, seed=i), *per_head]
+            found, expected = step(compiled, leaves), step(attend, leaves)
+            assert_same(found[:4], expected[:4], f"T={t}")
+            for x, y in zip(found[4:], expected[4:], strict=True):
+                near(x, y, torch.float32, f"T={t}, the power's gradient")
+        assert counter.frame_count <= most, f"{counter.frame_count} compilations of {len(LENGTHS)} lengths"
+        frames.append(counter.frame_count)
+    return f"{frames[0]} compilations of 3 lengths ({frames[1]} with dynamic=True), equal to eager"
+
+
+def check_compile_packed(given: bool) -> str:
+    """The boundaries of the documents are an argument of the compiled function, or computed inside it."""
+
+    def attend(cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not given:
+            return by_packing(cu, q, k, v, enable_gqa=True, impl="triton")
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": q.shape[0], "max_seqlen_k": q.shape[0]}
+        return softplus_attention_varlen(q, k, v, **lengths, is_causal=True, enable_gqa=True, impl="triton")
+
+    compiled, counter = counted(attend)
+    for i, t in enumerate(LENGTHS):
+        leaves, cu = qkv(t, seed=i), documents(2 * t if given else t)
+        assert_same(step(partial(compiled, cu), leaves), step(partial(attend, cu), leaves), f"T={t}")
+    assert counter.frame_count <= 2, f"{counter.frame_count} compilations"
+    return f"{counter.frame_count} compilations of 3 lengths"
+
+
+def decode_inputs(t_max: int, seed: int = 0) -> list[Tensor]:
+    q, k, v = (x.detach() for x in qkv(t_max, seed=seed))
+    return [q[:, :, :1].contiguous(), k, v]
+
+
+def check_compile_decode() -> str:
+    def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        return softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="triton")
+
+    compiled, counter = counted(attend)
+    inputs = decode_inputs(LENGTHS[0])
+    for lengths in ([3, 9], [4, 10], [LENGTHS[0] - 1, LENGTHS[0]]):
+        given = torch.tensor(lengths, device=DEVICE)
+        assert_same([compiled(*inputs, given)], [attend(*inputs, given)], str(lengths))
+    assert counter.frame_count == 1, f"{counter.frame_count} compilations"
+    return "one compilation while the cache fills"
+
+
+def check_compile_module() -> str:
+    """A layer under autocast, compiled whole: as near to float32 as eager is, up to the house's factor 2."""
+    torch.manual_seed(0)
+    layer = SoftplusAttention(4 * D, 4, num_kv_heads=2, power="learned", device=DEVICE)
+    compiled, counter = counted(layer)
+    worst = 0.0
+    for i, t in enumerate(LENGTHS):
+        x = fresh(2, t, 4 * D, seed=i, dtype=torch.float32)
+        results = []
+        for f, impl, half in ((compiled, "triton", True), (layer, "triton", True), (layer, "reference", False)):
+            with torch.autocast(DEVICE, HALF, enabled=half):
+                out = f(x, impl=impl)
+            results.append([out.detach(), *torch.autograd.grad(out.float().square().sum(), list(layer.parameters()))])
+        for found, eager, truth in zip(*results, strict=True):
+            ours, theirs = (float((y.float() - truth).norm() / truth.norm()) for y in (found, eager))
+            assert ours <= 2 * theirs, f"T={t}: {ours:.1e} from float32, eager {theirs:.1e}"
+            worst = max(worst, ours / theirs)
+    assert counter.frame_count <= 2, f"{counter.frame_count} compilations"
+    return f"{counter.frame_count} compilations; at most {worst:.2f} times eager's distance to float32"
+
+
+def check_autocast() -> str:
+    """Equal to a call in that dtype; gradients come back in float32."""
+    for dtype in (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (HALF,):
+        attend = calls(300)["causal"]
+        leaves = qkv(300, dtype=torch.float32)
+
+        def cast(*x: Tensor, attend: Any = attend, dtype: torch.dtype = dtype) -> Tensor:
+            return attend(*(y.to(dtype) for y in x))
+
+        def automatic(*x: Tensor, attend: Any = attend, dtype: torch.dtype = dtype) -> Tensor:
+            with torch.autocast(DEVICE, dtype):
+                return attend(*x)
+
+        found, expected = step(automatic, leaves), step(cast, leaves)
+        assert found[0].dtype == dtype
+        assert {x.dtype for x in found[1:]} == {torch.float32}
+        assert_same(found, expected, str(dtype))
+    return "equal to a call in that dtype"
+
+
+def check_checkpointing() -> str:
+    attend = calls(300)["causal"]
+    expected = step(attend, qkv(300))
+    for reentrant in (False, True):
+        leaves = qkv(300)
+        out = checkpoint(attend, *leaves, use_reentrant=reentrant)
+        out.backward(fresh(*out.shape, seed=99))
+        assert_same([out.detach(), *(x.grad for x in leaves)], expected, f"use_reentrant={reentrant}")
+    return "equal gradients, both kinds"
+
+
+def op_arguments(name: str, t: int = 33) -> list[Any]:
+    """Of the registered op: q, k, v and its options, without for_backward."""
+    q, k, v = qkv(0 if name == "empty" else t)
+    if name == "contiguous":
+        q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
+    row = torch.arange(t, device=DEVICE, dtype=torch.int32).expand(2, t).contiguous()
+    start, end = (row // 2, row + 1) if name == "ranges" else (None, None)
+    mask = torch.rand(2, 1, t, t, device=DEVICE) < 0.8 if name == "mask" else None
+    rows = torch.full((1, 4, 1), 2.5, device=DEVICE, requires_grad=True) if name == "rows" else None
+    growth = [3.0, 1.0, 4.0] if name == "by length" else None
+    window = 7 if name == "window" else None
+    return [q, k, v, start, end, mask, True, window, name != "lssa", 15.0, rows, growth, math.log(D), False]
+
+
+OPCHECKED = ("causal", "contiguous", "window", "lssa", "mask", "ranges", "rows", "by length", "empty")
+
+
+@contextmanager
+def unwritten_memory_is_equal() -> Iterator[None]:
+    """Parts of the saved statistics are never written nor read: fresh memory is NaN, and NaN equals NaN."""
+    equal_nan = partial(torch.testing.assert_close, equal_nan=True)
+    with poisoned_memory(), mock.patch("torch.testing.assert_close", equal_nan):
+        yield
+
+
+def check_opcheck(name: str) -> str:
+    from softplus_attention.kernels import triton_ops  # noqa: F401  registers the ops
+
+    arguments = op_arguments(name)
+    ops = torch.ops.softplus_attention
+    with unwritten_memory_is_equal():
+        torch.library.opcheck(ops.triton_forward.default, (*arguments, True))
+        arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
+        torch.library.opcheck(ops.triton_forward.default, (*arguments, False))
+        saved = ops.triton_forward(*arguments, True)
+        assert saved[0].isfinite().all()
+        torch.library.opcheck(ops.triton_backward.default, (fresh(*saved[0].shape, seed=5), *saved, *arguments))
+    return "forward and backward"
+
+
+def check_opcheck_decode() -> str:
+    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+
+    op = torch.ops.softplus_attention.triton_decode.default
+    inputs, lengths = decode_inputs(40), torch.tensor([40, 9], device=DEVICE)
+    for starts, window, unit_keys in ((None, None, False), (lengths // 3, 7, True)):
+        options = (starts, window, True, 15.0, None, None, math.log(D), unit_keys)
+        torch.library.opcheck(op, (*inputs, lengths, *options))
+    return "two calls"
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+def check_graph(name: str) -> str:
+    """Forward and backward captured once; then other inputs, for packed documents other boundaries too."""
+    t = 300
+    leaves, grad_out, cu = qkv(t), fresh(2, 4, t, D, seed=7), documents(t)
+    attend = partial(by_packing, cu, enable_gqa=True, impl="triton") if name == "packed" else calls(t)[name]
+
+    def work() -> list[Tensor]:
+        out = attend(*leaves)
+        return [out, *torch.autograd.grad(out, leaves, grad_out)]
+
+    graph, found = captured(work)
+    for seed in (1, 2, 3):
+        with torch.no_grad():
+            for x, y in zip((*leaves, grad_out), (*qkv(t, seed=seed), fresh(2, 4, t, D, seed=seed)), strict=True):
+                x.copy_(y)
+            cu.copy_(documents(t, seed))
+        before = [x.detach().clone() for x in found]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same([x.detach() for x in found], [x.detach() for x in work()], f"replay {seed}")
+        assert not any(torch.equal(x, y) for x, y in zip(before, found, strict=True)), "the replay changed nothing"
+    return "3 replays equal to eager"
+
+
+def check_no_waiting() -> str:
+    """Neither forward nor backward nor decode waits for the device."""
+    t = 300
+    kinds, leaves = calls(t), qkv(t)
+    inputs, lengths = decode_inputs(t), torch.tensor([t, 17], device=DEVICE)
+
+    def everything() -> None:
+        for attend in kinds.values():
+            step(attend, leaves)
+        softplus_attention_decode(*inputs, lengths, cache_starts=lengths // 4, enable_gqa=True, impl="triton")
+
+    everything()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+        assert_raises(lambda: lengths.sum().item(), "a wait went unnoticed")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return f"{len(kinds)} kinds of calls and decode"
+
+
+def variants() -> dict[str, int]:
+    """Compiled variants of each of our Triton kernels in this process."""
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, int] = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("softplus_attention.kernels."):
+            for kernel in vars(module).values():
+                if isinstance(kernel, JITFunction) and kernel.device_caches:
+                    count = sum(len(cache[0]) for cache in kernel.device_caches.values())
+                    found |= {kernel.fn.__name__: count} if count else {}
+    return found
+
+
+# Of every divisibility, since Triton compiles for numbers and addresses that 16 divides and for those it does not.
+FIRST_LENGTHS = (128, 129, 130, 132, 136, 144)
+OTHER_LENGTHS = (17, 64, 200, 300, 333, 777, 1000, 1024, 1025, 2000, 4096, 5001)
+
+
+def check_variants() -> str:
+    def run(t: int) -> None:
+        for name in ("causal", "packed"):
+            step(calls(t)[name], qkv(t))
+        with torch.no_grad():
+            calls(t)["causal"](*qkv(t))
+        q, k, v = decode_inputs(t)
+        softplus_attention_decode(q, k, v, torch.tensor([t, 9], device=DEVICE), enable_gqa=True, impl="triton")
+
+    for t in FIRST_LENGTHS:
+        run(t)
+    before = variants()
+    assert before, "no compiled kernel was found"
+    for t in OTHER_LENGTHS:
+        run(t)
+    assert variants() == before, f"new lengths compiled anew: {before} became {variants()}"
+    return f"{len(OTHER_LENGTHS)} more lengths compile nothing; variants {before}"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    **{f"compile {x}": partial(check_compile, x) for x in ("15", "lssa", "per head", "by length")},
+    "compile packed": partial(check_compile_packed, True),
+    "compile packed, boundaries computed": partial(check_compile_packed, False),
+    "compile decode": check_compile_decode,
+    "compile module": check_compile_module,
+    "autocast": check_autocast,
+    "checkpointing": check_checkpointing,
+    **{f"opcheck {x}": partial(check_opcheck, x) for x in OPCHECKED},
+    "opcheck decode": check_opcheck_decode,
+    **{f"graph {x}": partial(check_graph, x) for x in ("causal", "packed", "mask")},
+    "no waiting for the device": check_no_waiting,
+    "no variant per length": check_variants,
+}
