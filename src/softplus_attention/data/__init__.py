@@ -1,0 +1,49 @@
+"""Text into token shards, and token shards into training sequences.
+
+The writing side is ``prepare``; the reading side is ``TokenDataset``, ``PackedTokens`` and ``long_documents``, which
+need torch and numpy only. Names load when first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from softplus_attention.data.builtin import builtin_text
+    from softplus_attention.data.dataset import TokenDataset, long_documents
+    from softplus_attention.data.files import DataError
+    from softplus_attention.data.index import Index, verify
+    from softplus_attention.data.packing import PackedTokens
+    from softplus_attention.data.preparation import prepare
+
+__all__ = [
+    "DataError",
+    "Index",
+    "PackedTokens",
+    "TokenDataset",
+    "builtin_text",
+    "long_documents",
+    "prepare",
+    "verify",
+]
+
+HOMES = {
+    "DataError": "files",
+    "Index": "index",
+    "PackedTokens": "packing",
+    "TokenDataset": "dataset",
+    "builtin_text": "builtin",
+    "long_documents": "dataset",
+    "prepare": "preparation",
+    "verify": "index",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,324 @@
+"""Where documents come from: text, JSON lines and parquet files, and datasets of the Hugging Face hub.
+
+A source gives its documents in a fixed order and knows after each where it stands, as a JSON value from which reading
+goes on later: a preparation that was stopped need not tokenise again what it has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from softplus_attention.data.compression import BLOCK, COMPRESSIONS, opened
+from softplus_attention.data.files import DataError
+from softplus_attention.validation import fail
+
+Document = str | np.ndarray[Any, Any]
+Position = Any
+
+TEXTS = (".txt", ".jsonl")
+TOKENS = (".npy", ".bin")
+SUFFIXES = (*TEXTS, *(text + packed for text in TEXTS for packed in COMPRESSIONS), ".parquet", *TOKENS)
+HUB = "hub:"
+FINEWEB = "fineweb"
+FINEWEB_DATASET = "HuggingFaceFW/fineweb"
+FINEWEB_SAMPLE = "sample-10BT"
+EXPECTED = (
+    f"files or folders of {', '.join(SUFFIXES)}, {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for a dataset of "
+    "the Hugging Face hub"
+)
+# Enough of a file's ends to notice that it is another file, without reading it all.
+FINGERPRINT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How documents are read."""
+
+    errors: str = "strict"
+    text_field: str = "text"
+    separator: str | None = None
+    token_dtype: str = "uint16"
+
+
+class Source(Protocol):
+    name: str
+    holds_tokens: bool
+
+    def identity(self) -> str:
+        """What must be the same when a preparation is continued."""
+
+    def documents(self, position: Position) -> Iterator[Document]:
+        """The documents from a position on; None is the start."""
+
+    def position(self) -> Position:
+        """Where the last document given by ``documents`` ends."""
+
+
+def find(names: Sequence[str], reading: Reading, output: Path) -> list[Source]:
+    """The sources in the order given, the files of a folder in the order of their paths."""
+    if not names:
+        fail("SOURCE", EXPECTED, "nothing", DataError)
+    found: list[Source] = []
+    seen: set[Path] = set()
+    for name in names:
+        if name.startswith(HUB) or (name.partition(":")[0] == FINEWEB and not Path(name).exists()):
+            found.append(hub_source(name, reading))
+            continue
+        for path in files_of(name, output):
+            if path.resolve() in seen:
+                fail("SOURCE", "files named once", f"{path} twice", DataError)
+            seen.add(path.resolve())
+            found.append(file_source(path, reading))
+    if len({source.holds_tokens for source in found}) > 1:
+        fail("SOURCE", "either text or token files (the split goes by content)", "both", DataError)
+    return found
+
+
+def files_of(name: str, output: Path) -> list[Path]:
+    path = Path(name)
+    if not path.exists():
+        fail("SOURCE", EXPECTED, f"{name!r}, which does not exist", DataError)
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            fail("SOURCE", EXPECTED, f"{name!r}", DataError)
+        return [path]
+    if output.resolve().is_relative_to(path.resolve()):
+        fail("--output", f"outside the folder that is read, {name!r}", f"{str(output)!r}", DataError)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.name.endswith(SUFFIXES)
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        and file.is_file()
+    )
+    if not files:
+        fail("SOURCE", EXPECTED, f"the folder {name!r}, which holds none of these files", DataError)
+    return files
+
+
+def file_source(path: Path, reading: Reading) -> Source:
+    if path.suffix in TOKENS:
+        from softplus_attention.data.token_files import TokenFile
+
+        return TokenFile(path, reading)
+    if path.suffix == ".parquet":
+        return ParquetFile(path, reading)
+    bare = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    return TextFile(path, reading) if bare.suffix == ".txt" else JsonLinesFile(path, reading)
+
+
+def file_identity(path: Path) -> str:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        digest = hashlib.sha256(file.read(FINGERPRINT))
+        file.seek(max(0, size - FINGERPRINT))
+        digest.update(file.read(FINGERPRINT))
+    return f"{path}, {size} bytes, {digest.hexdigest()[:16]}"
+
+
+class FileSource:
+    holds_tokens = False
+
+    def __init__(self, path: Path, reading: Reading) -> None:
+        self.path = path
+        self.name = str(path)
+        self.reading = reading
+        self.given = 0
+
+    def identity(self) -> str:
+        return file_identity(self.path)
+
+    def position(self) -> Position:
+        return self.given
+
+    def decoded(self, data: bytes, offset: int) -> str:
+        """``offset`` is where the data begin in the file, decompressed."""
+        try:
+            return data.decode(errors=self.reading.errors)
+        except UnicodeDecodeError as error:
+            where = "of the decompressed text " if self.path.suffix in COMPRESSIONS else ""
+            raise DataError(
+                f"{self.name} is not UTF-8: {error.reason} (0x{data[error.start]:02x}) at byte {offset + error.start} "
+                f"{where}- convert the file (iconv -t UTF-8), or pass --errors replace to put U+FFFD there"
+            ) from None
+
+
+class TextFile(FileSource):
+    """One document, or several parted by a separator."""
+
+    def documents(self, position: Position) -> Iterator[str]:
+        self.given = 0
+        with opened(self.path) as file:
+            for offset, data in self.records(file):
+                self.given += 1
+                if self.given > (position or 0):
+                    yield self.decoded(data, offset)
+
+    def records(self, file: Any) -> Iterator[tuple[int, bytes]]:
+        mark = file.read(3)
+        offset, rest = (3, b"") if mark == b"\xef\xbb\xbf" else (0, mark)
+        if self.reading.separator is None:
+            yield offset, rest + file.read()
+            return
+        separator = self.reading.separator.encode()
+        while block := file.read(16 * BLOCK):
+            *records, rest = (rest + block).split(separator)
+            for record in records:
+                yield offset, record
+                offset += len(record) + len(separator)
+        yield offset, rest
+
+
+class JsonLinesFile(FileSource):
+    def __init__(self, path: Path, reading: Reading) -> None:
+        super().__init__(path, reading)
+        self.offset = 0
+
+    def position(self) -> Position:
+        return [self.given, self.offset]
+
+    def documents(self, position: Position) -> Iterator[str]:
+        first, start = position or (0, 0)
+        self.given = self.offset = 0
+        with opened(self.path) as file:
+            if self.path.suffix not in COMPRESSIONS:
+                file.seek(start)
+                self.given, self.offset = first, start
+            for line in file:
+                offset = self.offset
+                self.offset += len(line)
+                self.given += 1
+                if self.given > first and line.strip():
+                    yield self.text_of(line, offset)
+
+    def text_of(self, line: bytes, offset: int) -> str:
+        field = self.reading.text_field
+        where = f"line {self.given} of {self.name}"
+        text = self.decoded(line, offset)
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{where} is not JSON: {error}") from None
+        if not isinstance(record, dict) or field not in record:
+            keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+            fail("--text-field", f"a key of every record, got {field!r} and {where} has", keys, DataError)
+        value = record[field]
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            fail("--text-field", f"the key of a string, got {field!r} and {where} has", type(value).__name__, DataError)
+        return without_surrogates(value, where, self.reading.errors) if "\\ud" in text.lower() else value
+
+
+def without_surrogates(text: str, where: str, errors: str) -> str:
+    """JSON can escape half a surrogate pair, which no UTF-8 text can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        if errors == "strict":
+            raise DataError(
+                f"{where} holds a lone surrogate, \\u{ord(text[error.start]):04x}: pass --errors replace to put "
+                "U+FFFD there"
+            ) from None
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+class ParquetFile(FileSource):
+    ROWS = 1024
+
+    def documents(self, position: Position) -> Iterator[str]:
+        import pyarrow
+        from pyarrow import parquet
+
+        first = position or 0
+        try:
+            with parquet.ParquetFile(self.path, memory_map=True) as file:
+                self.check(file.schema_arrow, pyarrow)
+                self.given = 0
+                for group in range(file.num_row_groups):
+                    rows = file.metadata.row_group(group).num_rows
+                    if self.given + rows <= first:
+                        self.given += rows
+                        continue
+                    column = [self.reading.text_field]
+                    for batch in file.iter_batches(self.ROWS, row_groups=[group], columns=column, use_threads=False):
+                        for value in batch.column(0).to_pylist():
+                            self.given += 1
+                            if self.given > first:
+                                yield value or ""
+        except (pyarrow.ArrowInvalid, OSError) as error:
+            if isinstance(error, FileNotFoundError | PermissionError):
+                raise
+            raise DataError(f"{self.name} is cut off or damaged ({error}): fetch it again") from error
+
+    def check(self, schema: Any, pyarrow: Any) -> None:
+        field = self.reading.text_field
+        if field not in schema.names:
+            fail("--text-field", f"a column of {self.name} ({', '.join(schema.names)})", repr(field), DataError)
+        kind = schema.field(field).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            fail("--text-field", f"a column of strings in {self.name}", f"{field!r} of {kind}", DataError)
+
+
+def hub_source(name: str, reading: Reading) -> HubDataset:
+    if name.startswith(HUB):
+        dataset, _, configuration = name.removeprefix(HUB).partition(":")
+        if not dataset:
+            fail("SOURCE", EXPECTED, repr(name), DataError)
+        return HubDataset(name, dataset, configuration or None, reading)
+    return HubDataset(name, FINEWEB_DATASET, name.partition(":")[2] or FINEWEB_SAMPLE, reading)
+
+
+class HubDataset:
+    """The train split of a dataset, streamed: nothing is stored but the tokens."""
+
+    holds_tokens = False
+
+    def __init__(self, name: str, dataset: str, configuration: str | None, reading: Reading) -> None:
+        self.name = name
+        self.dataset = dataset
+        self.configuration = configuration
+        self.reading = reading
+        self.stream: Any = None
+
+    def identity(self) -> str:
+        return self.name
+
+    def position(self) -> Position:
+        return self.stream.state_dict()
+
+    def documents(self, position: Position) -> Iterator[str]:
+        field = self.reading.text_field
+        self.stream = self.load()
+        if self.stream.column_names and field not in self.stream.column_names:
+            columns = ", ".join(self.stream.column_names)
+            fail("--text-field", f"a column of {self.name} ({columns})", repr(field), DataError)
+        if position is not None:
+            self.stream.load_state_dict(position)
+        try:
+            for record in self.stream:
+                yield record[field] or ""
+        except Exception as error:
+            raise DataError(
+                f"{self.name} could not be read to its end ({type(error).__name__}: {error}). Nothing is lost: run the "
+                "same command again, it continues where it stopped"
+            ) from error
+
+    def load(self) -> Any:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        import datasets
+
+        try:
+            return datasets.load_dataset(self.dataset, name=self.configuration, split="train", streaming=True)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            fail("SOURCE", EXPECTED, f"{self.name!r}, which datasets cannot open: {reason}", DataError)

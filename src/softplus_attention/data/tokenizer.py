@@ -1,0 +1,169 @@
+"""Tokenizers: GPT-2's or another by file or name, a BPE trained on the data, or bytes; saved for transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from softplus_attention.data.boundaries import can_cut, cut
+from softplus_attention.data.files import DataError, replacing, write_json
+from softplus_attention.validation import fail
+
+END = "<|endoftext|>"
+KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+BYTE_VALUES = 256
+# Characters given to the tokenizer at a time: bounds what its results hold in memory.
+AT_ONCE = 1 << 20
+EXPECTED = "bytes, bpe, a tokenizer.json file or its folder, or the name of a tokenizer on the Hugging Face hub"
+
+
+def load(name: str, end: str | None) -> Tokenizer:
+    """The tokenizer of that file, folder or hub name, with its end-of-document token marked as special."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            fail("--tokenizer", EXPECTED, f"{name!r}, which tokenizers cannot read: {error}", DataError)
+    elif path.suffix == ".json" or name.count("/") > 1:
+        fail("--tokenizer", EXPECTED, f"{name!r}, which is no file", DataError)
+    else:
+        try:
+            tokenizer = Tokenizer.from_pretrained(name)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            fail("--tokenizer", EXPECTED, f"{name!r}, which the hub did not give: {reason}", DataError)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    mark_end(tokenizer, end)
+    return tokenizer
+
+
+def mark_end(tokenizer: Tokenizer, end: str | None) -> str:
+    found = end_token(tokenizer, end)
+    tokenizer.add_special_tokens([AddedToken(found, special=True, normalized=False)])
+    return found
+
+
+def end_token(tokenizer: Tokenizer, end: str | None) -> str:
+    if end is not None:
+        if tokenizer.token_to_id(end) is None:
+            fail("--end-of-document", "a token of the tokenizer", repr(end), DataError)
+        return end
+    for known in KNOWN_ENDS:
+        if tokenizer.token_to_id(known) is not None:
+            return known
+    fail("--end-of-document", f"given: the tokenizer has none of {', '.join(KNOWN_ENDS)}", "nothing", DataError)
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """A byte-level BPE without merges whose ids are the byte values; 256 ends a document."""
+    vocabulary = {character: value for value, character in byte_characters().items()}
+    vocabulary[END] = BYTE_VALUES
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    mark_end(tokenizer, END)
+    return tokenizer
+
+
+def byte_characters() -> dict[int, str]:
+    """The character by which byte-level models write each byte: itself where printable, else from U+0100 up."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return {value: chr(value if value in printable else next(spare)) for value in range(BYTE_VALUES)}
+
+
+def train(texts: Iterator[str], size: int) -> Tokenizer:
+    """A byte-level BPE with GPT-2's pre-tokeniser, of at most ``size`` tokens, the end of a document included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((piece for text in texts for piece in cut(text)[0]), trainer)
+    return tokenizer
+
+
+def save(tokenizer: Tokenizer, folder: Path, end: str) -> None:
+    """tokenizer.json and what transformers needs beside it; tokenizer.json comes last and means both are there."""
+    configuration = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 10**30,
+    }
+    write_json(folder / "tokenizer_config.json", configuration)
+    with replacing(folder / "tokenizer.json") as file:
+        file.write(tokenizer.to_str(pretty=True).encode())
+
+
+def saved_end(folder: Path) -> str:
+    return json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+
+
+class Encoder:
+    """Documents into arrays of ids, without the end-of-document id. Special tokens in a text are text."""
+
+    def __init__(self, path: Path, *, as_bytes: bool, dtype: np.dtype[Any]) -> None:
+        self.dtype = dtype
+        self.as_bytes = as_bytes
+        if not as_bytes:
+            self.tokenizer = Tokenizer.from_file(str(path))
+            self.cuttable = can_cut(self.tokenizer)
+            self.tokenizer.encode_special_tokens = True
+
+    def encode(self, texts: list[str]) -> tuple[list[np.ndarray[Any, Any]], int]:
+        """The ids of each text, and the number of cuts that were made at no safe place."""
+        if self.as_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts], 0
+        forced = 0
+        pieces: list[str] = []
+        counts = []
+        for text in texts:
+            parts, cuts = cut(text) if self.cuttable else ([text], 0)
+            pieces += parts
+            counts.append(len(parts))
+            forced += cuts
+        ids = self._ids(pieces)
+        return [joined([next(ids) for _ in range(count)], self.dtype) for count in counts], forced
+
+    def _ids(self, pieces: list[str]) -> Iterator[np.ndarray[Any, Any]]:
+        for batch in batches(pieces):
+            for encoding in self.tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=self.dtype)
+
+
+def batches(pieces: list[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece)
+        if size >= AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def joined(parts: list[np.ndarray[Any, Any]], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, dtype)

@@ -1,0 +1,321 @@
+"""Preparing data: nothing lost, nothing doubled, nothing on both sides; tokenizers; errors that say what to do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from softplus_attention.cli import main
+from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare, verify
+from softplus_attention.data.index import SPLITS
+from softplus_attention.data.pieces import is_validation
+
+
+def write_jsonl(path: Path, documents: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def texts_of(folder: Path, split: str) -> list[str]:
+    """The documents of a split that was prepared as bytes."""
+    data = TokenDataset.open(folder, split)
+    documents = [data.document(number) for number in range(data.total_documents)]
+    assert all(document[-1] == data.end_of_document for document in documents)
+    return [document[:-1].astype(np.uint8).tobytes().decode() for document in documents]
+
+
+DOCUMENTS = st.lists(
+    st.one_of(st.text(max_size=30), st.sampled_from(["", " \n", "twice", "a b"])), min_size=1, max_size=30
+)
+
+
+class TestNothingIsLost:
+    @settings(max_examples=25)
+    @given(
+        documents=DOCUMENTS,
+        seed=st.integers(0, 3),
+        fraction=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+        shard=st.integers(1, 60),
+        piece=st.integers(1, 50),
+    )
+    def test_every_document_is_on_its_side_once(
+        self,
+        tmp_path_factory: pytest.TempPathFactory,
+        documents: list[str],
+        seed: int,
+        fraction: float,
+        shard: int,
+        piece: int,
+    ) -> None:
+        folder = tmp_path_factory.mktemp("data")
+        source = write_jsonl(folder / "a.jsonl", documents)
+        kept = [document for document in documents if document.strip()]
+        options = {"tokenizer": "bytes", "seed": seed, "validation_fraction": fraction, "shard_tokens": shard}
+        if not kept:
+            with pytest.raises(DataError, match="at least one document that is not empty"):
+                prepare([source], folder / "out", workers=1, **options)
+            return
+        index = prepare([source], folder / "out", workers=1, piece_characters=piece, **options)
+        held_out = [is_validation(document.encode(), seed, fraction) for document in kept]
+        expected = {
+            "train": [document for document, held in zip(kept, held_out, strict=True) if not held],
+            "validation": [document for document, held in zip(kept, held_out, strict=True) if held],
+        }
+        for split in SPLITS:
+            data = TokenDataset.open(folder / "out", split)
+            assert texts_of(folder / "out", split) == expected[split]
+            stream = [token for text in expected[split] for token in (*text.encode(), 256)]
+            assert data.tokens(0, data.total_tokens).tolist() == stream
+            assert np.concatenate([*data.shards, []]).tolist() == stream
+            assert all(len(part) == shard for part in data.shards[:-1])
+        assert not set(expected["train"]) & set(expected["validation"])
+        assert index.counts["documents"] == len(kept)
+        assert index.counts["empty"] == len(documents) - len(kept)
+        assert index.counts["bytes"] == sum(len(document.encode()) for document in kept)
+        verify(folder / "out")
+
+    def test_workers_and_pieces_do_not_change_the_result(self, tmp_path: Path) -> None:
+        rng = np.random.default_rng(0)
+        words = builtin_text()[1][3].split()
+        documents = [" ".join(rng.choice(words, rng.integers(0, 200))) for _ in range(120)]
+        source = write_jsonl(tmp_path / "a.jsonl", documents)
+        options = {"tokenizer": "bpe", "vocabulary_size": 500, "shard_tokens": 4_000, "validation_fraction": 0.2}
+        prepare([source], tmp_path / "one", workers=1, **options)
+        prepare([source], tmp_path / "two", workers=2, piece_characters=3_000, **options)
+        prepare([source], tmp_path / "three", workers=3, piece_characters=1_000, **options)
+        assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
+
+    def test_the_split_is_the_same_for_every_tokenizer(self, tmp_path: Path) -> None:
+        documents = [f"document {number}" for number in range(200)]
+        source = write_jsonl(tmp_path / "a.jsonl", documents)
+        for name in ("bytes", "bpe"):
+            size = 300 if name == "bpe" else None
+            options = {"tokenizer": name, "vocabulary_size": size, "validation_fraction": 0.25}
+            index = prepare([source], tmp_path / name, workers=1, **options)
+            assert 25 < index.splits["validation"].documents < 75
+        counts = [TokenDataset.open(tmp_path / name, "validation").total_documents for name in ("bytes", "bpe")]
+        assert counts[0] == counts[1]
+
+    def test_a_document_longer_than_shards_and_pieces(self, tmp_path: Path) -> None:
+        text = builtin_text()[1][3]
+        (tmp_path / "a.txt").write_text(text)
+        options = {"tokenizer": "bpe", "vocabulary_size": 400, "validation_fraction": 0}
+        prepare([tmp_path / "a.txt"], tmp_path / "out", shard_tokens=9_999, workers=1, **options)
+        data = TokenDataset.open(tmp_path / "out", "train")
+        assert len(data.shards) > 4
+        assert data.total_documents == 1
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+        assert data.document(0)[:-1].tolist() == tokenizer.encode(text).ids
+
+    def test_limit(self, tmp_path: Path) -> None:
+        source = write_jsonl(tmp_path / "a.jsonl", [f"d{number}" for number in range(50)])
+        options = {"tokenizer": "bytes", "validation_fraction": 0, "workers": 1}
+        prepare([source], tmp_path / "out", limit=7, piece_characters=5, **options)
+        assert texts_of(tmp_path / "out", "train") == [f"d{number}" for number in range(7)]
+
+    def test_ids_beyond_16_bits(self, tmp_path: Path) -> None:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        vocabulary = {f"w{number}": number for number in range(70_000)}
+        tokenizer = Tokenizer(models.WordLevel({**vocabulary, "<eos>": 70_000, "?": 70_001}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(tmp_path / "wide.json"))
+        source = write_jsonl(tmp_path / "a.jsonl", ["w1 w69999 w65536"])
+        options = {"tokenizer": str(tmp_path / "wide.json"), "validation_fraction": 0, "workers": 1}
+        index = prepare([source], tmp_path / "out", **options)
+        assert index.dtype == np.uint32
+        assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [1, 69_999, 65_536, 70_000]
+
+
+class TestTokenizers:
+    @pytest.mark.parametrize("name", ["bytes", "bpe"])
+    def test_transformers_loads_what_was_written(self, tmp_path: Path, name: str) -> None:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        text = "Héllo  wörld\n\n日本 😀 it's \0 <|x|>"
+        source = write_jsonl(tmp_path / "a.jsonl", [text, "more text " * 50])
+        size = 300 if name == "bpe" else None
+        options = {"tokenizer": name, "vocabulary_size": size, "validation_fraction": 0, "workers": 1}
+        index = prepare([source], tmp_path / "out", **options)
+        ids = TokenDataset.open(tmp_path / "out", "train").document(0).tolist()
+        for kind in (AutoTokenizer, PreTrainedTokenizerFast):
+            tokenizer = kind.from_pretrained(tmp_path / "out")
+            assert tokenizer(text)["input_ids"] == ids[:-1]
+            assert tokenizer.decode(ids[:-1]) == text
+            assert tokenizer.eos_token_id == ids[-1] == index.end_of_document
+            assert len(tokenizer) == index.vocabulary_size
+        if name == "bytes":
+            assert ids == [*text.encode(), 256]
+
+    def test_a_tokenizer_file_and_a_prepared_folder(self, tmp_path: Path) -> None:
+        source = write_jsonl(tmp_path / "a.jsonl", ["some words to learn from"] * 3)
+        prepare([source], tmp_path / "one", tokenizer="bpe", vocabulary_size=270, validation_fraction=0, workers=1)
+        for number, name in enumerate((tmp_path / "one", tmp_path / "one" / "tokenizer.json")):
+            again = tmp_path / f"again{number}"
+            prepare([source], again, tokenizer=str(name), validation_fraction=0, workers=1)
+            assert contents(again)["train-00000.npy"] == contents(tmp_path / "one")["train-00000.npy"]
+
+    def test_a_name_on_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From the hub's own cache, so that no network is needed; an unknown name gives the reason."""
+        import huggingface_hub.constants
+
+        from softplus_attention.data.tokenizer import bytes_tokenizer
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        revision = "0123456789abcdef0123456789abcdef01234567"
+        cached = tmp_path / "hub" / "models--gpt2"
+        (cached / "snapshots" / revision).mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(revision)
+        bytes_tokenizer().save(str(cached / "snapshots" / revision / "tokenizer.json"))
+        source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
+        prepare([source], tmp_path / "out", validation_fraction=0, workers=1)
+        assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [97, 98, 99, 256]
+        with pytest.raises(DataError, match=r"`--tokenizer` must be .*got 'no-such-one', which the hub did not give: "):
+            prepare([source], tmp_path / "other", tokenizer="no-such-one", workers=1)
+
+
+class TestErrors:
+    """Each names the argument, what was expected and what came; the folder is untouched."""
+
+    def refused(self, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+        assert main(["data", "prepare", "--workers", "1", *map(str, arguments)]) == 2
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message.startswith("softplus-attention: ")
+        return message
+
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> Path:
+        return write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (["--tokenizer", "missing.json"], "`--tokenizer` must be bytes, bpe.*got 'missing.json', which is no file"),
+            (["--vocabulary-size", "300"], "`--vocabulary-size` must be given only with --tokenizer bpe, got 300"),
+            (["--tokenizer", "bpe", "--vocabulary-size", "20"], "`--vocabulary-size` must be at least 257.*got 20"),
+            (["--tokenizer", "bytes", "--validation-fraction", "2"], "`--validation-fraction` must be from 0 to 1"),
+            (["--tokenizer", "bytes", "--seed", "-1"], "`--seed` must be from 0"),
+            (["--tokenizer", "bytes", "--shard-tokens", "0"], "`--shard-tokens` must be at least 1, got 0"),
+            (["--tokenizer", "bytes", "--limit", "0"], "`--limit` must be at least 1, got 0"),
+            (["--tokenizer", "bytes", "--text-field", "body"], "`--text-field`.*'body' and line 1 of .*a.jsonl.*text"),
+            (["--tokenizer", "bytes", "--end-of-document", "x"], "`--end-of-document` must be left out"),
+        ],
+    )
+    def test_options(
+        self,
+        source: Path,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        arguments: list[str],
+        expected: str,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        message = self.refused(capsys, source, "--output", tmp_path / "out", *arguments)
+        assert re.search(expected, message), message
+
+    def test_sources(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        out = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
+        (tmp_path / "notes.md").write_text("x")
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty.jsonl").write_text("")
+        np.save(tmp_path / "t.npy", np.arange(3, dtype=np.uint16))
+        assert "'nowhere.txt', which does not exist" in self.refused(capsys, "nowhere.txt", *out)
+        unsupported = self.refused(capsys, tmp_path / "notes.md", *out)
+        assert "`SOURCE` must be files or folders of .txt, .jsonl" in unsupported
+        assert "notes.md" in unsupported
+        assert "which holds none of these files" in self.refused(capsys, tmp_path / "empty", *out)
+        assert "at least one document that is not empty" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
+        assert "either text or token files" in self.refused(capsys, source, tmp_path / "t.npy", *out)
+        assert "named once" in self.refused(capsys, source, source, *out)
+        assert not (tmp_path / "out").exists()
+        inside = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
+        assert "`--output` must be outside the folder that is read" in self.refused(capsys, tmp_path, *inside)
+
+    def test_an_output_folder_with_something_else(
+        self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "precious").write_text("x")
+        message = self.refused(capsys, source, "--output", tmp_path / "full", "--tokenizer", "bytes")
+        assert "`--output` must be a new or empty folder" in message
+        assert "holds something else" in message
+        assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
+        assert "`--output` must be a folder" in self.refused(capsys, source, "--output", source)
+
+    def test_a_finished_folder(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        arguments = ["data", "prepare", str(source), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
+        assert main(arguments) == 0
+        before = contents(tmp_path / "out")
+        assert main(arguments) == 0
+        message = self.refused(capsys, *arguments[2:], "--seed", "3")
+        assert "made with other options: --seed was 0, is 3" in message
+        source.write_text(source.read_text() + '{"text": "more"}\n')
+        assert "the files of SOURCE were" in self.refused(capsys, *arguments[2:])
+        assert contents(tmp_path / "out") == before
+
+
+class TestDamage:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        source = write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(40)])
+        options = {"tokenizer": "bytes", "validation_fraction": 0.3, "shard_tokens": 100}
+        prepare([source], tmp_path / "out", workers=1, **options)
+        return tmp_path / "out"
+
+    def test_whole(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["data", "verify", str(folder)]) == 0
+        assert "all as written" in capsys.readouterr().out
+        assert main(["data", "info", str(folder)]) == 0
+        text = capsys.readouterr().out
+        assert "40 documents" in text
+        assert "data prepare" in text
+
+    @pytest.mark.parametrize("name", ["train-00001.npy", "validation-documents.npy"])
+    def test_missing(self, folder: Path, name: str) -> None:
+        (folder / name).unlink()
+        with pytest.raises(DataError, match=rf"{name} is missing: restore it from a copy, or delete the folder and"):
+            TokenDataset.open(folder, name.partition("-")[0])
+
+    def test_truncated(self, folder: Path) -> None:
+        path = folder / "train-00000.npy"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(DataError, match=r"has 327 bytes and was written with 328: restore it .*data prepare"):
+            TokenDataset.open(folder, "train")
+
+    @pytest.mark.parametrize("name", ["train-00000.npy", "train-documents.npy", "tokenizer.json"])
+    def test_one_bit_flipped(self, folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 4
+        (folder / name).write_bytes(data)
+        assert main(["data", "verify", str(folder)]) == 2
+        message = capsys.readouterr().err
+        assert f"{name} is not what was written (its SHA-256 differs): restore it from a copy" in message
+
+    def test_index(self, folder: Path) -> None:
+        whole = json.loads((folder / "index.json").read_text())
+        for damaged in ("{", "[]", json.dumps({**whole, "splits": 3}), json.dumps({"format": 1})):
+            (folder / "index.json").write_text(damaged)
+            with pytest.raises(DataError, match=r"index\.json is damaged"):
+                TokenDataset.open(folder, "train")
+        (folder / "index.json").write_text(json.dumps({**whole, "version": 99}))
+        with pytest.raises(DataError, match=r"`directory` must be of format .*version 1, got .*version 99"):
+            TokenDataset.open(folder, "train")
+        (folder / "index.json").unlink()
+        with pytest.raises(DataError, match=r"`directory` must be a folder written by"):
+            TokenDataset.open(folder, "train")
