@@ -20,6 +20,8 @@ Stage = Literal["scores", "normalised", "sharpened"]
 # The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
 MOST_DECODE_ROWS = 16
 NO_TRITON = "triton is not installed (pip install 'softplus-attention[triton]')"
+# Looked for once: torch.compile cannot follow the search.
+HAS_TRITON = find_spec("triton") is not None
 IMPLS = ("auto", "triton", "chunked", "reference")
 
 
@@ -198,7 +200,7 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
     if device.type == "cpu":
         return Choice("chunked", "CPU tensors: row blocks in linear memory")
     if device.type == "cuda" and dtype != torch.float64:
-        if find_spec("triton") is None:
+        if not HAS_TRITON:
             return Choice("reference", f"{NO_TRITON}: quadratic memory")
         return Choice("triton", "CUDA tensors: fused kernels in linear memory")
     return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
@@ -391,7 +393,7 @@ def triton_decode(
 def check_for_triton(q: Tensor) -> None:
     if q.dtype == torch.float64:
         check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         raise ImportError(f"impl='triton': {NO_TRITON}")
     if q.device.type != "cuda" and not triton_interprets():
         check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")

@@ -327,7 +327,7 @@ class SoftplusAttention(nn.Module):
         row = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is None:
             return row
-        document = torch.bucketize(row, cu_seqlens[1:], right=True).clamp(max=cu_seqlens.numel() - 2)
+        document = (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)
         return row - cu_seqlens[document]
 
     def extra_repr(self) -> str:

@@ -70,7 +70,8 @@ def packed(
 ) -> Visibility:
     """Documents laid end to end: a row sees its own document only."""
     row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    document = torch.bucketize(row, cu_seqlens_q[1:], right=True).clamp(max=cu_seqlens_q.numel() - 2)
+    # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
+    document = (torch.bucketize(row, cu_seqlens_q, right=True) - 1).clamp(max=cu_seqlens_q.numel() - 2)
     start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
     own_key = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
     if is_causal:
