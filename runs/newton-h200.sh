@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Newton from orbits on one H200, in calls of less than nine minutes each (docs/newton.md). Nothing is done twice: a call
+# that was cut short is repeated. torch, transformers, accelerate and numpy suffice but for `laws` and `figures`.
+#
+#   bash runs/newton-h200.sh check                     # 1: the time per update, and whether coordinates alone are learned
+#   bash runs/newton-h200.sh arm softmax               # 2-6: each arm, its three seeds side by side, labels 50, 200, 2000
+#   bash runs/newton-h200.sh arm softmax-window2
+#   bash runs/newton-h200.sh arm softmax-qknorm-logn
+#   bash runs/newton-h200.sh arm lssar-p3
+#   bash runs/newton-h200.sh arm lssar
+#   bash runs/newton-h200.sh faithful softmax          # 7-8: original distributions, 7000 bins, learned positions, raw F
+#   bash runs/newton-h200.sh faithful lssar
+#   bash runs/newton-h200.sh collect FILE.tar          # all JSON and arrays, without the weights
+#   bash runs/newton-h200.sh laws                      # elsewhere, with scipy, pyoperon and matplotlib
+#
+# PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further words, such as "--pretrain-updates 1500") are
+# read from the environment. MORE must be the same in every call on one folder.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
+python=${PYTHON:-python3}
+out=${OUT:-newton-gpu}
+faithful_out=${FAITHFUL_OUT:-newton-faithful}
+read -r -a more <<<"${MORE:-}"
+trained=pretrain,probe,tune,long
+
+newton() { "$python" -u -m softplus_attention.cli newton "$@" "${more[@]}"; }
+
+case "${1:-}" in
+  check)
+    # 300 updates with and without the differences as inputs, one small tuning each: seconds per update and first R^2.
+    for differences in no yes; do
+      newton --preset gpu --out "$out-check-$differences" --arms lssar --seeds 0 --labels 200 --pretrain-updates 300 \
+        --tune-updates 100 --test-systems 200 --without-pretraining no --differences "$differences" \
+        --stages pretrain,probe,tune
+    done
+    ;;
+  arm)
+    arm=${2:?the name of an arm}
+    failed=0
+    pids=()
+    for seed in 0 1 2; do
+      newton --preset gpu --out "$out" --arms "$arm" --seeds "$seed" --stages "$trained" &
+      pids+=($!)
+    done
+    for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
+    exit "$failed"
+    ;;
+  faithful)
+    newton --preset faithful --out "$faithful_out" --arms "${2:?the name of an arm}" --stages pretrain,probe,tune
+    ;;
+  collect)
+    file=${2:?the name of the archive}
+    find "$out" "$faithful_out" \( -name '*.json' -o -name '*.npz' \) -not -path '*/trainer/*' 2>/dev/null |
+      tar -cf "$file" -T -
+    ;;
+  laws)
+    newton --preset gpu --out "$out" --stages laws,figures
+    if [ -d "$faithful_out" ]; then newton --preset faithful --out "$faithful_out" --stages laws,figures; fi
+    ;;
+  *)
+    sed -n '2,17p' "$0"
+    exit 2
+    ;;
+esac

@@ -1,0 +1,124 @@
+"""``softplus-attention newton``: from simulated orbits to the law of gravitation, or to what is found in its place."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+PRESET_NAMES = ("smoke", "cpu", "gpu", "faithful", "paper")
+STAGE_NAMES = ("pretrain", "probe", "tune", "long", "laws", "figures")
+NUMBERS = (
+    "pretrain_updates",
+    "pretrain_batch",
+    "tune_updates",
+    "tune_batch",
+    "test_systems",
+    "positions",
+    "layers",
+    "width",
+    "heads",
+    "law_seconds",
+    "law_restarts",
+)
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "newton",
+        help="a GPT on orbits, its force, and the law that symbolic regression finds",
+        description="Trains a GPT on simulated orbits, tunes it to say the force, and looks for the law by symbolic "
+        "regression, beside the controls. Every stage leaves files under --out and is not run again; the stages laws "
+        "and figures need nothing but those files.",
+    )
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="cpu", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, help="folder for all files (default: newton-PRESET)")
+    parser.add_argument("--stages", default=",".join(STAGE_NAMES), help="some of %(default)s")
+    parser.add_argument("--arms", help="attentions of the catalogue, or NAME-windowK for a window of K time steps")
+    parser.add_argument("--seeds", help="such as 0,1,2")
+    parser.add_argument("--labels", help="numbers of labelled systems, such as 50,200,2000")
+    parser.add_argument("--target", choices=("ln_force", "force", "vector"), help="what the force model says")
+    parser.add_argument("--distribution", help="from which systems are drawn")
+    parser.add_argument("--form", choices=("continuous", "tokens"), help="how a model reads coordinates")
+    parser.add_argument("--bins", type=int, help="per coordinate, with --form tokens")
+    parser.add_argument("--context-noise", type=float, help="in AU, on what the model reads while it is pre-trained")
+    parser.add_argument("--differences", choices=("yes", "no"), help="whether models also read each body's last way")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
+    for name in NUMBERS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--workers", type=int, help="processes that simulate (default: 2 with a GPU, else 0)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the models")
+    parser.add_argument("--save-updates", type=int, default=0, help="checkpoint long trainings this often, to resume")
+    parser.add_argument("--commit", help="written into the results")
+    parser.set_defaults(run=run)
+
+
+def listed(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        fail(f"--{name}", "at least one, separated by commas", repr(text))
+    try:
+        return tuple(kind(part) for part in parts)
+    except ValueError:
+        fail(f"--{name}", f"{kind.__name__}s separated by commas", repr(text))
+
+
+def changes_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says beside the preset."""
+    changes: dict[str, Any] = {}
+    for name, kind in (("arms", str), ("seeds", int), ("labels", int)):
+        if getattr(options, name) is not None:
+            changes[name] = listed(name, getattr(options, name), kind)
+    for name in ("target", "distribution", "form", "bins", "context_noise", "precision", *NUMBERS):
+        if getattr(options, name) is not None:
+            changes[name] = getattr(options, name)
+    for name in ("differences", "without_pretraining"):
+        if getattr(options, name) is not None:
+            changes[name] = getattr(options, name) == "yes"
+    return changes
+
+
+def run(options: argparse.Namespace) -> int:
+    stages = listed("stages", options.stages, str)
+    for stage in stages:
+        if stage not in STAGE_NAMES:
+            fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
+    quieten()
+
+    from softplus_attention.physics.presets import preset
+    from softplus_attention.physics.stages import Folder, is_main, run_stages, write_json
+    from softplus_attention.physics.summary import printed, summary
+    from softplus_attention.physics.training import Machine
+
+    experiment = preset(options.preset, **changes_of(options))
+    machine = Machine.of(
+        options.device, workers=options.workers, compile=options.compile, save_updates=options.save_updates
+    )
+    folder = Folder(options.out or Path(f"newton-{options.preset}"), experiment)
+    begun = time.perf_counter()
+    run_stages(folder, stages, machine)
+    if is_main():
+        command = shlex.join(["softplus-attention", *getattr(options, "arguments", sys.argv[1:])])
+        found = summary(folder, command, options.commit, time.perf_counter() - begun)
+        write_json(folder.path / "results.json", found)
+        print(printed(found))
+        print(f"{folder.path / 'results.json'}, {time.perf_counter() - begun:.0f} s")
+    return 0
+
+
+def quieten() -> None:
+    """Of transformers only what went wrong: loading a model for another head is what is done here on purpose."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,213 @@
+"""Pictures of a folder: orbits, forces on the orbit, said against true F, Pareto fronts, and what length does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softplus_attention.physics.stages import Folder, read_arrays, read_json
+from softplus_attention.physics.summary import pretrained_force
+
+
+def draw_all(folder: Folder) -> list[Path]:
+    """Draws what there are files for; the paths of what was drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    target = folder.path / "figures"
+    target.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    figures: dict[str, Callable[[Folder, Any], Any]] = {
+        "orbits": orbits,
+        "force_arrows": force_arrows,
+        "said_against_true": said_against_true,
+        "pareto_fronts": pareto_fronts,
+        "length": length,
+        "probes": probes,
+    }
+    for name, draw in figures.items():
+        figure = draw(folder, pyplot)
+        if figure is not None:
+            path = target / f"{name}.png"
+            figure.savefig(path, dpi=130, bbox_inches="tight")
+            pyplot.close(figure)
+            drawn.append(path)
+    return drawn
+
+
+def first_runs(folder: Folder, name: str) -> list[tuple[str, Path]]:
+    """The first seed of each arm for which a file is there."""
+    found = []
+    for arm in folder.experiment.arms:
+        files = [folder.run(arm, seed) / name for seed in folder.experiment.seeds]
+        file = next((file for file in files if file.is_file()), None)
+        if file is not None:
+            found.append((arm, file))
+    return found
+
+
+def grid(pyplot: Any, rows: int, columns: int, size: float = 3.0) -> tuple[Any, Any]:
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(size * columns, size * rows), squeeze=False, layout="constrained"
+    )
+    return figure, axes
+
+
+def orbits(folder: Folder, pyplot: Any) -> Any:
+    """The planet's way relative to the star: true, and rolled out from the trained number of steps on."""
+    runs = first_runs(folder, "roll_out.npz")
+    if not runs:
+        return None
+    figure, axes = grid(pyplot, len(runs), 3)
+    for row, (arm, file) in enumerate(runs):
+        arrays = read_arrays(file)
+        given = folder.experiment.steps
+        for column in range(3):
+            axis = axes[row, column]
+            for name, colour, width in (("true", "0.75", 3.0), ("said", "C3", 1.0)):
+                way = arrays[name][column, :, 0] - arrays[name][column, :, 1]
+                start = 0 if name == "true" else given
+                axis.plot(*way[start:].T, color=colour, lw=width, label={"true": "true", "said": "rolled out"}[name])
+            axis.plot(0, 0, "*", color="C1", ms=9)
+            axis.set_aspect("equal")
+            axis.set_title(f"{arm}, {given} steps given, to {len(way)}", fontsize=8)
+            reach = 1.6 * np.abs(arrays["true"][column, :, 0] - arrays["true"][column, :, 1]).max()
+            axis.set_xlim(-reach, reach)
+            axis.set_ylim(-reach, reach)
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
+
+def shown_cells(folder: Folder) -> list[Any]:
+    """The pre-trained cell with most labels of each arm's first seed."""
+    cells = []
+    for arm in folder.experiment.arms:
+        found = [
+            folder.cell(arm, seed, labels, True)
+            for seed in folder.experiment.seeds
+            for labels in sorted(folder.experiment.labels, reverse=True)
+        ]
+        cell = next((cell for cell in found if (cell.folder / "force.npz").is_file()), None)
+        if cell is not None:
+            cells.append(cell)
+    return cells
+
+
+def force_arrows(folder: Folder, pyplot: Any) -> Any:
+    """Arrows on the orbit, true and said. Where only the magnitude was asked for, both point the same way."""
+    cells = shown_cells(folder)
+    if not cells:
+        return None
+    figure, axes = grid(pyplot, len(cells), 3)
+    for row, cell in enumerate(cells):
+        arrays = read_arrays(cell.folder / "force.npz")
+        for column in range(3):
+            axis = axes[row, column]
+            way = arrays["shown/places"][column, :, 0] - arrays["shown/places"][column, :, 1]
+            some = slice(folder.experiment.first_step, None, max(1, len(way) // 20))
+            longest = np.linalg.norm(arrays["shown/true"][column, some], axis=-1).max()
+            unit = 0.8 * np.linalg.norm(way, axis=-1).max() / longest
+            axis.plot(*way.T, color="0.8", lw=1)
+            for name, colour, width in (("true", "0.45", 0.012), ("said", "C3", 0.006)):
+                arrows = arrays[f"shown/{name}"][column, some] * unit
+                axis.quiver(*way[some].T, *arrows.T, color=colour, angles="xy", scale_units="xy", scale=1, width=width)
+            axis.plot(0, 0, "*", color="C1", ms=9)
+            axis.set_aspect("equal")
+            axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
+    return figure
+
+
+def said_against_true(folder: Folder, pyplot: Any) -> Any:
+    cells = shown_cells(folder)
+    if not cells:
+        return None
+    figure, axes = grid(pyplot, 1, len(cells))
+    for axis, cell in zip(axes[0], cells, strict=True):
+        arrays = read_arrays(cell.folder / "force.npz")
+        for name, colour in (("wider", "C0"), ("heavier", "C2"), ("inside", "C3")):
+            if f"{name}/said" in arrays:
+                some = slice(None, None, max(1, len(arrays[f"{name}/said"]) // 1500))
+                axis.plot(
+                    arrays[f"{name}/true"][some], arrays[f"{name}/said"][some], ".", ms=2, color=colour, label=name
+                )
+        ends = [arrays["inside/true"].min(), arrays["inside/true"].max()]
+        axis.plot(ends, ends, color="k", lw=0.8)
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("true F")
+        axis.set_ylabel("said F")
+        axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
+    axes[0, 0].legend(fontsize=7, markerscale=4)
+    return figure
+
+
+def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
+    """Error against length: what the model said, the truth with its noise, and the truth."""
+    cells = [cell for cell in shown_cells(folder) if (cell.folder / "laws.json").is_file()]
+    if not cells:
+        return None
+    scale = folder.experiment.law_scales[0]
+    figure, axes = grid(pyplot, 1, len(cells))
+    for axis, cell in zip(axes[0], cells, strict=True):
+        found = read_json(cell.folder / "laws.json")
+        truth = read_json(folder.path / "controls" / f"seed{cell.seed}.json")
+        sources = {"said": found, "true + noise": found.get("control_with_noise"), "true": truth}
+        for (name, source), colour in zip(sources.items(), ("C3", "C0", "0.4"), strict=True):
+            sample = source["laws"][scale][0] if source else {}
+            if "operon" not in sample:
+                continue
+            front = sample["operon"]["front"]
+            axis.plot([c["length"] for c in front], [c["error"] for c in front], "o-", ms=3, color=colour, label=name)
+            chosen = sample["operon"]["chosen"]["within"]
+            axis.annotate(chosen["law"], (chosen["length"], chosen["error"]), fontsize=6, color=colour)
+        axis.set_yscale("log")
+        axis.set_xlabel("length")
+        axis.set_ylabel(f"mean absolute error ({scale})")
+        axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
+    axes[0, 0].legend(fontsize=7)
+    return figure
+
+
+def length(folder: Folder, pyplot: Any) -> Any:
+    """Force, next place and roll-out beyond the trained number of steps."""
+    runs = first_runs(folder, "long.json")
+    if not runs:
+        return None
+    figure, axes = grid(pyplot, 1, 3)
+    for arm, file in runs:
+        found = read_json(file)
+        force = pretrained_force(found)
+        axes[0, 0].plot([r["multiple"] for r in force], [1 - r["r2"] for r in force], "o-", ms=3, label=arm)
+        places = found["next_place"]
+        axes[0, 1].plot([r["multiple"] for r in places], [r["error"] for r in places], "o-", ms=3, label=arm)
+        rolled = found["roll_out"]
+        axes[0, 2].plot([r["multiple"] for r in rolled], [r["median_ellipse_error"] for r in rolled], "o-", ms=3)
+    for axis, title in zip(
+        axes[0], ("1 - R^2 of the force", "error of the next place, AU", "off the ellipse, / a"), strict=True
+    ):
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xlabel("steps / trained steps")
+        axis.set_title(title, fontsize=8)
+    axes[0, 1].legend(fontsize=7)
+    return figure
+
+
+def probes(folder: Folder, pyplot: Any) -> Any:
+    runs = first_runs(folder, "probes.json")
+    if not runs:
+        return None
+    figure, axes = grid(pyplot, 1, len(runs))
+    for axis, (arm, file) in zip(axes[0], runs, strict=True):
+        for name, values in read_json(file)["r2"].items():
+            axis.plot(range(len(values)), np.maximum(values, -0.1), "o-", ms=3, label=name)
+        axis.set_ylim(-0.1, 1.02)
+        axis.set_xlabel("layer")
+        axis.set_title(f"{arm}: R^2 of linear probes", fontsize=8)
+    axes[0, 0].legend(fontsize=6)
+    return figure

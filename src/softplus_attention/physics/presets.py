@@ -1,0 +1,258 @@
+"""What one experiment is made of, and the presets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from softplus_attention.catalog import attention
+from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
+from softplus_attention.physics.distributions import distribution
+from softplus_attention.physics.sequences import TARGETS, SequenceForm
+from softplus_attention.validation import fail
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+# What the public recipe lets a law be made of, and what a power law needs.
+PUBLISHED_OPERATORS = "add,mul,div,sin,cos,exp"
+PLAIN_OPERATORS = "add,sub,mul,div"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An attention of the catalogue, or one with a window of some time steps: "softmax", "softmax-window2"."""
+
+    name: str
+    attention: str
+    window_steps: int | None
+
+
+def arm(name: str) -> Arm:
+    windowed = re.fullmatch(r"(.+)-window(\d+)", name)
+    found = Arm(name, windowed[1], int(windowed[2])) if windowed else Arm(name, name, None)
+    if found.window_steps == 0:
+        fail("arms", "of windows of at least 1 time step", repr(name))
+    attention(found.attention)
+    return found
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every number that decides the outcome. Steps are time steps of an orbit where they are not ``*_updates``."""
+
+    preset: str
+    arms: tuple[str, ...] = ("softmax", "lssar")
+    seeds: tuple[int, ...] = (0,)
+    # Sequences
+    distribution: str = "identifiable"
+    form: str = "continuous"
+    positions: int = 49
+    bins: int = 512
+    context_noise: float = 0.0
+    most_planets: int = 1
+    # Model
+    layers: int = 2
+    width: int = 64
+    heads: int = 2
+    differences: bool = True
+    octaves: int = 0
+    learned_positions: bool = False
+    role_embeddings: bool = True
+    initializer_range: float = 0.1
+    # Pre-training
+    pretrain_updates: int = 1000
+    pretrain_batch: int = 16
+    pretrain_rate: float = 2e-3
+    # Force
+    target: str = "ln_force"
+    labels: tuple[int, ...] = (2000,)
+    partial_systems: int = 0
+    partial_labels: int = 2
+    tune_updates: int = 1200
+    tune_batch: int = 16
+    tune_rate: float = 2e-3
+    without_pretraining: bool = True
+    test_systems: int = 512
+    test_steps: int = 0
+    # Before a few steps have been seen nothing can know the masses: no label stands there, and the test starts later.
+    first_label: int = 4
+    first_step: int = 12
+    # Probes and long sequences
+    probe_systems: int = 512
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)
+    long_systems: int = 64
+    # Laws
+    operators: str = PLAIN_OPERATORS
+    law_points: int = 1000
+    law_samples: int = 1
+    law_scales: tuple[str, ...] = ("ln_force", "force")
+    law_length: int = 15
+    law_seconds: int = 20
+    law_restarts: int = 3
+    nearest_points: int = 0
+    # Machine
+    weight_decay: float = 0.01
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        distribution(self.distribution)
+        for name in self.arms:
+            if arm(name).window_steps and len(distribution(self.distribution).time_steps) > 1:
+                expected = f"without a window in {self.distribution!r}: the time step is told at position 0 alone"
+                fail("arms", expected, repr(name))
+        for word in ("arms", "seeds", "labels"):
+            values = getattr(self, word)
+            if not values:
+                fail(word, "at least one", "none")
+            if len(set(values)) != len(values):
+                fail(word, "each named once", values)
+        if min(self.labels) < 1:
+            fail("labels", "at least 1 labelled system", min(self.labels))
+        if min(self.seeds) < 0:
+            fail("seeds", "at least 0", min(self.seeds))
+        if self.target not in TARGETS:
+            fail("target", f"one of {', '.join(TARGETS)}", repr(self.target))
+        if self.precision not in PRECISIONS:
+            fail("precision", f"one of {', '.join(PRECISIONS)}", repr(self.precision))
+        for word in ("pretrain_updates", "tune_updates", "pretrain_batch", "tune_batch", "test_systems"):
+            if getattr(self, word) < 1:
+                fail(word, "at least 1", getattr(self, word))
+
+    @property
+    def sequence_form(self) -> SequenceForm:
+        extent = distribution(self.distribution).extent
+        return SequenceForm(self.form, self.positions, extent, self.bins, self.context_noise)
+
+    @property
+    def clean_form(self) -> SequenceForm:
+        """The same without noise, for labels and tests."""
+        return replace(self.sequence_form, context_noise=0.0)
+
+    @property
+    def steps(self) -> int:
+        """Time steps of a two-body sequence."""
+        return self.sequence_form.steps(1)
+
+    def config(self, name: str, displacement: float) -> OrbitGPTConfig:
+        """The model of an arm."""
+        chosen = arm(name)
+        # Two bodies to a time step.
+        window = None if chosen.window_steps is None else 2 * chosen.window_steps
+        return OrbitGPTConfig(
+            attention=chosen.attention,
+            window=window,
+            hidden_size=self.width,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            max_position_embeddings=self.positions,
+            initializer_range=self.initializer_range,
+            form=self.form,
+            bins=self.bins,
+            extent=self.sequence_form.extent,
+            displacement=displacement,
+            differences=self.differences and self.form == "continuous",
+            octaves=self.octaves,
+            learned_positions=self.positions if self.learned_positions else None,
+            role_embeddings=self.role_embeddings,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+GPU_ARMS = ("softmax", "softmax-window2", "softmax-qknorm-logn", "lssar-p3", "lssar")
+CPU = Experiment("cpu", law_scales=("ln_force",), law_restarts=1)
+GPU = Experiment(
+    "gpu",
+    arms=GPU_ARMS,
+    seeds=(0, 1, 2),
+    positions=201,
+    layers=6,
+    width=384,
+    heads=6,
+    differences=False,
+    initializer_range=0.02,
+    context_noise=0.0,
+    pretrain_updates=2000,
+    pretrain_batch=64,
+    pretrain_rate=6e-4,
+    labels=(50, 200, 2000),
+    tune_updates=400,
+    tune_batch=64,
+    tune_rate=3e-4,
+    test_systems=400,
+    test_steps=12,
+    first_step=20,
+    probe_systems=512,
+    weight_decay=0.1,
+    law_restarts=1,
+    # Ten bits of a coordinate of 5 AU are 0.003 AU, a thirtieth of what a step bends an orbit; bfloat16 has seven.
+    precision="tf32",
+)
+FAITHFUL = Experiment(
+    "faithful",
+    arms=("softmax", "lssar"),
+    seeds=(0,),
+    distribution="published-code",
+    form="tokens",
+    positions=1000,
+    bins=7000,
+    most_planets=10,
+    layers=12,
+    width=768,
+    heads=12,
+    differences=False,
+    learned_positions=True,
+    role_embeddings=False,
+    initializer_range=0.02,
+    pretrain_updates=1000,
+    pretrain_batch=32,
+    pretrain_rate=6e-4,
+    target="force",
+    labels=(9000,),
+    partial_systems=1000,
+    tune_updates=600,
+    tune_batch=32,
+    tune_rate=6e-4,
+    test_systems=1000,
+    first_label=0,
+    first_step=0,
+    multiples=(),
+    operators=PUBLISHED_OPERATORS,
+    law_samples=5,
+    law_scales=("force",),
+    law_length=20,
+    nearest_points=5000,
+    weight_decay=0.1,
+    precision="bf16",
+)
+PRESETS: dict[str, Experiment] = {
+    # 20 seconds: the same path with less of everything, for the tests.
+    "smoke": replace(
+        CPU,
+        preset="smoke",
+        arms=("lssar",),
+        pretrain_updates=120,
+        tune_updates=250,
+        labels=(256,),
+        test_systems=64,
+        probe_systems=64,
+        long_systems=8,
+        multiples=(1, 2, 4),
+        law_points=300,
+        law_seconds=4,
+    ),
+    "cpu": CPU,
+    "gpu": GPU,
+    "faithful": FAITHFUL,
+    # The published recipe in full: 25 passes over 10M systems in batches of 512, as 64 per process on 8 GPUs.
+    "paper": replace(
+        FAITHFUL, preset="paper", pretrain_updates=488_281, pretrain_batch=64, tune_updates=10_000, tune_batch=64
+    ),
+}
+
+
+def preset(name: str, **changes: Any) -> Experiment:
+    if name not in PRESETS:
+        fail("preset", f"one of {', '.join(PRESETS)}", repr(name))
+    return replace(PRESETS[name], **changes)

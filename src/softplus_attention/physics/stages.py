@@ -1,0 +1,261 @@
+"""The experiment, stage by stage. Each stage leaves files; a stage whose files are there is not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softplus_attention.physics.presets import Experiment
+from softplus_attention.validation import fail
+
+STAGES = ("pretrain", "probe", "tune", "long", "laws", "figures")
+# Settings that a folder may hold several of, or that only the laws depend on.
+NOT_IDENTITY = ("arms", "seeds", "labels", "operators", "nearest_points")
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
+    """float32 where the values are real: half the size, and finer than any model."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small: dict[str, Any] = {
+        name: np.asarray(values, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int32)
+        for name, values in arrays.items()
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}.part.npz")
+    np.savez_compressed(part, **small)
+    part.replace(path)
+
+
+def read_arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as stored:
+        return {
+            name: stored[name].astype(np.float64 if stored[name].dtype.kind == "f" else np.int64)
+            for name in stored.files
+        }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One tuned model."""
+
+    arm: str
+    seed: int
+    labels: int
+    pretrained: bool
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        how = "" if self.pretrained else ", no pre-training"
+        return f"{self.arm}, seed {self.seed}, {self.labels} labelled systems{how}"
+
+
+class Folder:
+    """Where everything of an experiment lies."""
+
+    def __init__(self, path: Path, experiment: Experiment) -> None:
+        self.path, self.experiment = path, experiment
+        self.check_identity()
+
+    def check_identity(self) -> None:
+        """A folder belongs to one experiment: other settings in it would mix what cannot be compared."""
+        words = {
+            word: value
+            for word, value in json.loads(json.dumps(self.experiment.to_json())).items()
+            if word not in NOT_IDENTITY and not word.startswith("law_")
+        }
+        file = self.path / "experiment.json"
+        if file.is_file():
+            other = read_json(file)
+            for word in sorted(set(words) | set(other)):
+                if words.get(word) != other.get(word):
+                    expected = f"a folder of the same experiment: `{word}` is {other.get(word)!r} in it"
+                    fail("--out", expected, f"{word} = {words.get(word)!r}")
+        else:
+            write_json(file, words)
+
+    def run(self, arm: str, seed: int) -> Path:
+        return self.path / "arms" / arm / f"seed{seed}"
+
+    def cell(self, arm: str, seed: int, labels: int, pretrained: bool) -> Cell:
+        word = "tuned" if pretrained else "untrained"
+        return Cell(arm, seed, labels, pretrained, self.run(arm, seed) / f"{word}-{labels}")
+
+    def runs(self) -> Iterator[tuple[str, int]]:
+        for arm in self.experiment.arms:
+            for seed in self.experiment.seeds:
+                yield arm, seed
+
+    def cells(self, arm: str, seed: int) -> Iterator[Cell]:
+        for labels in self.experiment.labels:
+            yield self.cell(arm, seed, labels, True)
+            if self.experiment.without_pretraining:
+                yield self.cell(arm, seed, labels, False)
+
+    def all_cells(self) -> list[Cell]:
+        return [cell for arm, seed in self.runs() for cell in self.cells(arm, seed)]
+
+
+def run_stages(folder: Folder, stages: tuple[str, ...], machine: Any) -> None:
+    """``machine`` is a ``training.Machine``; None where no stage trains."""
+    runners = {"laws": laws_stage, "figures": figures_stage}
+    trained = [stage for stage in STAGES if stage in stages and stage not in runners]
+    if trained:
+        # Arm by arm, all its stages: a run that is cut short leaves whole arms.
+        for arm, seed in folder.runs():
+            for stage in trained:
+                training_stage(folder, stage, arm, seed, machine)
+                wait_for_all()
+    for stage in STAGES:
+        if stage in stages and stage in runners:
+            runners[stage](folder)
+
+
+def training_stage(folder: Folder, stage: str, arm: str, seed: int, machine: Any) -> None:
+    {"pretrain": pretrain_stage, "probe": probe_stage, "tune": tune_stage, "long": long_stage}[stage](
+        folder, arm, seed, machine
+    )
+
+
+def is_main() -> bool:
+    """Of several processes under torchrun, the one that writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def wait_for_all() -> None:
+    """Under torchrun: no process reads what the main one has not finished writing."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.barrier()
+
+
+def pretrain_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.physics.training import pretrain
+
+    run = folder.run(arm, seed)
+    if (run / "pretrain.json").is_file():
+        return
+    model, measured = pretrain(folder.experiment, arm, seed, run / "pretraining", machine)
+    if is_main():
+        model.save_pretrained(run / "pretrained")
+        write_json(run / "pretrain.json", measured)
+
+
+def pretrained_model(folder: Folder, arm: str, seed: int, machine: Any) -> Any:
+    from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForTrajectories, check_checkpoint
+
+    path = folder.run(arm, seed) / "pretrained"
+    check_checkpoint(path, folder.experiment.form)
+    return OrbitGPTForTrajectories.from_pretrained(path).to(machine.device)
+
+
+def probe_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.physics.probing import probe
+
+    file = folder.run(arm, seed) / "probes.json"
+    if file.is_file() or not is_main():
+        return
+    write_json(file, probe(pretrained_model(folder, arm, seed, machine), folder.experiment, seed))
+    print(f"probe {arm}, seed {seed}: done", flush=True)
+
+
+def tune_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.physics.forces import quality, said_forces
+    from softplus_attention.physics.training import tune
+
+    for cell in folder.cells(arm, seed):
+        if (cell.folder / "tune.json").is_file():
+            continue
+        pretrained = folder.run(arm, seed) / "pretrained" if cell.pretrained else None
+        model, measured = tune(folder.experiment, arm, seed, cell.labels, pretrained, cell.folder, machine)
+        if not is_main():
+            continue
+        arrays = said_forces(model.to(machine.device), folder.experiment, seed)
+        write_arrays(cell.folder / "force.npz", arrays)
+        if cell.labels == max(folder.experiment.labels):
+            model.save_pretrained(cell.folder / "model")
+        measured["quality"] = {"inside": quality(arrays, "inside")}
+        write_json(cell.folder / "tune.json", measured)
+        r2 = measured["quality"]["inside"].get("r2_ln_force", float("nan"))
+        print(f"tune {cell.title}: R^2 of ln F {r2:.4f} in {measured['seconds']:.0f} s", flush=True)
+
+
+def long_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.physics.long_sequences import force_by_length, next_places, roll_outs
+    from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
+
+    experiment, run = folder.experiment, folder.run(arm, seed)
+    if (run / "long.json").is_file() or not experiment.multiples or not is_main():
+        return
+    if experiment.learned_positions:
+        print("long: skipped, learned positions end with the trained length", flush=True)
+        return
+    begun = time.perf_counter()
+    model = pretrained_model(folder, arm, seed, machine)
+    rows, orbits = roll_outs(model, experiment, seed)
+    found: dict[str, Any] = {
+        "trained_steps": experiment.steps,
+        "next_place": next_places(model, experiment, seed),
+        "roll_out": rows,
+        "force": {},
+    }
+    for cell in folder.cells(arm, seed):
+        if (cell.folder / "model" / "config.json").is_file():
+            tuned = OrbitGPTForForce.from_pretrained(cell.folder / "model").to(machine.device)
+            found["force"][cell.folder.name] = force_by_length(tuned, experiment, seed)
+    found["seconds"] = time.perf_counter() - begun
+    write_arrays(run / "roll_out.npz", orbits)
+    write_json(run / "long.json", found)
+    print(f"long {arm}, seed {seed}: {found['seconds']:.0f} s", flush=True)
+
+
+def laws_stage(folder: Folder) -> None:
+    from softplus_attention.physics.regression import law_settings, regress, true_control
+
+    experiment = folder.experiment
+    settings = json.loads(json.dumps(law_settings(experiment)))
+
+    def done(file: Path) -> bool:
+        return file.is_file() and read_json(file)["settings"] == settings
+
+    found = [cell for cell in folder.all_cells() if (cell.folder / "force.npz").is_file()]
+    if not found:
+        fail("--out", "a folder in which the stage `tune` has left forces", folder.path)
+    for number, cell in enumerate(found, 1):
+        truth = folder.path / "controls" / f"seed{cell.seed}.json"
+        if not done(truth):
+            arrays = read_arrays(cell.folder / "force.npz")
+            write_json(truth, true_control(arrays, experiment, cell.labels, cell.seed))
+        file = cell.folder / "laws.json"
+        if done(file):
+            continue
+        begun = time.perf_counter()
+        laws = regress(read_arrays(cell.folder / "force.npz"), experiment, cell.labels, cell.seed)
+        laws["seconds"] = time.perf_counter() - begun
+        write_json(file, laws)
+        print(f"laws {number}/{len(found)} {cell.title}: {laws['seconds']:.0f} s", flush=True)
+
+
+def figures_stage(folder: Folder) -> None:
+    from softplus_attention.physics.figures import draw_all
+
+    for path in draw_all(folder):
+        print(f"figure {path}", flush=True)

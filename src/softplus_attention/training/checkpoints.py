@@ -1,0 +1,246 @@
+"""Checkpoints that are whole or not there, that are known to be whole when they are read, and that load at another
+number of processes.
+
+    checkpoint-200/
+      state/              model and optimizer, by torch.distributed.checkpoint: a file per process, any number may load
+      trainer_state.json  step, logged values
+      position.json       where in the data, and losses not logged yet
+      scheduler.pt, rng_state*.pth
+      manifest.json       size and SHA-256 of every file above; written last
+
+A checkpoint is written as ``checkpoint-200.partial``, flushed to the disk and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from softplus_attention.training import parallel
+from softplus_attention.training.errors import RunStopped, is_disk_full
+
+MANIFEST = "manifest.json"
+STATE = "state"
+PARTIAL = ".partial"
+DAMAGED = ".damaged"
+WRITER = re.compile(r"(?:__|rng_state_)(\d+)")
+NAME = re.compile(r"checkpoint-(\d+)")
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first."""
+    found = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def step_of(checkpoint: Path) -> int:
+    match = NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+# ---- writing
+
+
+def write(run: Path, step: int, keep: int, fill: Callable[[Path], None]) -> Path:
+    """``fill`` writes its files into a folder, on every process; the folder then becomes ``checkpoint-<step>``.
+
+    If one process fails, none goes on, the half-written folder is removed, and what was there before stays.
+    """
+    final = run / f"checkpoint-{step}"
+    partial = final.with_name(final.name + PARTIAL)
+    parallel.from_first(lambda: cleared(partial, final, step))
+    together(run, partial, step, lambda: fill(partial))
+    sums = together(run, partial, step, lambda: sums_of_share(partial))
+    together(run, partial, step, lambda: publish(partial, final, sums) if parallel.is_first() else None)
+    if parallel.is_first():
+        for old in checkpoints(run)[keep:]:
+            # Renamed first: a folder that is half deleted must not look like a checkpoint that went bad.
+            doomed = old.with_name(old.name + ".old" + PARTIAL)
+            old.replace(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    return final
+
+
+def cleared(partial: Path, final: Path, step: int) -> None:
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise stopped(final.parent, step, described(error)) from None
+
+
+def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> list[Any]:
+    """A part of the work on every process, and what each of them made; if one fails, all of them stop."""
+    made: Any = None
+    failure: BaseException | None = None
+    try:
+        made = part()
+    except (Exception, CheckpointException) as error:
+        failure = error
+    results = parallel.everyone((made, failure and described(failure)))
+    failures = [words for _, words in results if words]
+    if not failures:
+        return [result for result, _ in results]
+    if parallel.is_first():
+        shutil.rmtree(partial, ignore_errors=True)
+    raise stopped(run, step, failures[0]) from failure
+
+
+def described(error: BaseException) -> str:
+    if is_disk_full(error):
+        return "there is no room left on the disk (or a file-size limit is reached)"
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+
+
+def stopped(run: Path, step: int, words: str) -> RunStopped:
+    before = checkpoints(run)
+    intact = f"the checkpoint of step {step_of(before[0])} is intact" if before else "no checkpoint was written before"
+    return RunStopped(
+        f"the checkpoint of step {step} could not be written to {run}: {words}. Make room there and run the same "
+        f"command again: it continues where it can ({intact})"
+    )
+
+
+def sums_of_share(partial: Path) -> dict[str, Any]:
+    """Size and SHA-256 of the files that this process wrote, once they are on the disk.
+
+    By the numbers in their names, not by a common list: another machine may not see the newest files yet.
+    """
+    sums = {}
+    for path in files_in(partial):
+        writer = WRITER.match(path.name)
+        if int(writer[1] if writer else 0) != parallel.rank():
+            continue
+        flush(path)
+        sums[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    return sums
+
+
+def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
+    """The manifest, and the name by which the folder is a checkpoint."""
+    files = {name: written for share in sums for name, written in share.items()}
+    manifest = partial / MANIFEST
+    manifest.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n")
+    flush(manifest)
+    for folder in {path.parent for path in files_in(partial)} | {partial}:
+        flush(folder)
+    shutil.rmtree(final, ignore_errors=True)
+    partial.replace(final)
+    flush(final.parent)
+
+
+# ---- reading
+
+
+def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is as it was written; each newer one that is not is named in a warning."""
+    for leftover in run.glob(f"*{PARTIAL}"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    for checkpoint in checkpoints(run):
+        wrong = damage(checkpoint)
+        if wrong is None:
+            return checkpoint
+        aside = checkpoint.with_name(checkpoint.name + DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.replace(aside)
+        warn(f"{checkpoint} is damaged ({wrong}): it is now {aside.name}, and the checkpoint before it is used")
+    return None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, None if nothing is."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        for name, written in files.items():
+            path = checkpoint / name
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != written["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes of {written['bytes']}"
+            if digest(path) != written["sha256"]:
+                return f"{name} is not what was written"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    return None
+
+
+# ---- model and optimizer
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor by a name that does not depend on how many processes there are; tied weights come once."""
+    tensors = {f"model.{name}": value.detach() for name, value in weights_of(model)}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+
+
+def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    save(
+        named_state(model, optimizer),
+        storage_writer=FileSystemWriter(folder / STATE),
+        no_dist=not dist.is_initialized(),
+    )
+
+
+def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The saved tensors into the model and the optimizer, which may be sharded in another way."""
+    reader = FileSystemReader(folder / STATE)
+    entries = reader.read_metadata().state_dict_metadata.items()
+    sizes = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    tensors = {f"model.{name}": value.detach() for name, value in weights_of(model)}
+    for parameter_name, parameter in model.named_parameters():
+        state: dict[str, Tensor] = {}
+        prefix = f"optimizer.{parameter_name}."
+        for name, size in sizes.items():
+            if not name.startswith(prefix):
+                continue
+            place = torch.zeros_like(parameter) if size == parameter.shape else torch.zeros(size)
+            tensors[name] = state[name.removeprefix(prefix)] = place.detach()
+        optimizer.state[parameter] = state
+    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    # By its own words the optimizer puts each value where its steps expect it.
+    optimizer.load_state_dict(optimizer.state_dict())

@@ -1,0 +1,253 @@
+"""What a training run is made of: one dataclass, whose fields are the command's options and a config file's keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.catalog import attention
+from softplus_attention.power import PowerByLength
+from softplus_attention.training.losses import LOSSES
+from softplus_attention.training.optimizers import OPTIMIZERS
+from softplus_attention.training.parallel import PARALLEL
+from softplus_attention.training.presets import PRESETS
+from softplus_attention.training.schedules import LEARNED, PowerSchedule, power_schedule
+from softplus_attention.validation import fail
+
+SCHEDULES = ("cosine", "wsd")
+PRECISIONS = ("auto", "bf16", "fp32")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def option(group: str, words: str, default: Any = dataclasses.MISSING, *, free: bool = False) -> Any:
+    """A field with its place and words in ``--help``. ``free``: it may change between two starts of one run, since it
+    does not change what is learned."""
+    return dataclasses.field(default=default, metadata={"group": group, "help": words, "free": free})
+
+
+MODEL, POWER, OPTIMISATION, SPEED, KEEPING = (
+    "the model",
+    "the sharpening power",
+    "optimisation",
+    "speed and devices",
+    "logs, validation and checkpoints",
+)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    data: str = option("where", "folder written by `softplus-attention data prepare`", free=True)
+    output: str = option("where", "folder of the run; the same command continues a run found there", free=True)
+
+    attention: str = option(MODEL, "a name of the catalogue: lssar, lssa, softmax, softmax-qknorm-logn, ...", "lssar")
+    layers: int = option(MODEL, "transformer blocks", 4)
+    width: int = option(MODEL, "of the residual stream", 128)
+    heads: int = option(MODEL, "attention heads; a head is width / heads wide", 2)
+    sequence_length: int = option(MODEL, "tokens of a training sequence", 128)
+    vocab_size: int | None = option(MODEL, "default: the tokenizer's, padded to a multiple of 64", None)
+    score_scale: float | None = option(MODEL, "replaces log(head width) in the scores", None)
+    window: int | None = option(MODEL, "each token sees itself and the window - 1 before it", None)
+    rope_theta: float = option(MODEL, "base of the rotary positions", 10000.0)
+    bias: bool = option(MODEL, "biases in the linear layers and norms", False)
+
+    power: str | None = option(
+        POWER,
+        "15; steps: 3,7@0.1,15@0.3 (7 from 10%% of the steps on); ramp:3,15 (linear; ramp:3,15@0.5 ends at half); "
+        "learned; default: the attention's own",
+        None,
+    )
+    power_rounding: bool = option(POWER, "a ramp goes through integers only: torch.compile compiles each anew", True)
+    power_growth: float | None = option(
+        POWER,
+        "the saved model's power grows by this for each factor e of visible keys beyond the training length",
+        None,
+    )
+
+    steps: int = option(OPTIMISATION, "optimizer steps of the whole run", 400)
+    batch_size: int = option(OPTIMISATION, "sequences per step, over all devices together", 32)
+    optimizer: str = option(OPTIMISATION, "adamw, or muon (hidden matrices by Muon, the rest by AdamW)", "adamw")
+    learning_rate: float = option(OPTIMISATION, "AdamW's peak", 1e-3)
+    muon_learning_rate: float | None = option(OPTIMISATION, "Muon's peak; default: AdamW's", None)
+    schedule: str = option(OPTIMISATION, "cosine, or wsd (warm-up, stable, decay)", "cosine")
+    warmup: float = option(OPTIMISATION, "steps of linear warm-up, or below 1 their fraction of all", 0.05)
+    decay: float = option(OPTIMISATION, "wsd: steps of the final decay, or below 1 their fraction of all", 0.2)
+    final_learning_rate: float = option(OPTIMISATION, "at the last step, as a fraction of the peak", 0.1)
+    weight_decay: float = option(OPTIMISATION, "of matrices; vectors do not decay", 0.1)
+    beta1: float = option(OPTIMISATION, "AdamW's", 0.9)
+    beta2: float = option(OPTIMISATION, "AdamW's", 0.95)
+    clip: float = option(OPTIMISATION, "largest norm of the gradient; 0: no clipping", 1.0)
+    document_mask: bool = option(OPTIMISATION, "tokens of packed sequences see their own document only", False)
+    seed: int = option(OPTIMISATION, "of the weights and of the order of the data", 0)
+
+    device: str = option(SPEED, "auto, cpu or cuda", "auto", free=True)
+    precision: str = option(SPEED, "bf16 (mixed), fp32, or auto: bf16 on a GPU", "auto", free=True)
+    parallel: str = option(SPEED, "under torchrun: ddp, or fsdp (FSDP2: everything sharded)", "ddp", free=True)
+    micro_batch_size: int = option(
+        SPEED, "sequences on a device at a time, at most; gradients accumulate up to the batch", 32, free=True
+    )
+    compile: bool = option(SPEED, "torch.compile the model", False, free=True)
+    loss: str = option(
+        SPEED, "plain, chunked (logits of 4096 tokens at a time) or liger (where installed)", "plain", free=True
+    )
+    gradient_checkpointing: bool = option(SPEED, "recompute the blocks in the backward pass", False, free=True)
+    workers: int = option(SPEED, "processes per device that read data; 0: none", 0, free=True)
+    peak_tflops: float | None = option(SPEED, "of a device, for MFU; default: known for common GPUs", None, free=True)
+
+    log_every: int = option(KEEPING, "steps", 10, free=True)
+    evaluate_every: int = option(KEEPING, "steps between validation losses; 0: never", 0, free=True)
+    evaluate_sequences: int = option(KEEPING, "validation sequences, at most", 256, free=True)
+    save_every: int = option(KEEPING, "steps between checkpoints", 100, free=True)
+    keep: int = option(KEEPING, "checkpoints kept, the newest", 3, free=True)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_type(field, getattr(self, field.name))
+        self.check_numbers()
+        for name, known in (
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("device", DEVICES),
+            ("precision", PRECISIONS),
+            ("parallel", PARALLEL),
+            ("loss", LOSSES),
+        ):
+            if getattr(self, name) not in known:
+                fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+        if self.width % self.heads:
+            fail("width", f"a multiple of the {self.heads} heads", self.width)
+        self.check_power()
+
+    def check_numbers(self) -> None:
+        least = {"layers": 1, "width": 1, "heads": 1, "sequence_length": 2, "steps": 1, "batch_size": 1, "keep": 1}
+        least |= {"micro_batch_size": 1, "log_every": 1, "save_every": 1, "evaluate_sequences": 1, "seed": 0}
+        least |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                fail(name, f"at least {value}", getattr(self, name))
+        if self.learning_rate <= 0:
+            fail("learning_rate", "above 0", self.learning_rate)
+        for name in ("final_learning_rate", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                fail(name, "from 0 to 1", getattr(self, name))
+
+    def check_power(self) -> None:
+        chosen = attention(self.attention)
+        schedule = self.power_schedule
+        if chosen.spec.second_stage == "none" and (self.power is not None or self.power_growth is not None):
+            fail("power", f"left out: {self.attention!r} has no second stage that a power sharpens", repr(self.power))
+        if self.power_growth is not None:
+            if self.power == LEARNED:
+                fail("power_growth", "left out where the power is learned", self.power_growth)
+            self.growth()
+        if self.compile and schedule is not None and schedule.is_ramp and not schedule.rounded:
+            fail("power_rounding", "on where the model is compiled: every power is compiled anew", "off")
+
+    @property
+    def power_schedule(self) -> PowerSchedule | None:
+        """None where the power does not change: the attention's own, or learned."""
+        return power_schedule(self.power, rounded=self.power_rounding)
+
+    def growth(self) -> PowerByLength | None:
+        """The power of the saved model, where it is to grow with the number of visible keys."""
+        if self.power_growth is None:
+            return None
+        schedule = self.power_schedule
+        own = attention(self.attention).spec.sharpening
+        base = own if schedule is None else schedule.final(self.steps)
+        if not isinstance(base, int | float):
+            fail("power_growth", f"left out: the power of {self.attention!r} grows by itself", self.power_growth)
+        return PowerByLength(base, self.power_growth, self.sequence_length)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def changes(self, before: Mapping[str, Any]) -> list[str]:
+        """What of ``before`` is different now and would make another run of it."""
+        changed = []
+        for field in dataclasses.fields(self):
+            old, new = before.get(field.name, field.default), getattr(self, field.name)
+            if old != new and not field.metadata["free"]:
+                changed.append(f"{field.name} was {old!r} and is {new!r}")
+        return changed
+
+
+def check_type(field: dataclasses.Field[Any], value: Any) -> None:
+    kinds = kinds_of(field)
+    if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
+        names = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        fail(field.name, f"of type {names}", repr(value))
+
+
+def kinds_of(field: dataclasses.Field[Any]) -> tuple[type, ...]:
+    hint = typing.get_type_hints(TrainConfig)[field.name]
+    kinds = typing.get_args(hint) or (hint,)
+    return (*kinds, int) if float in kinds else kinds
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """The settings of a .json or .yaml file; the keys are the options, with - or _."""
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        fail("config", "a .json or .yaml file that can be read", f"{str(path)!r}: {error.strerror}")
+    try:
+        if path.suffix == ".json":
+            found = json.loads(text)
+        elif path.suffix in (".yaml", ".yml"):
+            found = read_yaml(text)
+        else:
+            fail("config", "a file ending in .json, .yaml or .yml", repr(str(path)))
+    except ImportError:
+        fail("config", "a .json file where pyyaml is not installed", repr(str(path)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except Exception as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(found, dict):
+        fail("config", "a file of option: value", f"{path}, which holds {type(found).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def read_yaml(text: str) -> Any:
+    """YAML 1.1 reads 6e-4 as a word; here it is the number that everybody means."""
+    import yaml  # type: ignore[import-untyped]
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        pass
+
+    number = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return yaml.load(text, Loader=Loader)
+
+
+def configured(
+    options: Mapping[str, Any] | None = None, *, preset: str | None = None, file: str | Path | None = None
+) -> TrainConfig:
+    """A preset, changed by a config file, changed by options."""
+    settings = {} if file is None else read_file(file)
+    settings |= options or {}
+    preset = settings.pop("preset", None) if preset is None else preset
+    settings.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        fail("preset", f"one of {', '.join(PRESETS)}", repr(preset))
+    settings = dict(PRESETS[preset] if preset is not None else {}) | settings
+    known = [field.name for field in dataclasses.fields(TrainConfig)]
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+    if isinstance(settings.get("power"), int | float):
+        settings["power"] = str(settings["power"])
+    for name in ("data", "output"):
+        if name not in settings:
+            fail(f"--{name}", "given (here or in the config file)", "nothing")
+    return TrainConfig(**settings)

@@ -1,0 +1,105 @@
+"""The prepared folder as a training run reads it: one sequence after the other, for as many steps as there are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from softplus_attention.data import Index, PackedTokens
+
+IGNORED = -100
+
+
+class Sequences(Protocol):
+    """What a run needs of its data: ``softplus_attention.data.PackedTokens``, or any dataset that looks like it."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> dict[str, Tensor]: ...
+    def set_epoch(self, epoch: int, /) -> None: ...
+
+
+class Endless(Dataset[dict[str, Tensor]]):
+    """Sequence number n of a run, past the end of the data too: epoch n // len, in that epoch's order.
+
+    So the position in the data is one number, steps times sequences per step, whatever the number of processes.
+    """
+
+    def __init__(self, sequences: Sequences, total: int) -> None:
+        self.sequences, self.total = sequences, total
+        self.epoch: int | None = None
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        epoch, place = divmod(number, len(self.sequences))
+        if epoch != self.epoch:
+            self.sequences.set_epoch(epoch)
+            self.epoch = epoch
+        return without_first_label(self.sequences[place])
+
+
+class Head(Dataset[dict[str, Tensor]]):
+    """The first sequences of a split, for validation."""
+
+    def __init__(self, sequences: Sequences, length: int) -> None:
+        self.sequences, self.length = sequences, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        return without_first_label(self.sequences[number])
+
+
+def without_first_label(sequence: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Nothing predicts a sequence's first token: a label there would be counted by some versions of Trainer."""
+    labels = sequence["labels"].clone()
+    labels[0] = IGNORED
+    return {**sequence, "labels": labels}
+
+
+def collate(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
+
+
+class Folder:
+    """A folder written by ``softplus-attention data prepare``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.index = Index.load(path)
+
+    def sequences(self, split: str, length: int, *, seed: int, document_mask: bool) -> PackedTokens:
+        return PackedTokens(self.path, split, length, seed=seed, document_mask=document_mask)
+
+    @property
+    def has_validation(self) -> bool:
+        return "validation" in self.index.splits and self.index.split("validation").tokens > 0
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with any token, not with where the folder lies or what it was made from."""
+        sums = [(record["file"], record["sha256"]) for record in self.index.files()]
+        return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+
+    def tokenizer(self) -> Any:
+        """The tokenizer as transformers loads it; None for token files that came without one."""
+        from transformers import AutoTokenizer
+
+        places = {(self.path / record["file"]).parent for record in self.index.tokenizer_files}
+        if not places:
+            return None
+        (place,) = places
+        return AutoTokenizer.from_pretrained(place)
+
+
+def padded_vocabulary(size: int) -> int:
+    """A multiple of 64, which the matrix units of a GPU prefer."""
+    return -(-size // 64) * 64

@@ -1,0 +1,186 @@
+"""What a run says of itself: tokens per second, MFU, time left; metrics.jsonl, TensorBoard, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from softplus_attention.training.errors import RunStopped, is_disk_full
+from softplus_attention.training.provenance import write_whole
+
+METRICS = "metrics.jsonl"
+# Dense bfloat16 TFLOP/s by the makers' data sheets; the first name that is part of the device's counts.
+PEAKS = (
+    ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("H800", 989),
+    ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70), ("A10", 125),
+    ("RTX 5090", 210), ("RTX 4090", 165), ("RTX 3090", 71), ("MI300X", 1307),
+)  # fmt: skip
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((float(peak) for part, peak in PEAKS if part in name), None)
+
+
+def flops_per_token(parameters: int, layers: int, width: int, length: int) -> int:
+    """6 N + 12 L W T: forward and backward of the N weights (tied ones once) and of attention over T tokens with L
+    layers of heads W wide together, as PaLM counts it. The causal half of attention is not taken off."""
+    return 6 * parameters + 12 * layers * width * length
+
+
+class Throughput:
+    """Tokens per second since it was last asked, without the time for validation and checkpoints."""
+
+    def __init__(self, tokens_per_step: int, flops: int, processes: int, peak: float | None) -> None:
+        self.tokens_per_step, self.flops = tokens_per_step, flops
+        self.available = None if peak is None else peak * 1e12 * processes
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        self.step, self.since, self.paused = step, time.perf_counter(), 0.0
+
+    def since_last(self, step: int) -> dict[str, float]:
+        seconds = time.perf_counter() - self.since - self.paused
+        steps = step - self.step
+        self.restart(step)
+        if steps <= 0 or seconds <= 0:
+            return {}
+        speed = steps * self.tokens_per_step / seconds
+        found = {"tokens_per_second": speed, "step_seconds": seconds / steps}
+        if self.available is not None:
+            found["mfu"] = speed * self.flops / self.available
+        return found
+
+
+def keep_until(run: Path, step: int) -> None:
+    """Drops what was logged after ``step``, and a last line that was cut: the run continues from there, and logs it
+    again."""
+    path = run / METRICS
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if entry.get("step", 0) <= step:
+            kept.append(line + "\n")
+    write_whole(path, "".join(kept))
+
+
+class Journal(TrainerCallback):
+    """metrics.jsonl, a line per log, and the same values for TensorBoard where it is installed."""
+
+    def __init__(self, run: Path) -> None:
+        self.run, self.path = run, run / METRICS
+        self.board: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.board = tensorboard(self.run, state.global_step + 1)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        logs = others["logs"]
+        entry = {"step": state.global_step, **{name: as_json(value) for name, value in logs.items()}}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            raise RunStopped(
+                f"{self.path} cannot be written: there is no room left on the disk. Make room there and run the same "
+                "command again: it continues from the last checkpoint"
+            ) from None
+        for name, value in logs.items():
+            if self.board is not None and isinstance(value, int | float):
+                self.board.add_scalar(name, value, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if self.board is not None:
+            self.board.close()
+
+
+def as_json(value: Any) -> Any:
+    """JSON knows no NaN."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tensorboard(run: Path, from_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(run / "tensorboard", purge_step=from_step)
+
+
+class Progress(TrainerCallback):
+    """A bar on a terminal, a line per log elsewhere."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.bar: Any = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.begun, self.first = time.perf_counter(), state.global_step
+        if sys.stderr.isatty():
+            from tqdm import tqdm  # type: ignore[import-untyped]
+
+            self.bar = tqdm(total=self.steps, initial=state.global_step, dynamic_ncols=True, unit="step")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        words = in_words(others["logs"])
+        if not words:
+            return
+        if self.bar is not None:
+            self.bar.set_postfix_str(words)
+            return
+        done = state.global_step - self.first
+        left = (time.perf_counter() - self.begun) / max(1, done) * (self.steps - state.global_step)
+        print(f"step {state.global_step}/{self.steps}  {words}  {in_time(left)} left", file=sys.stderr, flush=True)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def in_words(logs: dict[str, Any]) -> str:
+    words = []
+    if "loss" in logs:
+        words.append(f"loss {logs['loss']:.4f}")
+    if "eval_loss" in logs:
+        words.append(f"validation loss {logs['eval_loss']:.4f}")
+    if "power" in logs:
+        words.append(f"power {logs['power']:g}")
+    if "tokens_per_second" in logs:
+        words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    if "mfu" in logs:
+        words.append(f"MFU {logs['mfu']:.1%}")
+    return "  ".join(words)
+
+
+def in_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"

@@ -1,0 +1,116 @@
+"""More than one process: what torchrun told us, words between processes, and FSDP2."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from softplus_attention.validation import fail
+
+PARALLEL = ("ddp", "fsdp")
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def is_first() -> bool:
+    return rank() == 0
+
+
+def everyone(value: Any) -> list[Any]:
+    """The value of each process, on every process."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_first(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives on the first process, on every process; its error is raised on all of them."""
+    if not dist.is_initialized():
+        return make()
+    told: list[Any] = [None, None]
+    if is_first():
+        try:
+            told[0] = make()
+        except Exception as error:
+            told[1] = error
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def shard(model: nn.Module, device: torch.device, bf16: bool) -> None:
+    """FSDP2 by torch's ``fully_shard``, each layer its own unit. The parameters are DTensors from here on.
+
+    Trainer and accelerate asked for FSDP run DDP on a CPU and say nothing, so the model is sharded before they see it.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        fail("parallel", "ddp for a single process that torchrun did not start", "'fsdp'")
+    mesh = init_device_mesh(device.type, (world_size(),))
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
+    )
+    for layer in model.get_submodule("model.layers").children():
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    assert isinstance(model, FSDPModule)
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    # What accelerate looks for while gradients accumulate.
+    model.no_sync = no_sync  # type: ignore[assignment]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward FSDP2 keeps the outermost weights gathered, in memory of its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's ``state_dict`` with every tensor whole, on the CPU; each process has to ask for it."""
+    from torch.distributed.tensor import DTensor
+
+    reshard(model)
+    whole = {}
+    for name, value in model.state_dict().items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        whole[name] = value.detach().cpu()
+    return whole
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

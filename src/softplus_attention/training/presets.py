@@ -1,0 +1,27 @@
+"""Sizes with the optimisation that goes with them. Every setting can be replaced; attention and power are yours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # 0.8M parameters on bytes: minutes on two cores. Two heads of 64, since small heads extrapolate worse.
+    "tiny": {
+        "layers": 4, "width": 128, "heads": 2, "sequence_length": 128,
+        "steps": 400, "batch_size": 32, "learning_rate": 2e-3, "warmup": 0.05,
+        "save_every": 100, "evaluate_every": 100,
+    },
+    # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU.
+    "small": {
+        "layers": 8, "width": 512, "heads": 8, "sequence_length": 512,
+        "steps": 3600, "batch_size": 64, "micro_batch_size": 64, "learning_rate": 1e-3, "warmup": 200,
+        "compile": True, "loss": "chunked", "workers": 2, "save_every": 600, "evaluate_every": 300,
+    },
+    # The paper: GPT-2 small with RoPE, 18,865 steps of 524,288 tokens of FineWeb-10B.
+    "gpt2-small": {
+        "layers": 12, "width": 768, "heads": 12, "sequence_length": 1024,
+        "steps": 18865, "batch_size": 512, "micro_batch_size": 64,
+        "learning_rate": 6e-4, "final_learning_rate": 0.0, "warmup": 700,
+        "compile": True, "loss": "chunked", "workers": 4, "save_every": 500, "evaluate_every": 250,
+    },
+}  # fmt: skip

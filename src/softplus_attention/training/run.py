@@ -1,0 +1,321 @@
+"""One training run, from its configuration to the saved model; started again, it continues."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback, TrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
+
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
+from softplus_attention.training import checkpoints, parallel, provenance
+from softplus_attention.training.configuration import TrainConfig
+from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
+from softplus_attention.training.errors import RunStopped, RunWarning, is_disk_full
+from softplus_attention.training.losses import linear_loss
+from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, keep_until, peak_tflops
+from softplus_attention.training.power_callback import PowerCallback
+from softplus_attention.training.trainer import SoftplusTrainer
+from softplus_attention.validation import fail
+
+MODEL = "model"
+LOCK = ".lock"
+
+
+def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
+    """Trains, or continues, and gives the folder of the saved model. Under torchrun every process calls it."""
+    run = Path(config.output)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = Folder(Path(config.data))
+    # The process group starts with these: from here on the processes can talk to each other.
+    arguments = training_arguments(config)
+    device = arguments.device
+    with only_one(run):
+        record = opened(run, config, folder, accept_changes)
+        if record.get("finished") and (run / MODEL).is_dir():
+            say(f"{run} is finished: the model is in {run / MODEL}")
+            return run / MODEL
+        checkpoint = parallel.from_first(lambda: checkpoints.newest_whole(run, warn))
+        step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+        # Before anything is written: settings that cannot be must not be those of a run.
+        trainer = build(config, arguments, folder)
+        if parallel.is_first():
+            keep_until(run, step)
+            sessions = [*record.get("sessions", []), provenance.session(device, parallel.world_size(), step)]
+            record |= {"sessions": sessions}
+            provenance.write(run, record)
+        if checkpoint is not None:
+            say(f"continuing {run} from step {step}")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        save_model(run, config, trainer, folder)
+        if parallel.is_first():
+            provenance.write(run, record | {"finished": True})
+        say(f"the model is in {run / MODEL}")
+    return run / MODEL
+
+
+def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool) -> dict[str, Any]:
+    """The record of the run, new or found; refuses to continue another run than the one that is there."""
+
+    def compare() -> dict[str, Any]:
+        now: dict[str, Any] = {"config": config.as_dict(), "data": folder.fingerprint}
+        before = provenance.read(run)
+        if before is None:
+            return now
+        if not checkpoints.checkpoints(run) and not (run / MODEL).exists():
+            return before | now  # nothing was saved: it begins, with whatever settings
+        changed = config.changes(before["config"])
+        if before["data"] != now["data"]:
+            changed.append(f"the data in {config.data} is not what the run was started with")
+        if changed and not accept_changes:
+            raise RunStopped(
+                f"{run} holds a run with other settings: {'; '.join(changed)}. Put them back to continue it, choose "
+                "another --output for a new run, or say --accept-changes to continue with the new ones. Nothing was "
+                "changed"
+            )
+        if changed:
+            say(f"continuing with changes: {'; '.join(changed)}")
+            now["changes"] = [*before.get("changes", []), changed]
+            before.pop("finished", None)
+        return before | now
+
+    return parallel.from_first(compare)
+
+
+@contextmanager
+def only_one(run: Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other. The lock ends with the process, however it ends."""
+
+    def taken() -> Any:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
+        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+            fail("output", "a folder that can be written", f"{str(run)!r}: {error.strerror}")
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            raise RunStopped(f"another process is training in {run}: wait for it, or choose another --output") from None
+        return handle
+
+    handle = parallel.from_first(taken)
+    try:
+        yield
+    except RunStopped:
+        raise
+    except Exception as error:
+        # safetensors and torch have errors of their own for it.
+        if not is_disk_full(error):
+            raise
+        raise RunStopped(
+            f"there is no room left on the disk to write to {run}. Make room there and run the same command again: "
+            "it continues from the last checkpoint"
+        ) from error
+    finally:
+        if parallel.is_first():
+            os.close(handle)
+
+
+def say(words: str) -> None:
+    if parallel.is_first():
+        print(words, file=sys.stderr, flush=True)
+
+
+def warn(words: str) -> None:
+    warnings.warn(words, RunWarning, stacklevel=2)
+
+
+# ---- the parts
+
+
+def training_arguments(config: TrainConfig) -> TrainingArguments:
+    """Our settings in Trainer's words."""
+    cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not cuda:
+        fail("device", "cpu or auto: torch sees no GPU", "'cuda'")
+    use_cpu = config.device == "cpu" or not cuda
+    processes = parallel.world_size()
+    if config.batch_size % processes:
+        fail("batch_size", f"a multiple of the {processes} processes", config.batch_size)
+    share = config.batch_size // processes
+    micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
+    schedule, words = learning_rate_schedule(config)
+    return TrainingArguments(
+        output_dir=config.output,
+        max_steps=config.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=share // micro,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=schedule,
+        lr_scheduler_kwargs=words,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.clip,
+        seed=config.seed,
+        use_cpu=use_cpu,
+        bf16=config.precision == "bf16" or (config.precision == "auto" and not use_cpu),
+        gradient_checkpointing=config.gradient_checkpointing,
+        ddp_backend="gloo" if use_cpu and "RANK" in os.environ else None,
+        ddp_find_unused_parameters=False,
+        ddp_broadcast_buffers=False,
+        dataloader_num_workers=config.workers,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=not use_cpu,
+        logging_strategy="steps",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if config.evaluate_every else "no",
+        eval_steps=config.evaluate_every or None,
+        prediction_loss_only=True,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def learning_rate_schedule(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    if config.schedule == "cosine":
+        return "cosine_with_min_lr", {"min_lr_rate": config.final_learning_rate}
+    decay = int(config.decay) if config.decay >= 1 else round(config.decay * config.steps)
+    return "warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": config.final_learning_rate}
+
+
+def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | None) -> SoftplusGPTConfig:
+    schedule = config.power_schedule
+    power = config.power if schedule is None else schedule.at(0, config.steps)
+    return SoftplusGPTConfig(
+        vocab_size=padded_vocabulary(vocabulary) if config.vocab_size is None else config.vocab_size,
+        hidden_size=config.width,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        max_position_embeddings=config.sequence_length,
+        attention=config.attention,
+        power=power,
+        score_scale=config.score_scale,
+        window=config.window,
+        bias=config.bias,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+        bos_token_id=end_of_document,
+        eos_token_id=end_of_document,
+    )
+
+
+def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> SoftplusTrainer:
+    if config.vocab_size is not None and config.vocab_size < folder.index.vocabulary_size:
+        fail("vocab_size", f"at least the {folder.index.vocabulary_size} tokens of the data", config.vocab_size)
+    words: dict[str, Any] = {"seed": config.seed, "document_mask": config.document_mask}
+    sequences = folder.sequences("train", config.sequence_length, **words)
+    validation = None
+    if config.evaluate_every:
+        if not folder.has_validation:
+            fail("evaluate_every", "0: the data has no validation split", config.evaluate_every)
+        words["seed"] = 0  # runs of different seeds are validated on the same sequences
+        held = folder.sequences("validation", config.sequence_length, **words)
+        count = min(len(held), config.evaluate_sequences)
+        # A last batch that is not full would count double for some sequences, by the number of processes.
+        if count < config.batch_size:
+            arguments.per_device_eval_batch_size = 1
+        else:
+            count -= count % config.batch_size
+        validation = Head(held, count)
+    set_seed(config.seed)
+    model = SoftplusGPTForCausalLM(model_config(config, folder.index.vocabulary_size, folder.index.end_of_document))
+    return trainer_of(config, arguments, model, Endless(sequences, config.steps * config.batch_size), validation)
+
+
+def trainer_of(
+    config: TrainConfig,
+    arguments: TrainingArguments,
+    model: SoftplusGPTForCausalLM,
+    dataset: Any,
+    validation: Any = None,
+) -> SoftplusTrainer:
+    model.linear_loss = linear_loss(config.loss)
+    model.to(arguments.device)
+    count = sum(p.numel() for p in model.parameters())
+    schedule = config.power_schedule
+    if config.compile:
+        compile_model(model, config)
+    if config.parallel == "fsdp":
+        parallel.shard(model, arguments.device, arguments.bf16)
+    power = None if schedule is None else PowerCallback(schedule, config.steps)
+    throughput = Throughput(
+        config.batch_size * config.sequence_length,
+        flops_per_token(count, config.layers, config.width, config.sequence_length),
+        parallel.world_size(),
+        config.peak_tflops or peak_tflops(arguments.device),
+    )
+    callbacks: list[Any] = [] if power is None else [power]
+    if parallel.is_first():
+        callbacks += [Journal(Path(config.output)), Progress(config.steps)]
+    trainer = SoftplusTrainer(
+        config,
+        throughput,
+        power,
+        model=model,
+        args=arguments,
+        train_dataset=dataset,
+        eval_dataset=validation,
+        data_collator=collate,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
+    """In place. Each power is compiled once; beyond dynamo's limit it would go on uncompiled and say nothing."""
+    import torch._dynamo
+
+    schedule = config.power_schedule
+    powers = 1 if schedule is None else schedule.distinct(config.steps)
+    limits: Any = torch._dynamo.config
+    # Twice: with gradients and, for validation, without.
+    limits.recompile_limit = max(limits.recompile_limit, 2 * powers + 8)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * limits.recompile_limit)
+    limits.fail_on_recompile_limit_hit = True
+    if config.parallel == "fsdp":
+        # FSDP2 gathers and frees each layer's weights around it, which a graph of the whole model cannot hold.
+        for layer in model.model.layers:
+            layer.compile()
+    else:
+        model.compile()
+
+
+def save_model(run: Path, config: TrainConfig, trainer: SoftplusTrainer, folder: Folder) -> None:
+    """The final model for ``from_pretrained``, with the tokenizer; whole or not there."""
+    weights = parallel.whole_state(trainer.model)
+    if not parallel.is_first():
+        return
+    # Built anew: the trained one may be sharded or compiled. Its config holds the last power.
+    saved = SoftplusGPTForCausalLM(trainer.model.config)
+    saved.load_state_dict(weights)
+    saved.config.use_cache = True
+    growth = config.growth()
+    if growth is not None:
+        set_power(saved, growth)
+    partial = run / (MODEL + checkpoints.PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    saved.save_pretrained(partial)
+    tokenizer = folder.tokenizer()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(partial)
+    for path in (*checkpoints.files_in(partial), partial):
+        checkpoints.flush(path)
+    shutil.rmtree(run / MODEL, ignore_errors=True)
+    partial.replace(run / MODEL)
+    checkpoints.flush(run)

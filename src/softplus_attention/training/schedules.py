@@ -1,0 +1,109 @@
+"""Power schedules: the sharpening power as a function of the training step.
+
+    15                  constant
+    3,7@0.1,15@0.3      stepped: 3, from 10% of the steps on 7, from 30% on 15
+    ramp:3,15           linear from the first step to the last; ramp:3,15@0.5 arrives at half of the steps and stays
+    learned             one power per head and layer, trained with the weights
+
+A power that follows from the step needs no place of its own in a checkpoint: a run that continues has it by
+construction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+from softplus_attention.validation import fail
+
+LEARNED = "learned"
+FORMS = "a number >= 1, steps such as 3,7@0.1,15@0.3, a ramp such as ramp:3,15 or ramp:3,15@0.5, or learned"
+
+
+@dataclass(frozen=True)
+class PowerSchedule:
+    """Powers from fractions of the steps on; between two of them a ramp is linear, a stepped schedule constant."""
+
+    points: tuple[tuple[float, float], ...]  # (fraction, power)
+    is_ramp: bool = False
+    rounded: bool = True
+
+    def at(self, step: int, steps: int) -> float:
+        """The power of step ``step``, counted from 0, of ``steps``."""
+        if self.is_ramp:
+            (_, first), (end, last) = self.points
+            done = min(1.0, step / max(1.0, end * (steps - 1)))
+            power = first + (last - first) * done
+            return math.floor(power + 0.5) if self.rounded else as_number(power)
+        power = self.points[0][1]
+        for fraction, value in self.points:
+            if step >= math.ceil(fraction * steps - 1e-9):
+                power = value
+        return as_number(power)
+
+    def final(self, steps: int) -> float:
+        return self.at(steps - 1, steps)
+
+    def distinct(self, steps: int) -> int:
+        """How many powers the run goes through: a compiled model is compiled once for each."""
+        if self.is_ramp and not self.rounded:
+            return steps
+        return len({self.at(step, steps) for step in range(steps)})
+
+
+def as_number(power: float) -> float:
+    """An int where it is one: integer powers have the fast kernels."""
+    return int(power) if float(power).is_integer() else power
+
+
+def power_schedule(text: str | float | None, *, rounded: bool = True) -> PowerSchedule | None:
+    """The schedule that a text describes; None for the attention's own power and for "learned"."""
+    if text is None or text == LEARNED:
+        return None
+    text = str(text).replace(" ", "")
+    if text.startswith("ramp:"):
+        return ramp(text, rounded)
+    points = []
+    for number, part in enumerate(text.split(",")):
+        value, at, fraction = part.partition("@")
+        if (number == 0) == bool(at):
+            refuse(text)
+        points.append((number_in(fraction, text) if at else 0.0, power_in(value, text)))
+    fractions = [fraction for fraction, _ in points]
+    if fractions != sorted(set(fractions)) or not 0 <= fractions[-1] < 1:
+        fail("power", "of fractions of the steps that rise from 0 and stay below 1", repr(text))
+    return PowerSchedule(tuple(points))
+
+
+def ramp(text: str, rounded: bool) -> PowerSchedule:
+    first, comma, rest = text.removeprefix("ramp:").partition(",")
+    last, at, end = rest.partition("@")
+    if not comma:
+        refuse(text)
+    fraction = number_in(end, text) if at else 1.0
+    if not 0 < fraction <= 1:
+        fail("power", "a ramp that ends after a fraction of the steps above 0 and up to 1", repr(text))
+    points = ((0.0, power_in(first, text)), (fraction, power_in(last, text)))
+    return PowerSchedule(points, is_ramp=True, rounded=rounded)
+
+
+def number_in(part: str, text: str) -> float:
+    try:
+        number = float(part)
+    except ValueError:
+        refuse(text)
+    if not math.isfinite(number):
+        refuse(text)
+    return number
+
+
+def power_in(part: str, text: str) -> float:
+    power = number_in(part, text)
+    if power < 1:
+        fail("power", FORMS, repr(text))
+    return power
+
+
+def refuse(text: str) -> NoReturn:
+    fail("power", FORMS, repr(text))

@@ -1,0 +1,172 @@
+"""``softplus-attention newton`` from orbits to laws: a short form always, the cpu preset under ``slow``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from softplus_attention.cli import main
+from softplus_attention.physics.forces import quality, said_forces
+from softplus_attention.physics.laws import NEWTON
+from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
+from softplus_attention.physics.presets import preset
+from softplus_attention.physics.stages import read_arrays
+
+
+@pytest.fixture(scope="module")
+def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newton")
+    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--out", str(folder)]) == 0
+    return folder
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_the_short_form_runs_from_orbits_to_laws(short_run: Path) -> None:
+    found = results(short_run)
+    tuned, fresh = found["table"]
+    assert (tuned["pretrained"], fresh["pretrained"]) == (True, False)
+    assert tuned["r2_ln_force"]["mean"] > 0.8
+    assert tuned["r2_ln_force"]["mean"] > fresh["r2_ln_force"]["mean"]
+    assert -2.3 < tuned["exponents"]["r"]["mean"] < -1.6
+    truth = found["controls"]["seed0"]["laws"]["ln_force"][0]["operon"]
+    assert truth["chosen"]["within"]["law"] == NEWTON
+    noisy = found["cells"][0]["control_with_noise"]
+    assert noisy["noise"] == pytest.approx(found["cells"][0]["quality"]["inside"]["ln_force_noise"])
+    assert noisy["exponents"]["exponents"] == pytest.approx({"m1": 1, "m2": 1, "r": -2}, abs=0.1)
+
+
+def test_it_measures_length_layers_and_what_lies_outside(short_run: Path) -> None:
+    found = results(short_run)
+    long = found["long"][0]
+    assert [row["multiple"] for row in long["next_place"]] == [1, 2, 4]
+    assert [row["multiple"] for row in long["roll_out"]] == [2, 4]
+    assert set(long["force"]) == {"tuned-256", "untrained-256"}
+    probes = found["probes"][0]["r2"]
+    assert {len(values) for values in probes.values()} == {3}
+    # The embedding of one place cannot know the ellipse; what has attended can tell more of it.
+    assert max(probes["ln semi-major axis"][1:]) > probes["ln semi-major axis"][0]
+    assert set(found["cells"][0]["quality"]) == {"inside", "heavier", "wider"}
+
+
+def test_it_draws(short_run: Path) -> None:
+    names = {"orbits", "force_arrows", "said_against_true", "pareto_fronts", "length", "probes"}
+    assert {Path(name).stem for name in results(short_run)["figures"]} == names
+    for name in names:
+        assert (short_run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_done_is_not_done_again(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = short_run / "arms" / "lssar" / "seed0" / "pretrained" / "model.safetensors"
+    before = model.stat().st_mtime_ns
+    command = ["newton", "--preset", "smoke", "--out", str(short_run), "--stages", "pretrain,probe,tune,long,laws"]
+    assert main(command) == 0
+    assert model.stat().st_mtime_ns == before
+    said = capsys.readouterr().out
+    assert "pretrain lssar" not in said
+    assert NEWTON in said
+
+
+def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
+    arrays = read_arrays(short_run / "arms" / "lssar" / "seed0" / "tuned-256" / "force.npz")
+    true = 39.4784176044 * arrays["inside/m1"] * arrays["inside/m2"] / arrays["inside/r"] ** 2
+    np.testing.assert_allclose(arrays["inside/true"], true, rtol=1e-5)
+    assert len(arrays["inside/said"]) == len(true)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--stages", "simulate"], "`--stages` must be some of pretrain"),
+        (["--arms", "softmx"], "no attention is named 'softmx'"),
+        (["--arms", "softmax-window0"], "`arms` must be of windows of at least 1 time step"),
+        (
+            ["--arms", "softmax-window2", "--distribution", "published-code"],
+            "`arms` must be without a window in 'published-code'",
+        ),
+        (["--device", "cuda:1"], "`--device` must be cpu or cuda"),
+        (["--labels", "0"], "`labels` must be at least 1"),
+        (["--labels", ""], "`--labels` must be at least one"),
+        (["--labels", "many"], "`--labels` must be ints separated by commas"),
+        (["--seeds", "1,1"], "`seeds` must be each named once"),
+        (["--distribution", "solar"], "`distribution` must be one of"),
+        (["--stages", "laws"], "the stage `tune` has left forces"),
+        (["--stages", "tune"], "`checkpoint` must be a folder with a config.json"),
+        (["--context-noise", "-1"], "`context_noise` must be at least 0"),
+    ],
+)
+def test_bad_words_are_answered(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["newton", "--preset", "smoke", "--out", str(short_run), "--form", "tokens"]) == 2
+    assert "`--out` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
+
+
+def test_training_needs_neither_scipy_nor_pyoperon_nor_matplotlib(tmp_path: Path) -> None:
+    code = f"""
+import sys
+for name in ("scipy", "pyoperon", "matplotlib"):
+    sys.modules[name] = None
+from softplus_attention.cli import main
+sys.exit(main(["newton", "--preset", "smoke", "--device", "cpu", "--out", {str(tmp_path)!r}, "--pretrain-updates", "2",
+    "--tune-updates", "2", "--test-systems", "16", "--stages", "pretrain,probe,tune,long"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "arms" / "lssar" / "seed0" / "tuned-256" / "force.npz").is_file()
+
+
+def test_the_faithful_form_runs_small(tmp_path: Path) -> None:
+    """7000 bins, learned positions, many planets, raw F, partly labelled test systems, the nearest points."""
+    words = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-updates 2 --pretrain-batch 4 --tune-updates 2"
+    command = ["newton", "--preset", "faithful", "--device", "cpu", "--out", str(tmp_path), "--precision", "fp32"]
+    command += ["--arms", "lssar", "--labels", "8", "--without-pretraining", "no", *words.split()]
+    assert main([*command, "--stages", "pretrain,probe,tune,long"]) == 0
+    found = results(tmp_path)
+    assert found["experiment"]["bins"] == 7000
+    arrays = read_arrays(tmp_path / "arms" / "lssar" / "seed0" / "tuned-8" / "force.npz")
+    # 1,000 systems of 30 steps, less the two of each that were labelled.
+    assert len(arrays["inside/said"]) == 1000 * 28
+    assert arrays["inside/state"].shape == (28000, 6)
+
+
+@pytest.mark.parametrize("target", ["vector", "force", "ln_force"])
+def test_every_target_gives_forces(target: str) -> None:
+    experiment = preset("smoke", target=target, test_systems=4, test_steps=3)
+    config = experiment.config("softmax-window2", 0.2)
+    assert config.window == 4
+    config.target = target
+    arrays = said_forces(OrbitGPTForForce(config), experiment, seed=0)
+    assert arrays["inside/said"].shape == (12,)
+    assert arrays["inside/step"].tolist() == [12, 18, 23] * 4
+    assert ("r2_vector" in quality(arrays, "inside")) == (target == "vector")
+
+
+@pytest.mark.slow
+def test_the_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
+    assert main(["newton", "--preset", "cpu", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    found = results(tmp_path)
+    for cell in found["cells"]:
+        if not cell["pretrained"]:
+            continue
+        assert cell["quality"]["inside"]["r2_ln_force"] > 0.95
+        assert cell["exponents"]["inside"]["exponents"] == pytest.approx({"m1": 1, "m2": 1, "r": -2}, abs=0.1)
+        assert cell["laws"]["ln_force"][0]["operon"]["chosen"]["within"]["law"] == NEWTON
+        assert cell["laws"]["ln_force"][0]["enumerator"]["chosen"]["within"]["law"] == NEWTON
+        noisy = cell["control_with_noise"]["laws"]["ln_force"][0]["operon"]["chosen"]["within"]
+        assert noisy["law"] == NEWTON
+    truth = found["controls"]["seed0"]["laws"]["ln_force"][0]["operon"]["chosen"]["within"]
+    assert truth["law"] == NEWTON
+    assert {cell["pretrained"] for cell in found["cells"]} == {True, False}

@@ -1,0 +1,230 @@
+"""Sequences and the model that reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
+from softplus_attention.physics.distributions import distribution
+from softplus_attention.physics.long_sequences import roll_out
+from softplus_attention.physics.modeling_orbit_gpt import (
+    OrbitGPTForForce,
+    OrbitGPTForTrajectories,
+    check_checkpoint,
+)
+from softplus_attention.physics.orbits import simulate
+from softplus_attention.physics.presets import preset
+from softplus_attention.physics.sequences import (
+    PLANET,
+    STAR,
+    TIME_STEP,
+    SequenceForm,
+    detokenise,
+    force_targets,
+    labelled_batch,
+    mixed_batch,
+    roles,
+    sequences,
+    tokenise,
+)
+from softplus_attention.physics.training import partial_choice, to_tensors
+
+
+def drawn(name: str = "identifiable", count: int = 3, planets: int = 1):
+    return distribution(name).sample(count, np.random.default_rng(1), planets)
+
+
+def small(**changes: object) -> OrbitGPTConfig:
+    words: dict[str, object] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "displacement": 0.2,
+    }
+    return OrbitGPTConfig(**(words | changes))  # type: ignore[arg-type]
+
+
+def test_roles_follow_the_layout() -> None:
+    assert roles(8, 1).tolist() == [TIME_STEP, PLANET, STAR, PLANET, STAR, PLANET, STAR, PLANET]
+    assert roles(8, 3).tolist() == [TIME_STEP, PLANET, PLANET, PLANET, STAR, PLANET, PLANET, PLANET]
+
+
+def test_tokens_are_bins_and_come_back_within_half_a_bin() -> None:
+    places = np.linspace(-49.9, 49.9, 1001)
+    tokens = tokenise(places, 7000, 50.0)
+    assert tokens.min() >= 0
+    assert tokens.max() < 7000
+    assert np.abs(detokenise(tokens, 7000, 50.0) - places).max() <= 50 / 7000 + 1e-12
+    assert tokenise(np.array([-99.0, 99.0]), 7000, 50.0).tolist() == [0, 6999]
+
+
+@pytest.mark.parametrize("planets", [1, 4])
+def test_the_tokenised_form_says_the_time_step_then_bodies_in_order(planets: int) -> None:
+    systems = drawn("published-code", planets=planets)
+    form = SequenceForm("tokens", positions=30, extent=50.0, bins=7000)
+    times = distribution("published-code").time_steps
+    batch, places = sequences(systems, form, np.random.default_rng(0), times)
+    which = [times.index(step) for step in systems.time_step]
+    assert batch["coordinates"][:, 0, 0].tolist() == [7000 + i for i in which]
+    flat = tokenise(places.reshape(3, -1, 2)[:, :29], 7000, 50.0)
+    np.testing.assert_array_equal(batch["coordinates"][:, 1:], flat)
+    np.testing.assert_array_equal(batch["targets"][:, :-1], flat)
+    assert (batch["targets"][:, -1] == -100).all()
+
+
+def test_noise_is_on_what_is_read_and_not_on_what_is_said() -> None:
+    systems = drawn()
+    times = distribution("identifiable").time_steps
+    clean, _ = sequences(systems, SequenceForm(positions=21), np.random.default_rng(0), times)
+    noisy, _ = sequences(systems, SequenceForm(positions=21, context_noise=0.1), np.random.default_rng(0), times)
+    np.testing.assert_array_equal(clean["targets"], noisy["targets"])
+    apart = (noisy["coordinates"] - clean["coordinates"])[:, 1:]
+    assert 0.05 < apart.std() < 0.2
+    np.testing.assert_array_equal(clean["coordinates"][:, 0], noisy["coordinates"][:, 0])
+
+
+def test_mixed_batches_hold_systems_of_every_size() -> None:
+    form = SequenceForm("tokens", positions=40, extent=50.0, bins=128)
+    batch = mixed_batch(distribution("published-code"), form, 64, 10, np.random.default_rng(0))
+    assert set(batch["bodies"].tolist()) == set(range(2, 12))
+    assert all(len(values) == 64 for values in batch.values())
+
+
+def test_labels_stand_at_the_planets_positions() -> None:
+    systems = drawn()
+    form, times = SequenceForm(positions=9), distribution("identifiable").time_steps
+    places = simulate(systems, 4).positions
+    for target in ("ln_force", "force", "vector"):
+        batch = labelled_batch(systems, form, target, np.random.default_rng(0), times)
+        at = ~np.isnan(batch["forces"]).any(-1)
+        assert at.tolist() == [[False, True] * 4 + [False]] * 3
+        expected = force_targets(systems, places, target)
+        np.testing.assert_allclose(batch["forces"][:, 1::2], expected, rtol=1e-6)
+
+
+def test_partly_labelled_systems_have_as_many_labels_as_asked() -> None:
+    chosen = partial_choice(preset("faithful"), 0, 20, 30)
+    assert (chosen.sum(1) == 2).all()
+    systems, times = drawn(), distribution("identifiable").time_steps
+    batch = labelled_batch(
+        systems,
+        SequenceForm(positions=21),
+        "force",
+        np.random.default_rng(0),
+        times,
+        lambda s, k: chosen[:s, :k] | False,
+    )
+    assert np.isfinite(batch["forces"]).sum() == chosen[:3, :10].sum()
+
+
+def test_an_empty_set_of_labels_is_refused() -> None:
+    times = distribution("identifiable").time_steps
+    form, rng = SequenceForm(positions=9), np.random.default_rng(0)
+    with pytest.raises(ValueError, match="`labels` must be at least one labelled system"):
+        labelled_batch(drawn()[:0], form, "force", rng, times)
+    with pytest.raises(ValueError, match="`labels` must be at least one label"):
+        labelled_batch(drawn(), form, "force", rng, times, lambda s, k: np.zeros((s, k), dtype=bool))
+    with pytest.raises(ValueError, match="`target` must be one of"):
+        labelled_batch(drawn(), form, "energy", rng, times)
+    with pytest.raises(ValueError, match="one planet"):
+        labelled_batch(drawn(planets=2), form, "force", rng, times)
+    with pytest.raises(ValueError, match="`labels` must be at least 1"):
+        preset("cpu", labels=(0,))
+    with pytest.raises(ValueError, match="`labels` must be at least one"):
+        preset("cpu", labels=())
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lssar", "softmax-qknorm-logn"])
+@pytest.mark.parametrize("differences", [False, True])
+def test_no_position_sees_what_comes_after_it(attention: str, differences: bool) -> None:
+    torch.manual_seed(0)
+    model = OrbitGPTForTrajectories(small(attention=attention, differences=differences, octaves=2)).eval()
+    times = distribution("identifiable").time_steps
+    batch = to_tensors(sequences(drawn(), SequenceForm(positions=21), np.random.default_rng(0), times)[0])
+    moved = {**batch, "coordinates": batch["coordinates"].clone()}
+    moved["coordinates"][:, 12:] += 1
+    with torch.no_grad():
+        here, there = model(**batch).predictions, model(**moved).predictions
+    torch.testing.assert_close(here[:, :12], there[:, :12])
+    assert (here[:, 12:] - there[:, 12:]).abs().min() > 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"differences": True}, {"form": "tokens", "bins": 64, "extent": 6.0}])
+def test_a_roll_out_by_cache_is_the_roll_out_by_whole_sequences(changes: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    config = small(attention="lssar", initializer_range=0.2, **changes)
+    model = OrbitGPTForTrajectories(config).eval()
+    experiment = preset(
+        "smoke",
+        positions=13,
+        form=config.form,
+        bins=config.bins,
+        differences=config.differences,
+    )
+    systems = drawn(count=2)
+    said = roll_out(model, experiment, systems, 9, 0)
+    np.testing.assert_allclose(said[:, :6], simulate(systems, 6).positions, atol=1e-6)
+    # The same, reading everything anew for each body.
+    times = distribution("identifiable").time_steps
+    batch = to_tensors(sequences(systems, experiment.clean_form, np.random.default_rng(0), times)[0])
+    coordinates = batch["coordinates"]
+    for body in range(6):
+        kinds = torch.from_numpy(roles(coordinates.shape[1], 1)).expand(2, -1)
+        with torch.no_grad():
+            last = model(coordinates, kinds, batch["bodies"]).predictions[:, -1:]
+        if config.form == "tokens":
+            last = last.argmax(-1)
+            place = detokenise(last.numpy(), 64, 6.0)
+        else:
+            place = last.numpy()
+        np.testing.assert_allclose(said.reshape(2, -1, 2)[:, 12 + body], place[:, 0], atol=1e-4)
+        coordinates = torch.cat([coordinates, last], 1)
+
+
+def test_the_published_model_has_its_published_size() -> None:
+    config = preset("paper").config("softmax", 1.0)
+    with torch.device("meta"):
+        model = OrbitGPTForTrajectories(config)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert abs(count / 1e6 - 108.5) < 0.3
+
+
+def test_the_forms_do_not_take_each_other(tmp_path: Path) -> None:
+    words = {"form": "tokens", "bins": 64}
+    model = OrbitGPTForTrajectories(small(**words))
+    model.save_pretrained(tmp_path / "tokens")
+    with pytest.raises(
+        ValueError, match="`checkpoint` must be of form 'continuous', as the sequences are, got 'tokens'"
+    ):
+        check_checkpoint(tmp_path / "tokens", "continuous")
+    assert check_checkpoint(tmp_path / "tokens", "tokens").bins == 64
+    with pytest.raises(ValueError, match=r"`checkpoint` must be a folder with a config\.json"):
+        check_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="`checkpoint` must be an OrbitGPT"):
+        check_checkpoint(tmp_path)
+    with pytest.raises(TypeError, match="`coordinates` must be token numbers"):
+        model(torch.zeros(1, 4, 2), torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(TypeError, match="`coordinates` must be real numbers"):
+        OrbitGPTForTrajectories(small())(torch.zeros(1, 4, 2, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="at most 8 positions"):
+        OrbitGPTForTrajectories(small(learned_positions=8))(
+            torch.zeros(1, 9, 2), torch.zeros(1, 9, dtype=torch.long), torch.tensor([2])
+        )
+    with pytest.raises(ValueError, match="`target` must be one of"):
+        OrbitGPTForForce(small())
+
+
+def test_a_force_model_takes_over_the_model_of_orbits(tmp_path: Path) -> None:
+    model = OrbitGPTForTrajectories(small(attention="lssar-p3"))
+    model.save_pretrained(tmp_path)
+    tuned = OrbitGPTForForce.from_pretrained(tmp_path, target="vector", target_scale=3.0)
+    for name, values in model.orbit.state_dict().items():
+        torch.testing.assert_close(tuned.orbit.state_dict()[name], values)
+    tuned.save_pretrained(tmp_path / "force")
+    again = OrbitGPTForForce.from_pretrained(tmp_path / "force")
+    assert (again.config.target, again.config.target_scale, again.config.attention) == ("vector", 3.0, "lssar-p3")

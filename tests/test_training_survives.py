@@ -1,0 +1,262 @@
+"""Runs survive: kills at any moment, damaged checkpoints, a full disk, a loss that is no number, other settings."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, Run, running, text_folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_folder(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("runs") / "whole", {**TINY, "data": data}).finish()
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Iterator[Run]:
+    with running(tmp_path / "run", **TINY, data=data) as run:
+        yield run
+
+
+def weights(run: Run) -> bytes:
+    return (run.output / "model" / "model.safetensors").read_bytes()
+
+
+class TestKilled:
+    def test_in_a_step_and_between_steps(self, run: Run, uninterrupted: Run) -> None:
+        for step in (6, 13):
+            run.start()
+            assert run.kill_when(lambda step=step: run.last_step() >= step)
+        run.finish()
+        assert run.losses() == uninterrupted.losses()
+        assert weights(run) == weights(uninterrupted)
+        assert "continuing" in run.words()
+
+    def test_while_a_checkpoint_is_written(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-8.partial").exists())
+        assert run.checkpoints() in ([4], [4, 8])
+        run.finish()
+        assert run.losses() == uninterrupted.losses()
+        assert not list(run.output.glob("*.partial"))
+
+    def test_after_the_last_step(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-24").exists())
+        run.finish()
+        assert run.losses() == uninterrupted.losses()
+        assert weights(run) == weights(uninterrupted)
+        assert json.loads((run.output / "model" / "config.json").read_text())["power"] == 15
+
+    @pytest.mark.slow
+    def test_a_checkpoint_between_two_logs_keeps_the_losses_not_logged_yet(self, run: Run, uninterrupted: Run) -> None:
+        run.start(log_every=3)
+        assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
+        run.finish(log_every=3)
+        single = uninterrupted.losses()
+        for step, loss in run.losses().items():
+            assert loss == pytest.approx(sum(single[step - i] for i in range(3)) / 3, rel=1e-6)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+    def test_20_times_at_random_moments(self, data: Path, tmp_path: Path, optimizer: str) -> None:
+        settings = {**TINY, "data": data, "optimizer": optimizer, "steps": 240, "save_every": 7, "evaluate_every": 11}
+        whole = Run(tmp_path / "whole", settings).finish()
+        chance = random.Random(optimizer)
+        with running(tmp_path / "run", **settings) as run:
+            for kill in range(20):
+                # Somewhere in the next 20th of the run, at no particular point of a step, or while it starts.
+                run.start()
+                if chance.random() < 0.8:
+                    goal = chance.uniform(10 * kill, 10 * (kill + 1))
+                    run.wait_until(lambda goal=goal: run.last_step() >= goal)
+                    time.sleep(chance.uniform(0, 0.05))
+                else:
+                    time.sleep(chance.uniform(0, 0.6))
+                assert run.processes[0].exitcode is None, run.words()
+                run.kill()
+            assert run.last_step() < settings["steps"]
+            run.finish()
+            assert run.losses() == whole.losses()
+            assert weights(run) == weights(whole)
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def with_a_bit_flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+class TestDamagedCheckpoint:
+    @pytest.mark.parametrize(
+        ("name", "damage"),
+        [
+            ("state/__0_0.distcp", truncated),
+            ("state/.metadata", with_a_bit_flipped),
+            pytest.param("manifest.json", truncated, marks=pytest.mark.slow),
+            pytest.param("scheduler.pt", Path.unlink, marks=pytest.mark.slow),
+        ],
+        ids=["truncated", "bit flipped", "manifest cut", "file missing"],
+    )
+    def test_the_one_before_is_used(
+        self, run: Run, uninterrupted: Run, name: str, damage: Callable[[Path], None]
+    ) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-12").exists())
+        newest = run.checkpoints()[-1]
+        damage(run.output / f"checkpoint-{newest}" / name)
+        run.finish()
+        assert f"checkpoint-{newest} is damaged" in run.words()
+        assert f"from step {newest - 4}" in run.words()
+        assert run.losses() == uninterrupted.losses()
+
+    @pytest.mark.slow
+    def test_where_none_is_whole_it_starts_anew(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
+        for step in run.checkpoints():
+            truncated(run.output / f"checkpoint-{step}" / "trainer_state.json")
+        run.finish()
+        assert "continuing" not in run.words()
+        assert run.losses() == uninterrupted.losses()
+
+
+class TestFullDisk:
+    def test_no_room_for_a_checkpoint(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
+        before = {path: path.read_bytes() for path in run.output.glob("checkpoint-*/**/*") if path.is_file()}
+        run.start(file_size=100_000)
+        assert run.wait() == 1
+        assert "no room left on the disk" in run.words()
+        assert "run the same command again" in run.words()
+        assert "Traceback" not in run.words()
+        assert not list(run.output.glob("*.partial"))
+        assert {path: path.read_bytes() for path in before} == before
+        run.finish()
+        assert run.losses() == uninterrupted.losses()
+
+    @pytest.mark.slow
+    def test_no_room_for_the_metrics(self, run: Run, uninterrupted: Run) -> None:
+        run.start(save_every=1000, file_size=3000)
+        assert run.wait() == 1
+        assert "no room left on the disk" in run.words()
+        assert "Traceback" not in run.words()
+        run.finish()
+        assert run.losses() == uninterrupted.losses()
+
+    @pytest.mark.slow
+    def test_no_room_for_the_model(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-24").exists())
+        assert not (run.output / "model").exists()
+        run.start(file_size=50_000)
+        assert run.wait() == 1
+        assert "no room left on the disk" in run.words()
+        assert "Traceback" not in run.words()
+        assert not (run.output / "model").exists()
+        run.finish()
+        assert weights(run) == weights(uninterrupted)
+
+    def test_a_missing_shard_is_named(self, run: Run, data: Path) -> None:
+        shard = data / "train-00000.npy"
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
+        aside = shard.rename(shard.with_suffix(".aside"))
+        try:
+            run.start()
+            assert run.wait() == 2
+        finally:
+            aside.rename(shard)
+        assert f"{shard} is missing" in run.words()
+        assert "Traceback" not in run.words()
+        assert run.checkpoints()
+
+
+class TestLossThatIsNoNumber:
+    def test_stops_saves_nothing_and_can_go_on(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
+        before = run.checkpoints()
+        run.start("--accept-changes", learning_rate=1e30, clip=0)
+        assert run.wait() == 1
+        assert "NaN or infinite" in run.words()
+        assert "--learning-rate" in run.words()
+        assert "Traceback" not in run.words()
+        assert run.checkpoints() == before
+        run.finish("--accept-changes")
+        assert run.losses() == uninterrupted.losses()
+
+    def test_before_the_first_checkpoint(self, run: Run) -> None:
+        run.start(learning_rate=1e30, clip=0, warmup=0)
+        assert run.wait() == 1
+        assert "start again with a lower --learning-rate" in run.words()
+        assert run.checkpoints() == []
+        run.finish(steps=4)
+        assert sorted(run.losses()) == [1, 2, 3, 4]
+
+
+class TestChangedSettings:
+    def test_stop_and_name_what_changed(self, run: Run, uninterrupted: Run) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
+        run.start(power="3,15@0.5", width=64)
+        assert run.wait() == 1
+        assert "width was 32 and is 64" in run.words()
+        assert "power was '3,7@0.25,15@0.5' and is '3,15@0.5'" in run.words()
+        assert "--accept-changes" in run.words()
+        run.finish(keep=1, micro_batch_size=4, save_every=5)
+        assert run.checkpoints() == [24]
+        assert run.losses() == uninterrupted.losses()
+
+    @pytest.mark.slow
+    def test_of_the_data_stop_too(self, run: Run, tmp_path: Path) -> None:
+        run.start()
+        assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
+        for name in ("same", "other"):
+            (tmp_path / name).mkdir()
+        run.start(data=text_folder(tmp_path / "other", seed=1))
+        assert run.wait() == 1
+        assert "is not what the run was started with" in run.words()
+        run.finish(data=text_folder(tmp_path / "same"))
+
+    @pytest.mark.slow
+    def test_accepted_a_finished_run_goes_on(self, run: Run) -> None:
+        run.finish(steps=8, power="3")
+        first = run.losses()
+        run.start(steps=12, power="3")
+        assert run.wait() == 1
+        assert "steps was 8 and is 12" in run.words()
+        run.finish("--accept-changes", steps=12, power="3")
+        assert {step: loss for step, loss in run.losses().items() if step <= 8} == first
+        assert max(run.losses()) == 12
+        assert len(json.loads((run.output / "run.json").read_text())["sessions"]) == 2
+
+    def test_a_finished_run_stays_as_it_is(self, uninterrupted: Run) -> None:
+        before = weights(uninterrupted)
+        uninterrupted.finish()
+        assert "is finished" in uninterrupted.words()
+        assert weights(uninterrupted) == before
+
+    def test_two_runs_in_one_folder(self, run: Run, data: Path) -> None:
+        run.start(steps=2000)
+        second = Run(run.output, run.settings)
+        while not run.last_step():
+            assert run.processes[0].exitcode is None, run.words()
+        second.start()
+        assert second.wait() == 1
+        assert "another process is training in" in second.words()

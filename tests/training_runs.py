@@ -1,0 +1,169 @@
+"""Training runs as processes of their own, for the tests: started, watched, killed, and their logged losses read.
+
+Each is the command line in a fresh process, forked from a server that has imported everything once: what takes
+seconds happens once, and nothing is left over from one run to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import softplus_attention.data
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["softplus_attention.training.run", "softplus_attention.training.command"])
+
+# Seconds on one core: two layers, 24 steps, a checkpoint every four, losses of single steps.
+TINY: dict[str, Any] = {
+    "attention": "lssar", "power": "3,7@0.25,15@0.5", "layers": 2, "width": 32, "heads": 2, "sequence_length": 24,
+    "steps": 24, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.01, "log_every": 1, "save_every": 4,
+    "keep": 3, "device": "cpu",
+}  # fmt: skip
+
+
+def text_folder(folder: Path, seed: int = 0) -> Path:
+    """A prepared folder of bytes: sentences of a small language, enough for an epoch of several steps."""
+    words = [bytes([97 + i % 26, 97 + i // 3 % 26, 97 + i // 7 % 26]).decode() for i in range(60)]
+    chance = random.Random(seed)
+    documents = [" ".join(chance.choices(words, k=chance.randint(5, 60))) for _ in range(60)]
+    source = folder / "text.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    softplus_attention.data.prepare(
+        [source], folder / "data", tokenizer="bytes", validation_fraction=0.2, workers=1, shard_tokens=4000
+    )
+    return folder / "data"
+
+
+def child(arguments: list[str], log: str, environment: dict[str, str], file_size: int | None) -> None:
+    """The process of a run: the command line, its words in a file."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.environ.update(environment)
+    if file_size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    import torch
+
+    from softplus_attention.cli import main
+
+    torch.set_num_threads(1)
+    sys.exit(main(["train", *arguments]))
+
+
+@dataclass
+class Run:
+    """A folder and a configuration; ``start`` may be called again and again, as a user would."""
+
+    output: Path
+    settings: dict[str, Any]
+    processes: list[Any] = field(default_factory=list)
+
+    def arguments(self, extra: list[str], **changes: Any) -> list[str]:
+        words = []
+        for name, value in {**self.settings, "output": self.output, **changes}.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                words.append(f"--{'' if value else 'no-'}{flag}")
+            elif value is not None:
+                words += [f"--{flag}", str(value)]
+        return [*words, *extra]
+
+    @property
+    def log(self) -> Path:
+        return self.output.with_name(self.output.name + ".log")
+
+    def start(self, *extra: str, processes: int = 1, file_size: int | None = None, **changes: Any) -> None:
+        self.log.write_text("")
+        self.processes = []
+        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        for rank in range(processes):
+            place = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            words = (self.arguments(list(extra), **changes), str(self.log), place, file_size)
+            process = SERVER.Process(target=child, args=words)
+            process.start()
+            self.processes.append(process)
+
+    def wait(self, seconds: float = 120) -> int:
+        """The worst exit status, 0 if all went well."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+            if process.exitcode is None:
+                self.kill()
+                raise AssertionError(f"not finished after {seconds} s:\n{self.words()}")
+        return max(abs(process.exitcode) for process in self.processes)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
+    def wait_until(self, happened: Any, seconds: float = 60) -> bool:
+        """False where the run ended first."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if happened():
+                return True
+            if all(process.exitcode is not None for process in self.processes):
+                return False
+            time.sleep(0.001)
+        raise AssertionError(f"it did not happen in {seconds} s:\n{self.words()}")
+
+    def kill_when(self, happened: Any) -> bool:
+        found = self.wait_until(happened)
+        self.kill()
+        return found
+
+    def finish(self, *extra: str, **words: Any) -> Run:
+        self.start(*extra, **words)
+        assert self.wait() == 0, self.words()
+        return self
+
+    def words(self) -> str:
+        return self.log.read_text()
+
+    def entries(self) -> list[dict[str, Any]]:
+        path = self.output / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def last_step(self) -> int:
+        """Of what is logged so far, a half-written line left out."""
+        path = self.output / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return json.loads(lines[-1])["step"] if lines else 0
+
+    def losses(self) -> dict[int, float]:
+        return {entry["step"]: entry["loss"] for entry in self.entries() if "loss" in entry}
+
+    def checkpoints(self) -> list[int]:
+        return sorted(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*") if "." not in path.name)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(output: Path, **settings: Any) -> Iterator[Run]:
+    run = Run(output, settings)
+    try:
+        yield run
+    finally:
+        run.kill()
