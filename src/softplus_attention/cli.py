@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    from softplus_attention import demo
-    from softplus_attention.commands import convert, generate, info
+    from softplus_attention.commands import convert, demo, generate, info
     from softplus_attention.data import command as data
+    from softplus_attention.physics import command as newton
     from softplus_attention.training import command as training
 
-    for command in (demo, data, training, convert, generate, info):
+    for command in (demo, data, training, convert, generate, newton, info):
         command.add_command(commands)
     options = parser.parse_args(arguments)
     try:

@@ -1,0 +1,1 @@
+"""How long a model holds: loss by length, with the control that tells whether the long context is used."""

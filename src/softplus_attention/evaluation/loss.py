@@ -1,0 +1,58 @@
+"""The negative log-likelihood of every token, in bounded memory: logits exist for a few hundred tokens at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of the float32 logits that exist at a time: 256 MB.
+LOGITS = 1 << 26
+
+
+class TokenLoss:
+    """``losses(ids)`` (B, T - 1) of a causal language model: entry t is the loss of token t + 1.
+
+    The decoder runs over whole sequences, the output layer over pieces of them. Models that do more to their logits
+    than one linear layer (soft-capping, a scale) are noticed and asked for whole logits.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.head = model.get_output_embeddings()
+        self.in_pieces: bool | None = None
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        if self.in_pieces is None:
+            self.in_pieces = self.head is not None and self.pieces_are_right(ids[:1, :8])
+        if not self.in_pieces:
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            return torch.stack([piece_loss(row[:-1], target[1:]) for row, target in zip(logits, ids, strict=True)])
+        hidden = self.hidden_states(ids)[:, :-1]
+        vocabulary = self.head.weight.shape[0]
+        tokens = max(1, LOGITS // vocabulary)
+        losses = [
+            piece_loss(self.head(states), targets)
+            for states, targets in zip(
+                hidden.flatten(0, 1).split(tokens), ids[:, 1:].flatten().split(tokens), strict=True
+            )
+        ]
+        return torch.cat(losses).view(hidden.shape[:2])
+
+    def hidden_states(self, ids: Tensor) -> Tensor:
+        return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+
+    def pieces_are_right(self, ids: Tensor) -> bool:
+        whole = self.model(input_ids=ids, use_cache=False).logits.float()
+        try:
+            parts = self.head(self.hidden_states(ids)).float()
+        except (AttributeError, TypeError):
+            return False
+        return whole.shape == parts.shape and torch.allclose(whole, parts, rtol=1e-2, atol=1e-2)
+
+
+def piece_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="none")

@@ -1,0 +1,1 @@
+"""Results as figures and as one self-contained page."""

@@ -1,0 +1,89 @@
+"""The demo, at a size that fits a test: its ordering, its files, and what a second run does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from softplus_attention.cli import main
+from softplus_attention.commands import demo
+
+
+class Tags(HTMLParser):
+    """Which tags a page has, and that each is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Models of two layers trained at 64 bytes: seconds instead of minutes."""
+    size = {"layers": 2, "width": 64, "heads": 1, "sequence_length": 64, "batch_size": 16, "micro_batch_size": 16}
+    monkeypatch.setattr(demo, "TRAINING", {**demo.TRAINING, **size, "save_every": 1000})
+
+
+def test_end_to_end(small, tmp_path, capsys):
+    words = ["demo", "--output", str(tmp_path / "d"), "--steps", "300", "--texts", "8", "--device", "cpu"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    losses = json.loads((tmp_path / "d" / "results.json").read_text())
+    assert losses["lengths"] == [64, 128, 256, 512, 1024]
+    for name, row in losses["loss"].items():
+        printed = re.search(re.escape(name) + r" +([\d. ]+)\n", out)
+        assert [float(x) for x in printed[1].split()] == [round(x, 3) for x in row]
+        assert all(1 < x < 6 for x in row)
+    # Seeds 0 and 1 gave softmax 2.58 and 2.58 at 16x, LSSAR 2.08 and 2.09 there and 2.04 at 1x.
+    ours, softmax = losses["loss"]["LSSAR"], losses["loss"]["softmax"]
+    assert ours[-1] < softmax[-1] - 0.2
+    assert ours[-1] < ours[0] + 0.15
+    with (tmp_path / "d" / "loss-by-length.csv").open() as handle:
+        table = list(csv.reader(handle))
+    assert table[0] == ["attention", "64", "128", "256", "512", "1024"]
+    assert [row[0] for row in table[1:]] == list(demo.ARMS)
+
+    page = (tmp_path / "d" / "index.html").read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert {"table", "img", "figure", "h1"} <= set(tags.seen)
+    assert "http" not in page.replace("http-equiv", "")
+    for line in out.split("Look at:")[1].split():
+        assert (tmp_path / "d" / line.split("/")[-1]).stat().st_size > 100
+
+    # Run again: nothing is trained twice, and the numbers are the same.
+    assert main(words) == 0
+    again = json.loads((tmp_path / "d" / "results.json").read_text())
+    assert again["loss"] == losses["loss"]
+
+
+def test_bad_options(tmp_path, capsys):
+    assert main(["demo", "--output", str(tmp_path / "d"), "--steps", "3"]) == 2
+    assert "`--steps` must be at least 10, got 3" in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_picture_makes_its_point(seed, tmp_path):
+    """The demo as it is: LSSAR at 16x is below softmax, and within 0.15 of its own loss at 1x."""
+    words = ["demo", "--output", str(tmp_path / "d"), "--seed", str(seed), "--device", "cpu"]
+    assert main(words) == 0
+    loss = json.loads((tmp_path / "d" / "results.json").read_text())["loss"]
+    ours, softmax = loss["LSSAR"], loss["softmax"]
+    assert ours[-1] < softmax[-1] - 0.2
+    assert ours[-1] < ours[0] + 0.15

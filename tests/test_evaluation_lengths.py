@@ -1,0 +1,145 @@
+"""Loss by length: against transformers' own loss, against hand-made losses, and in bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from huggingface_models import IDS, SIZE, small_model, token_rows
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from softplus_attention.evaluation.lengths import by_position, context_control, loss_by_length, losses_of, texts_of
+from softplus_attention.evaluation.loss import TokenLoss
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model("softplus-gpt")
+
+
+def documents(*lengths: int) -> list[torch.Tensor]:
+    return [token_rows(1, length, seed=length)[0] for length in lengths]
+
+
+class TestTokenLoss:
+    @pytest.mark.parametrize("family", ["softplus-gpt", "llama", "gpt-neox", "gpt2"])
+    def test_equals_transformers(self, family):
+        model, ids = small_model(family), token_rows(3, 20)
+        losses = TokenLoss(model)(ids)
+        assert losses.shape == (3, 19)
+        with torch.no_grad():
+            expected = model(ids, labels=ids).loss
+        torch.testing.assert_close(losses.mean(), expected)
+
+    def test_pieces(self, model, monkeypatch):
+        whole = TokenLoss(model)(token_rows(3, 20))
+        monkeypatch.setattr("softplus_attention.evaluation.loss.LOGITS", 128 * 7)
+        torch.testing.assert_close(TokenLoss(model)(token_rows(3, 20)), whole)
+
+    def test_a_model_that_caps_its_logits(self):
+        size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+        config = Gemma2Config(**size, num_key_value_heads=2, intermediate_size=32, final_logit_softcapping=0.5)
+        torch.manual_seed(0)
+        model, ids = AutoModelForCausalLM.from_config(config).eval(), token_rows(2, 12) % 64
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(50)
+            expected = model(ids, labels=ids).loss
+        losses = TokenLoss(model)
+        torch.testing.assert_close(losses(ids).mean(), expected)
+        assert losses.in_pieces is False
+
+
+class TestTexts:
+    def test_no_sequence_crosses_a_document(self):
+        found = texts_of(documents(70, 31, 128), 32)
+        assert found.rows.shape == (2 + 4, 32)
+        assert found.documents == 2
+        assert found.rows[:2].flatten().equal(documents(70)[0][:64])
+        assert found.cut(8).shape == (24, 8)
+
+    def test_fewer_rows_are_spread_and_repeatable(self):
+        rows = texts_of(documents(320, 640), 32, 5).rows
+        assert len(rows) == 5
+        assert rows.equal(texts_of(documents(320, 640), 32, 5).rows)
+        everything = texts_of(documents(320, 640), 32).rows
+        assert rows[0].equal(everything[0])
+        assert rows[-1].equal(everything[-1])
+
+    def test_too_long(self):
+        with pytest.raises(ValueError, match="`lengths` must be no longer than the longest document, got 64 tokens"):
+            texts_of(documents(63), 64)
+
+
+class Prophet:
+    """Losses known in advance: token t costs log(1 + t)."""
+
+    device = torch.device("cpu")
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return (1 + torch.arange(1, ids.shape[1]).float()).log().expand(len(ids), -1)
+
+
+class TestCurve:
+    def test_positions_by_hand(self):
+        losses = Prophet()(torch.zeros(2, 8, dtype=torch.long))
+        means = by_position(losses, 2)
+        assert [(first, end) for first, end, _ in means] == [(1, 2), (2, 4), (4, 8)]
+        assert means[0][2] == pytest.approx(math.log(2))
+        assert means[1][2] == pytest.approx((math.log(3) + math.log(4)) / 2)
+        assert means[2][2] == pytest.approx(sum(math.log(1 + t) for t in range(4, 8)) / 4)
+
+    def test_equals_transformers_at_each_length(self, model):
+        texts = texts_of(documents(130, 64), 32)
+        curve = loss_by_length(model, texts, [8, 16, 32], batch_tokens=64)
+        for length, loss in zip(curve.lengths, curve.loss, strict=True):
+            rows = texts.rows.reshape(-1, length)
+            with torch.no_grad():
+                assert loss == pytest.approx(model(rows, labels=rows).loss.item(), rel=1e-5)
+        assert curve.targets == [24 * 7, 12 * 15, 6 * 31]
+        assert all(error > 0 for error in curve.error)
+        assert [(a, b) for a, b, _ in curve.positions[32]] == [(1, 8), (8, 16), (16, 32)]
+
+    def test_batches_do_not_matter(self, model):
+        rows = token_rows(5, 16)
+        torch.testing.assert_close(losses_of(model, rows, batch_tokens=16), losses_of(model, rows, batch_tokens=1000))
+
+    def test_a_length_that_does_not_divide(self, model):
+        with pytest.raises(ValueError, match="`lengths` must be divisors of the longest, 32, got 12"):
+            loss_by_length(model, texts_of(documents(64), 32), [12])
+
+    def test_sixty_four_times_in_bounded_memory(self, monkeypatch):
+        """No more logits than asked for ever exist, at 64 times the training length."""
+        torch.manual_seed(0)
+        config = SoftplusGPTConfig(**{**SIZE, **IDS, "num_hidden_layers": 1}, max_position_embeddings=64)
+        model = SoftplusGPTForCausalLM(config).eval()
+        monkeypatch.setattr("softplus_attention.evaluation.loss.LOGITS", 128 * 512)
+        seen = []
+        model.lm_head.register_forward_hook(lambda _, __, out: seen.append(out.shape[:-1].numel()))
+        curve = loss_by_length(model, texts_of(documents(4096), 4096), [64, 4096])
+        assert max(seen) <= 512
+        assert all(math.isfinite(loss) for loss in curve.loss)
+
+
+class TestControl:
+    def test_a_window_model_gains_nothing(self):
+        torch.manual_seed(0)
+        config = SoftplusGPTConfig(**{**SIZE, **IDS, "num_hidden_layers": 1}, window=4)
+        model = SoftplusGPTForCausalLM(config).eval()
+        control = context_control(model, texts_of(documents(128), 64), 64, 16, targets=8)
+        assert control.targets == 2 * 8
+        assert control.gain == pytest.approx(0, abs=1e-5)
+
+    def test_the_same_targets(self, model):
+        texts = texts_of(documents(128), 64)
+        control = context_control(model, texts, 64, 16)
+        full = losses_of(model, texts.rows)[:, -8:]
+        short = losses_of(model, texts.rows[:, -16:])[:, -8:]
+        assert control.full == pytest.approx(full.mean().item())
+        assert control.short == pytest.approx(short.mean().item())
+        assert abs(control.gain) > 1e-4
+
+    def test_a_window_longer_than_the_text(self, model):
+        with pytest.raises(ValueError, match="`window` must be at most the length"):
+            context_control(model, texts_of(documents(128), 64), 64, 128)
