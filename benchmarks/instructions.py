@@ -2,6 +2,7 @@
 
 The kernel is compiled as the op launches it (bfloat16, causal, p = 15 unless said otherwise) and disassembled with the
 tools that Triton ships. Loops with few instructions are left out; the main loop is the one with the fewest per score.
+Both sides of a branch count: the copies of the hopper kernels (0.7 to 2.2 instructions per score) are listed twice.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from softplus_attention.kernels import triton_backward, triton_forward, triton_launch
+from softplus_attention.kernels import (
+    gluon_backward,
+    gluon_forward,
+    gluon_launch,
+    triton_backward,
+    triton_forward,
+    triton_launch,
+)
 
 KERNELS = {
     "forward": triton_forward.forward_kernel,
     "dq": triton_backward.dq_kernel,
     "dkv": triton_backward.dkv_kernel,
+    "hopper-forward": gluon_forward.gluon_forward_kernel,
+    "hopper-dq": gluon_backward.gluon_dq_kernel,
+    "hopper-dkv": gluon_backward.gluon_dkv_kernel,
 }
 FLOATS = ("score_scale",)
 NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
@@ -34,6 +46,12 @@ HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "Gra
 
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
+    if name == "hopper-dkv":
+        return triton_launch.Blocks(gluon_launch.ROWS, gluon_launch.ROWS, gluon_launch.DKV_WARPS[d], 2)
+    if name in ("hopper-forward", "hopper-dq"):
+        tiles = gluon_launch.FORWARD_TILES if name == "hopper-forward" else gluon_launch.DQ_TILES
+        keys, registers = tiles[d]
+        return triton_launch.Blocks(gluon_launch.ROWS, keys, 4, 2, registers)
     if name == "forward":
         return triton_launch.forward_blocks(d, False, sharpen)
     return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
@@ -41,7 +59,7 @@ def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
 
 def signature(name: str, d: int, power: int, blocks: triton_launch.Blocks) -> ASTSource:
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
-    kernel = KERNELS[name]
+    kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     options = (None, None, None, True, None, power > 0, float(max(power, 1)), None, None, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
@@ -68,7 +86,8 @@ def signature(name: str, d: int, power: int, blocks: triton_launch.Blocks) -> AS
             types[n] = "i32"
             if n not in NOT_ALIGNED:
                 attributes[(i,)] = aligned
-    return ASTSource(kernel, types, constants, attributes)
+    source = GluonASTSource if name.startswith("hopper") else ASTSource
+    return source(kernel, types, constants, attributes)
 
 
 def loops(sass: str, scores_per_thread: float) -> list[tuple[float, Counter[str]]]:

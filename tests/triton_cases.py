@@ -139,6 +139,20 @@ def gpu_cases() -> list[Case]:
         for dtype in ("bfloat16", "float32")
         for d, dv in ((16, 16), (60, 100), (128, 128), (200, 72), (256, 256))
     ]
+    # What the Hopper kernels take: both widths, both dtypes, several blocks of rows, a length of one block.
+    fast = {"heads": 4, "kv_heads": 2}
+    cases += [
+        Case(mode=mode, power=power, dtype=dtype, d=d, dv=d, t_q=t_q, t_k=t_k, **fast)
+        for d in (64, 128)
+        for mode, power, dtype, t_q, t_k in (
+            ("full", "3", "float16", 301, 333),
+            ("full", "None", "float16", 130, 77),
+            ("causal", "None", "bfloat16", 301, 333),
+            ("causal", "2", "float16", 333, 301),
+            ("causal", "31", "bfloat16", 640, 640),
+            ("causal", "15", "bfloat16", 17, 64),
+        )
+    ]
     return cases
 
 

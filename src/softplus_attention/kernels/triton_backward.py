@@ -26,6 +26,7 @@ from softplus_attention.kernels.triton_common import (
     load_rows,
     load_vector,
     mask_rows,
+    norm_stride,
     raised,
     row_power,
     score_factor,
@@ -90,6 +91,7 @@ def dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    n_rows = tl.cast(n_rows, tl.int64)  # a few times the rows is beyond int32 before the rows are
     blocks = tl.cdiv(t_q, BM)
     m = blocks - 1 - tl.program_id(0) % blocks
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -100,7 +102,7 @@ def dq_kernel(
     p_row = bh * t_q + o_m
     keys = Keys(
         K + b * k_strides[0] + kv_head * k_strides[1], V + b * v_strides[0] + kv_head * v_strides[1],
-        Norms + (b * h_kv + kv_head) * t_k, t_k, k_strides[2], v_strides[2],
+        Norms + (b * h_kv + kv_head) * norm_stride(t_k), t_k, k_strides[2], v_strides[2],
     )  # fmt: skip
     b_start, b_end = key_range(
         o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride, CAUSAL, HAS_WINDOW, HAS_RANGES
@@ -290,6 +292,7 @@ def dkv_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it."""
+    n_rows = tl.cast(n_rows, tl.int64)
     blocks = tl.cdiv(t_k, BN)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most rows
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -299,7 +302,7 @@ def dkv_kernel(
     o_n = n + tl.arange(0, BN)
     b_k = load_rows(K + b * k_strides[0] + kv_head * k_strides[1], o_n, t_k, k_strides[2], D, BD, True)  # [BN, BD]
     b_v = load_rows(V + b * v_strides[0] + kv_head * v_strides[1], o_n, t_k, v_strides[2], DV, BDV, True)  # [BN, BDV]
-    b_norm = load_vector(Norms + bh * t_k, o_n, t_k, True)  # [BN]
+    b_norm = load_vector(Norms + bh * norm_stride(t_k), o_n, t_k, True)  # [BN]
     if PRECISE:
         b_k = b_k * b_norm[:, None]
     p_start = Start + b * range_stride

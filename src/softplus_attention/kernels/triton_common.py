@@ -19,6 +19,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 EQUAL_SCORES = tl.constexpr(2.0**-10)
 NOWHERE = tl.constexpr(1 << 30)
+NORM_BLOCK = tl.constexpr(128)
 
 
 class Keys(NamedTuple):
@@ -79,6 +80,12 @@ def softplus2(t, FINE: tl.constexpr):
     """log2(1 + 2^t)"""
     # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
     return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), FINE) + tl.maximum(t, 0.0)
+
+
+@triton.jit
+def norm_stride(t_k):
+    """Inverse norms of a head's keys are kept in whole blocks, so that a tile of them needs no mask."""
+    return tl.cdiv(t_k, NORM_BLOCK) * NORM_BLOCK
 
 
 @triton.jit
@@ -172,7 +179,8 @@ def load_keys(keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 @triton.jit
 def finite_rows(b_x):
     """[ROWS, D] with every row that holds a NaN or Inf set to 0: a product makes NaN of 0 * NaN."""
-    spoilt = tl.max(tl.where((b_x - b_x) == 0, 0, 1), 1)
+    # Not x - x == 0: where x is itself a product, the compiler fuses the two and a rounding error remains.
+    spoilt = tl.max(tl.where(tl.abs(b_x) < float("inf"), 0, 1), 1)
     return tl.where(spoilt[:, None] > 0, 0.0, b_x).to(b_x.dtype)
 
 

@@ -1,4 +1,7 @@
-"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output), LSSA in one."""
+"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output), LSSA in one.
+
+Any mask, power and dtype; ``gluon_forward`` has the common case on Hopper.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from softplus_attention.kernels.triton_common import (
     load_keys,
     load_rows,
     mask_rows,
+    norm_stride,
     raised,
     row_power,
     score_factor,
@@ -32,7 +36,7 @@ from softplus_attention.kernels.triton_common import (
 def key_norms_kernel(
     K, Norms, t_k, h_kv, k_strides, NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
-    """1 / ||k|| of every key, (B, H_kv, T_k); where keys are unit vectors already, 1, or NaN if not finite."""
+    """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite."""
     blocks = tl.cdiv(t_k, BN)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
@@ -42,7 +46,7 @@ def key_norms_kernel(
         b_norm = tl.where(tl.sum(b_k - b_k, 1) == 0, 1.0, float("nan"))
     else:
         b_norm = inverse_norm(b_k)
-    tl.store(Norms + bh * t_k + o_n, b_norm, mask=o_n < t_k)
+    tl.store(Norms + bh * norm_stride(t_k) + o_n, b_norm, mask=o_n < t_k)
 
 
 @triton.jit
@@ -146,7 +150,7 @@ def forward_kernel(
     p_row = bh * t_q + o_m
     keys = Keys(
         K + b * k_strides[0] + kv_head * k_strides[1], V + b * v_strides[0] + kv_head * v_strides[1],
-        Norms + (b * h_kv + kv_head) * t_k, t_k, k_strides[2], v_strides[2],
+        Norms + (b * h_kv + kv_head) * norm_stride(t_k), t_k, k_strides[2], v_strides[2],
     )  # fmt: skip
     b_start, b_end = key_range(
         o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride, CAUSAL, HAS_WINDOW, HAS_RANGES

@@ -9,11 +9,14 @@ import torch
 import triton
 from torch import Tensor
 
+from softplus_attention.kernels import gluon_launch
 from softplus_attention.kernels import triton_backward as bwd
+from softplus_attention.kernels import triton_common as common
 from softplus_attention.kernels import triton_forward as fwd
 from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
+NORM_BLOCK: int = common.NORM_BLOCK.value
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ def dkv_blocks(width: int, precise: bool) -> Blocks:
     return Blocks(64, 64, 4, 1) if width <= 128 else Blocks(64, 32, 8, 1)
 
 
+def norm_stride(t_k: int) -> int:
+    """Length of a row of inverse norms, as ``triton_common.norm_stride``."""
+    return (t_k + NORM_BLOCK - 1) // NORM_BLOCK * NORM_BLOCK
+
+
 def unit_last_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -112,6 +120,7 @@ class Problem:
         self.h_kv, self.t_k, self.dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
         self.precise = self.q.dtype == torch.float32
         self.width = max(padded(self.d), padded(self.dv))
+        self.code = power_code(self.sharpen, self.power, self.power_rows, self.power_by_length)
         self.range_stride = 0
         if self.start is not None and self.end is not None:
             start, end = torch.broadcast_tensors(self.start.to(torch.int32), self.end.to(torch.int32))
@@ -141,7 +150,6 @@ class Problem:
 
     def shared_arguments(self) -> dict[str, Any]:
         nothing = self.q  # a pointer that is never read
-        code = power_code(self.sharpen, self.power, self.power_rows, self.power_by_length)
         mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
         counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
         return {
@@ -167,8 +175,8 @@ class Problem:
             "HAS_WINDOW": self.window is not None,
             "HAS_RANGES": self.start is not None,
             "HAS_MASK": mask is not None,
-            "POWER": code,
-            "FINE": self.precise or needs_fine_softplus(code),
+            "POWER": self.code,
+            "FINE": self.precise or needs_fine_softplus(self.code),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,
             "DV": self.dv,
@@ -179,7 +187,7 @@ class Problem:
 
 
 def key_norms(problem: Problem, norms: Tensor) -> None:
-    """Fills ``norms`` (B, H_kv, T_k) with 1 / ||k||."""
+    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||; beyond T_k it stays as it is."""
     k, block = problem.k, 64
     fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block) * problem.batch * problem.h_kv,)](
         k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
@@ -192,6 +200,9 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 
     ``rest``, where not empty, takes what rounding took from ``out``: the row sums of the backward need it.
     """
+    if gluon_launch.fits(problem, out):
+        gluon_launch.forward(problem, out, rest, stats, flat, norms)
+        return
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, Norms=norms, Total=stats[0], Height=stats[1],
@@ -215,6 +226,9 @@ def backward(
     """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
+    if grad_power is None and gluon_launch.fits(problem, out, grad_out, *grads):
+        gluon_launch.backward(problem, grad_out, out, rest, stats, flat, norms, grads)
+        return
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
     rows = stats.new_empty(8 if problem.precise else 6, n_rows)

@@ -39,7 +39,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
         torch.empty_like(out) if for_backward else q.new_empty(0),
         q.new_empty(3, batch, heads, t_q, dtype=torch.float32),
         q.new_zeros(batch, heads, dtype=torch.int32),
-        q.new_empty(k.shape[:3], dtype=torch.float32),
+        q.new_empty(*k.shape[:2], triton_launch.norm_stride(k.shape[2]), dtype=torch.float32),
     )
 
 

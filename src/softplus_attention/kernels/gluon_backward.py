@@ -1,0 +1,456 @@
+"""The backward once more, for what ``gluon_forward`` computes; the formulas are those of ``triton_backward``.
+
+Tiles are copied ahead, and the products of a tile run while other warp groups of the multiprocessor compute.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from softplus_attention.kernels.gluon_common import (
+    arrive,
+    by_thread,
+    fetch,
+    fetched,
+    load_columns,
+    load_layout,
+    product_layout,
+    saturated,
+    store_tile,
+    tile_offsets,
+)
+from softplus_attention.kernels.triton_common import (
+    LN2,
+    finite_rows,
+    inverse_norm,
+    norm_stride,
+    raised,
+    score_factor,
+    softplus2,
+)
+
+
+@gluon.jit
+def dq_terms(
+    scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen,
+    POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+):  # fmt: skip
+    """([BM, BN], [BM, BN]): sigmoid over |k|, and g, of one tile."""
+    t = scores * b_norm[None, :] * b_factor[:, None]
+    f = softplus2(t, False)
+    sigma = gl.exp2(t - f) * b_norm[None, :]
+    g = g - b_delta[:, None]
+    if POWER != 0:
+        steepness = raised(saturated(f, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 1)
+        if FLAT_ROWS:
+            steepness = gl.where(b_flat[:, None], 1.0, steepness)
+        g = g * steepness
+    if MASKED:
+        sigma = gl.where(seen, sigma, 0.0)
+        g = gl.where(seen, g, 0.0)
+    return sigma, g
+
+
+@gluon.jit
+def dq_loop(
+    b_steep, b_even, b_sum, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile,
+    k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
+    MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    for j in range(low, high):
+        slot = j & 1
+        arrive(0)
+        b_norm = load_columns(p_norm + j * BN, BN, LAYOUT)
+        scores = warpgroup_mma(q_tile, k_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(do_tile, v_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        if POWER != 0:
+            scores, g, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[scores, g, b_steep, b_even, b_a, b_b])
+        else:
+            scores, g, b_steep, b_a = warpgroup_mma_wait(0, deps=[scores, g, b_steep, b_a])
+        fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride)
+        fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride)
+        fetched()
+        o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+        seen = o_n[None, :] < b_end[:, None]
+        sigma, g = dq_terms(scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen, POWER, MASKED, False)
+        b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
+        if POWER != 0:
+            b_sum += gl.sum(by_thread(g), 1)
+            b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
+            b_even = warpgroup_mma(b_b, k_ring.index(slot), b_even, is_async=True)
+        b_steep = warpgroup_mma(b_a, k_ring.index(slot), b_steep, is_async=True)
+    return b_steep, b_even, b_sum, b_a, b_b
+
+
+@gluon.jit
+def dq_carefully(
+    b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
+    p_norm, t_k, k_stride, v_stride, tiles,
+    POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """All tiles, for heads with rows of equal scores, and where something is not finite: keys that a row does not see
+    stay out of it whatever they hold. Rare, and not hurried."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = q_tile.dtype
+    b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    b_steep = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_even = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_sum = gl.sum(by_thread(b_zero), 1)
+    for j in range(0, tiles):
+        n = j * BN
+        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_k)[:, None]
+        b_k = gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0)
+        k_ring.index(0).store(b_k)
+        k_ring.index(1).store(finite_rows(b_k))  # its rows are NaN through their sums
+        v_ring.index(0).store(gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0))
+        fence_async_shared()
+        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(do_tile, v_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+        seen = o_n[None, :] < b_end[:, None]
+        b_norm = load_columns(p_norm + n, BN, LAYOUT)
+        sigma, g = dq_terms(scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen, POWER, True, True)
+        b_sum += gl.sum(by_thread(g), 1)
+        b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
+        b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), k_ring.index(1), b_steep)
+    return b_steep, b_even, b_sum
+
+
+@gluon.jit
+def gluon_dq_kernel(
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, GradQ, Rows,
+    t_q, t_k, h, h_kv, n_rows, score_scale, q_strides, k_strides, v_strides, out_strides, grad_out_strides, dq_strides,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Reads and writes what ``dq_kernel`` does."""
+    BM: gl.constexpr = 64
+    layout: gl.constexpr = product_layout(BN, num_warps)
+    out_layout: gl.constexpr = product_layout(D, num_warps)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
+    by_row: gl.constexpr = load_layout(D, num_warps)
+    dtype: gl.constexpr = Q.dtype.element_ty
+
+    n_rows = n_rows.to(gl.int64)  # a few times the rows is beyond int32 before the rows are
+    blocks = gl.cdiv(t_q, BM)
+    m = blocks - 1 - gl.program_id(0) % blocks
+    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    b, head = bh // h, bh % h
+    kv_head = head // (h // h_kv)
+    o_m = m * BM + gl.arange(0, BM, layout=rows)
+    m_rows = o_m < t_q
+    if CAUSAL:
+        own = t_k - t_q + 1
+        b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
+        high = gl.maximum(gl.minimum(m * BM + BM, t_q) - 1 + own, 0)
+        full_high = gl.maximum(m * BM + own, 0)
+    else:
+        b_end = gl.where(m_rows, t_k, 0)
+        high = t_k
+        full_high = t_k
+    tiles = gl.cdiv(high, BN)
+    full_tiles = full_high // BN
+    b_counts = b_end.to(gl.float32)
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    p_row = bh * t_q + o_m
+
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)  # q, and the gradient of the output
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    q_tile = q_ring.index(0)
+    do_tile = q_ring.index(1)
+    o_tile = tile_offsets(k_strides[2], BN, D)
+    o_values = tile_offsets(v_strides[2], BN, D)
+    p_q = Q + b * q_strides[0] + head * q_strides[1]
+    p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2])
+    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m * BM, t_q, grad_out_strides[2])
+    fetched()
+    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
+    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
+    fetched()
+
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    o_out = m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
+    p_out = o_out.to(gl.int64)[:, None] * out_strides[2] + o_d[None, :] + (b * out_strides[0] + head * out_strides[1])
+    m_out = (o_out < t_q)[:, None]
+    b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
+    b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
+    arrive(1)
+    b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
+    b_inverse = gl.convert_layout(inverse_norm(q_tile.load(by_row).to(gl.float32)), rows)
+    b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
+    b_factor = score_factor(b_scale, b_inverse)
+
+    b_weight = gl.load(Weight + p_row, mask=m_rows, other=1.0)
+    b_least = gl.maximum(b_counts, 1.0)
+    b_excess = gl.where(b_counts > 3, 1.0, 0.0)
+    b_flat = b_counts < 0
+    b_offset = gl.zeros([BM], gl.float32, rows)
+    if POWER == 0:
+        b_ratio = b_counts / (b_weight * LN2)  # N / R
+        b_slope = 1.0 / b_weight
+        b_alpha = 1.0 / b_least
+    else:
+        b_total = gl.load(Total + p_row, mask=m_rows, other=1.0)
+        b_height = gl.load(Height + p_row, mask=m_rows, other=1.0)
+        b_ratio = b_counts / (b_total * LN2)
+        b_flat = b_height == 0
+        b_divisor = gl.where(b_flat, 1.0, b_height)
+        b_root = gl.exp2(-gl.log2(b_weight) / POWER)  # W^(-1/p)
+        b_slope = gl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
+        b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
+        b_alpha = gl.where(b_flat, 1.0 / b_least, POWER / b_divisor * b_root)
+
+    b_zero = gl.zeros([BM, BN], gl.float32, layout)
+    b_none = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
+    b_steep = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    b_even = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    b_sum = gl.sum(by_thread(b_zero), 1)
+    b_steep, b_even, b_sum, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, b_none, b_none, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile,
+        do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], 0, full_tiles,
+        False, POWER, BN, layout, out_layout,
+    )  # fmt: skip
+    b_steep, b_even, b_sum, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile,
+        do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], full_tiles, tiles,
+        True, POWER, BN, layout, out_layout,
+    )  # fmt: skip
+    b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
+    arrive(0)
+    trouble = gl.max(gl.max(gl.where(((b_steep + b_even) - (b_steep + b_even)) == 0, 0, 1), 1), 0)
+    if POWER != 0:
+        trouble = gl.maximum(trouble, gl.load(Flat + bh))
+    if trouble > 0:
+        b_steep, b_even, b_sum = dq_carefully(
+            b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile,
+            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, D, BM, BN, layout, out_layout,
+        )  # fmt: skip
+
+    b_epsilon = gl.zeros([BM], gl.float32, rows)
+    b_grad = gl.convert_layout(b_alpha, out_rows)[:, None] * b_steep
+    if POWER != 0:
+        b_sums = gl.convert_layout(gl.sum(b_sum, 1), rows)
+        b_epsilon = gl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sums)
+        b_grad -= gl.convert_layout(b_epsilon, out_rows)[:, None] * b_even
+    b_grad = b_grad * gl.convert_layout(b_ratio * b_scale, out_rows)[:, None]
+    b_length = gl.convert_layout(b_inverse, out_rows)[:, None]
+    b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
+    b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
+    b_grad = gl.where(gl.convert_layout(b_counts, out_rows)[:, None] > 0, b_grad, 0.0)
+    store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m * BM, t_q, dq_strides[2])
+
+    b_outer = b_ratio * b_scale * b_inverse
+    gl.store(Rows + p_row, b_factor, mask=m_rows)
+    gl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
+    gl.store(Rows + 2 * n_rows + p_row, gl.where(b_flat, -1e-30, b_offset), mask=m_rows)
+    gl.store(Rows + 3 * n_rows + p_row, b_delta, mask=m_rows)
+    gl.store(Rows + 4 * n_rows + p_row, b_alpha * b_outer, mask=m_rows)
+    gl.store(Rows + 5 * n_rows + p_row, b_epsilon * b_outer, mask=m_rows)
+
+
+@gluon.jit
+def dkv_terms(
+    scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+):  # fmt: skip
+    """([BM, BN], [BM, BN]): weights and gradients of the scores of one tile."""
+    p = p_rows + gl.minimum(o_m, t_q - 1)  # rows beyond the last multiply zeros
+    b_factor = gl.load(p)
+    b_slope = gl.load(p + n_rows)
+    b_offset = gl.load(p + 2 * n_rows)
+    b_delta = gl.load(p + 3 * n_rows)
+    b_alpha = gl.load(p + 4 * n_rows)
+    b_epsilon = gl.load(p + 5 * n_rows)
+    t = scores * b_norm[None, :] * b_factor[:, None]
+    f = softplus2(t, False)
+    sigma = gl.exp2(t - f)
+    weight = saturated(f, b_slope[:, None], b_offset[:, None])
+    g = g - b_delta[:, None]
+    if POWER != 0:
+        steepness = raised(weight, 0.0, POWER, 1)
+        if FLAT_ROWS:
+            steepness = gl.where(b_offset[:, None] < 0, 1.0, steepness)
+        weight = weight * steepness
+        g = g * steepness
+    ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
+    if MASKED:
+        seen = (o_m < t_q)[:, None] & (o_n < t_k)[None, :]
+        if CAUSAL:
+            seen = seen & (o_n[None, :] <= (o_m + (t_k - t_q))[:, None])
+        weight = gl.where(seen, weight, 0.0)
+        ds = gl.where(seen, ds, 0.0)
+    return weight, ds
+
+
+@gluon.jit
+def dkv_loop(
+    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do, p_rows,
+    t_q, t_k, n_rows, q_stride, do_stride, low, high,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) of rows to the gradients of a block of keys."""
+    for i in range(low, high):
+        slot = i & 1
+        arrive(0)
+        scores = warpgroup_mma(q_ring.index(slot), k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(do_ring.index(slot), v_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores, g, b_dk, b_dv = warpgroup_mma_wait(0, deps=[scores, g, b_dk, b_dv])
+        fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride)
+        fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride)
+        fetched()
+        o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+        weight, ds = dkv_terms(scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n, CAUSAL, POWER, MASKED, False)
+        w_tile.store(weight.to(w_tile.dtype))
+        ds_tile.store(ds.to(w_tile.dtype))
+        fence_async_shared()
+        b_dv = warpgroup_mma(w_tile.permute([1, 0]), do_ring.index(slot), b_dv, is_async=True)
+        b_dk = warpgroup_mma(ds_tile.permute([1, 0]), q_ring.index(slot), b_dk, is_async=True)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def dkv_carefully(
+    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do, p_rows,
+    t_q, t_k, n_rows, q_stride, do_stride, low, high,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
+    for i in range(low, high):
+        m = i * BM
+        o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_q)[:, None]
+        b_q = gl.load(p_q + m.to(gl.int64) * q_stride + o_q, mask=m_rows, other=0.0)
+        q_ring.index(0).store(b_q)
+        q_ring.index(1).store(finite_rows(b_q))
+        do_ring.index(0).store(gl.load(p_do + m.to(gl.int64) * do_stride + o_do, mask=m_rows, other=0.0))
+        fence_async_shared()
+        scores = warpgroup_mma(q_ring.index(0), k_tile.permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(do_ring.index(0), v_tile.permute([1, 0]), b_zero, use_acc=False)
+        o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+        weight, ds = dkv_terms(scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n, CAUSAL, POWER, True, True)
+        w_tile.store(weight.to(w_tile.dtype))
+        ds_tile.store(ds.to(w_tile.dtype))
+        fence_async_shared()
+        b_dv = warpgroup_mma(w_tile.permute([1, 0]), do_ring.index(0), b_dv)
+        b_dk = warpgroup_mma(ds_tile.permute([1, 0]), q_ring.index(1), b_dk)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def gluon_dkv_kernel(
+    Q, K, V, GradOut, Norms, Flat, Rows, GradK, GradV,
+    t_q, t_k, h, h_kv, n_rows, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
+    BM: gl.constexpr = 64
+    BN: gl.constexpr = 64
+    layout: gl.constexpr = product_layout(BN, num_warps)
+    out_layout: gl.constexpr = product_layout(D, num_warps)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    dtype: gl.constexpr = Q.dtype.element_ty
+
+    blocks = gl.cdiv(t_k, BN)
+    n = gl.program_id(0) % blocks * BN  # the first keys are seen by the most rows
+    n_rows = n_rows.to(gl.int64)
+    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    b, kv_head = bh // h_kv, bh % h_kv
+    shared = h // h_kv
+    o_n = n + gl.arange(0, BN, layout=columns)
+    p_norm = Norms + bh * norm_stride(t_k) + n
+    b_norm = load_columns(p_norm, BN, layout)
+    low = 0
+    full_low = 0
+    high = gl.cdiv(t_q, BM)
+    if CAUSAL:
+        low = gl.minimum(gl.maximum(n - (t_k - t_q), 0) // BM, high)
+        full_low = gl.minimum(gl.cdiv(gl.maximum(gl.minimum(n + BN, t_k) - 1 - (t_k - t_q), 0), BM), high)
+    if n + BN > t_k:
+        full_low = high  # keys beyond the last
+
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    of_scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], dtype)
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)  # the keys, and the values
+    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
+    do_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
+    w_tile = gl.allocate_shared_memory(dtype, [BM, BN], of_scores)
+    ds_tile = gl.allocate_shared_memory(dtype, [BM, BN], of_scores)
+    k_tile = k_ring.index(0)
+    v_tile = k_ring.index(1)
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    fetch(k_ring, 0, p_k, tile_offsets(k_strides[2], BN, D), n, t_k, k_strides[2])
+    fetch(k_ring, 1, p_v, tile_offsets(v_strides[2], BN, D), n, t_k, v_strides[2])
+    o_q = tile_offsets(q_strides[2], BM, D)
+    o_do = tile_offsets(grad_out_strides[2], BM, D)
+
+    b_zero = gl.zeros([BM, BN], gl.float32, layout)
+    b_dk = gl.zeros([BN, D], gl.float32, out_layout)
+    b_dv = gl.zeros([BN, D], gl.float32, out_layout)
+    trouble = 0
+    for i in range(0, shared):
+        head = kv_head * shared + i
+        if POWER != 0:
+            trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
+        p_q = Q + b * q_strides[0] + head * q_strides[1]
+        p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+        p_rows = Rows + (b * h + head) * t_q
+        fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2])
+        fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2])
+        fetched()
+        t_dk = warpgroup_mma_init(b_dk)
+        t_dv = warpgroup_mma_init(b_dv)
+        t_dk, t_dv = dkv_loop(
+            t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
+            p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], low, full_low,
+            CAUSAL, POWER, True, BM, layout,
+        )  # fmt: skip
+        t_dk, t_dv = dkv_loop(
+            t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
+            p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], full_low, high,
+            CAUSAL, POWER, False, BM, layout,
+        )  # fmt: skip
+        b_dk, b_dv = warpgroup_mma_wait(0, deps=[t_dk, t_dv])
+        arrive(0)
+    trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
+    if trouble > 0:
+        b_dk = gl.zeros([BN, D], gl.float32, out_layout)
+        b_dv = gl.zeros([BN, D], gl.float32, out_layout)
+        for i in range(0, shared):
+            head = kv_head * shared + i
+            b_dk, b_dv = dkv_carefully(
+                b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile,
+                Q + b * q_strides[0] + head * q_strides[1],
+                GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
+                o_q, o_do, Rows + (b * h + head) * t_q, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], low, high,
+                CAUSAL, POWER, D, BM, layout,
+            )  # fmt: skip
+
+    if not NORMALIZED_KEYS:
+        o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
+        b_length = gl.load(Norms + bh * norm_stride(t_k) + o_keys, mask=o_keys < t_k, other=0.0)[:, None]
+        b_unit = k_tile.load(out_layout).to(gl.float32) * b_length
+        nobody = gl.sum(gl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
+        b_dk = (b_dk - b_unit * gl.sum(b_unit * b_dk, 1)[:, None]) * b_length
+        b_dk = gl.where(nobody[:, None], 0.0, b_dk)
+    store_tile(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, k_tile, n, t_k, dk_strides[2])
+    store_tile(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, v_tile, n, t_k, dv_strides[2])

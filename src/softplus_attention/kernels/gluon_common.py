@@ -1,0 +1,109 @@
+"""What the Hopper kernels share: copies into rings of tiles, loads along columns, sums that stay in a thread.
+
+Names as in ``triton_common``; *_ring is shared memory for several tiles of keys or rows, *_tile for one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+
+
+@gluon.jit
+def saturated(f, slope, offset):
+    """slope f - offset, clamped to [0, 1], in one instruction; 0 where NaN."""
+    return gl.inline_asm_elementwise(
+        "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [f, slope, 0.0 - offset], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def product_layout(width, num_warps):
+    """Of a product with 64 rows: four warps along the rows, warp groups along the columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, width // (num_warps // 4), 16])
+
+
+@gluon.constexpr_function
+def columns_of(width, num_warps):
+    """How the columns of such a product are spread over threads, as [width / 8, 8]: two neighbours of every eight."""
+    groups = num_warps // 4
+    own = width // 8 // groups
+    registers = [[0, 1]] + [[1 << i, 0] for i in range(own.bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    warps = [[0, 0], [0, 0]] + [[own << i, 0] for i in range(groups.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [width // 8, 8])
+
+
+@gluon.jit
+def load_columns(p, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """[WIDTH] from p on, along the columns of LAYOUT; p is aligned to 16 numbers.
+
+    As [WIDTH / 8, 8], where what differs between the loads of a thread is known when compiling: no instructions for it.
+    """
+    square: gl.constexpr = columns_of(WIDTH, gl.num_warps())
+    p = gl.multiple_of(p, 16) + gl.arange(0, 8, layout=gl.SliceLayout(0, square))[None, :]
+    p = p + (gl.arange(0, WIDTH // 8, layout=gl.SliceLayout(1, square)) * 8)[:, None]
+    return gl.convert_layout(gl.reshape(gl.load(p), [WIDTH]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def by_thread(x):
+    """[BM, BN] -> [BM, BN / 8, 8]: reduced over the middle, every thread adds up what it holds, and no other."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.constexpr_function
+def load_layout(width, num_warps):
+    """16 bytes of a row of half precision to each thread."""
+    return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
+    """[ROWS, D] int32: where a tile's elements are, from its first."""
+    layout: gl.constexpr = load_layout(D, gl.num_warps())
+    o_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    return o_rows[:, None] * stride + gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def fetch(ring, slot, p, o_tile, n, count, stride):
+    """Starts the copy of the rows from n on into a slot of a ring; zeros beyond ``count`` rows."""
+    rows: gl.constexpr = o_tile.shape[0]
+    p_tile = p + n.to(gl.int64) * stride
+    if n + rows <= count:
+        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
+    else:
+        o_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout))
+        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=(o_rows < count)[:, None])
+
+
+@gluon.jit
+def fetched():
+    """Ends the group of copies that ``arrive`` waits for."""
+    async_copy.commit_group()
+
+
+@gluon.jit
+def arrive(PENDING: gl.constexpr):
+    """Waits until all groups of copies but the last PENDING are there, and visible to the tensor cores."""
+    async_copy.wait_group(PENDING)
+    fence_async_shared()
+
+
+@gluon.jit
+def wrapped(n, high):
+    """The first key of a tile in order of use: after the last tile comes the first."""
+    return gl.where(n >= high, n - high, n)
+
+
+@gluon.jit
+def store_tile(p, x, tile, n, count, stride):
+    """Writes x [ROWS, D] to the rows from n on, by way of a tile of shared memory, 16 bytes to a thread."""
+    tile.store(x.to(tile.dtype))
+    rows: gl.constexpr = x.shape[0]
+    layout: gl.constexpr = load_layout(x.shape[1], gl.num_warps())
+    o_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
+    o_tile = tile_offsets(stride, rows, x.shape[1])
+    gl.store(p + n.to(gl.int64) * stride + o_tile, tile.load(layout), mask=(o_rows < count)[:, None])

@@ -1,0 +1,277 @@
+"""The forward once more, for Hopper: half precision, causal or full, no masks or ranges, one integer power or LSSA.
+
+Triton waits for a product where it is issued. Here the scores of the next tile and the output of the last one are
+computed by the tensor cores while the arithmetic of this tile runs. One warp group has 64 rows.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from softplus_attention.kernels.gluon_common import (
+    arrive,
+    by_thread,
+    fetch,
+    fetched,
+    load_columns,
+    load_layout,
+    product_layout,
+    saturated,
+    store_tile,
+    tile_offsets,
+    wrapped,
+)
+from softplus_attention.kernels.triton_common import (
+    EQUAL_SCORES,
+    inverse_norm,
+    norm_stride,
+    raised,
+    score_factor,
+    softplus2,
+)
+
+
+@gluon.jit
+def first_loop(
+    b_scaled, b_total, b_largest, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride,
+    tiles, low, high,
+    MASKED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread."""
+    for s in range(low, high):
+        arrive(1)
+        scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        n_next = wrapped((s + 1) * BN, tiles * BN)
+        b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
+        t = b_scaled * b_factor[:, None]  # [BM, BN]
+        f = softplus2(t, False)
+        if MASKED:
+            o_n = s * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            seen = o_n[None, :] < b_end[:, None]
+            f = gl.where(seen, f, 0.0)
+            t = gl.where(seen, t, float("-inf"))
+        b_total += gl.sum(by_thread(f), 1)
+        b_largest = gl.maximum(b_largest, gl.max(by_thread(t), 1))
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        b_scaled = scores * b_norm[None, :]
+        fetch(k_ring, (s + 1) & 1, p_k, o_tile, wrapped(n_next + 2 * BN, tiles * BN), t_k, k_stride)
+        fetched()
+    return b_scaled, b_total, b_largest
+
+
+@gluon.jit
+def second_loop(
+    b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
+    p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
+    MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights."""
+    for j in range(low, high):
+        s = first + j
+        arrive(1)
+        scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        n_next = wrapped((j + 1) * BN, tiles * BN)
+        b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
+        w = softplus2(b_scaled * b_factor[:, None], False)  # [BM, BN]
+        if POWER != 0:
+            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0)
+        if MASKED:
+            o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
+        b_weight += gl.sum(by_thread(w), 1)
+        # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
+        b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
+        b_w = gl.convert_layout(w.to(q_tile.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
+        b_out = warpgroup_mma(b_w, v_ring.index(v_slot), b_out, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        b_scaled = scores * b_norm[None, :]
+        fetch(k_ring, (s + 1) & 1, p_k, o_tile, wrapped(n_next + 2 * BN, tiles * BN), t_k, k_stride)
+        fetch(v_ring, gl.where(v_slot == 0, 2, v_slot - 1), p_v, o_values, (j + 2) * BN, t_k, v_stride)
+        fetched()
+        v_slot = gl.where(v_slot == 2, 0, v_slot + 1)
+    return b_scaled, b_out, b_w, b_weight, v_slot
+
+
+@gluon.jit
+def careful_pass(
+    b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm,
+    t_k, k_stride, v_stride, tiles,
+    POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
+    f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
+    b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_bad = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_weight = gl.sum(by_thread(b_zero), 1)
+    dtype: gl.constexpr = q_tile.dtype
+    for j in range(0, tiles):
+        n = j * BN
+        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_k)[:, None]
+        k_ring.index(0).store(gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0))
+        b_v = gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0)
+        finite = (b_v - b_v) == 0
+        v_ring.index(0).store(gl.where(finite, b_v, 0.0).to(dtype))
+        v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
+        fence_async_shared()
+        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], False)
+        w = f * b_level[:, None]
+        if POWER != 0:
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0)
+            w = gl.where(b_flat[:, None], w, sharp)
+        o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+        w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
+        b_weight += gl.sum(by_thread(w), 1)
+        operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+        b_out = warpgroup_mma(gl.convert_layout(w.to(dtype), operand), v_ring.index(0), b_out)
+        some = gl.convert_layout(gl.where(w != 0, 1.0, 0.0).to(dtype), operand)
+        b_bad = warpgroup_mma(some, v_ring.index(1), b_bad)
+    return gl.where(b_bad > 0, float("nan"), b_out), b_weight
+
+
+@gluon.jit
+def gluon_forward_kernel(
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat,
+    t_q, t_k, h, h_kv, score_scale, q_strides, k_strides, v_strides, out_strides,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA."""
+    BM: gl.constexpr = 64
+    layout: gl.constexpr = product_layout(BN, num_warps)
+    out_layout: gl.constexpr = product_layout(D, num_warps)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    dtype: gl.constexpr = Q.dtype.element_ty
+
+    # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
+    blocks = gl.cdiv(t_q, BM)
+    m = blocks - 1 - gl.program_id(0) % blocks
+    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    b, head = bh // h, bh % h
+    kv_head = head // (h // h_kv)
+    o_m = m * BM + gl.arange(0, BM, layout=rows)
+    m_rows = o_m < t_q
+    if CAUSAL:
+        own = t_k - t_q + 1
+        b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
+        high = gl.maximum(gl.minimum(m * BM + BM, t_q) - 1 + own, 0)
+        full_high = gl.maximum(m * BM + own, 0)
+    else:
+        b_end = gl.where(m_rows, t_k, 0)
+        high = t_k
+        full_high = t_k
+    tiles = gl.cdiv(high, BN)
+    full_tiles = full_high // BN
+    b_counts = b_end.to(gl.float32)
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    p_row = bh * t_q + o_m
+
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [1, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], shared)
+    v_ring = gl.allocate_shared_memory(dtype, [3, BN, D], shared)
+    q_tile = q_ring.index(0)
+    o_tile = tile_offsets(k_strides[2], BN, D)
+    o_values = tile_offsets(v_strides[2], BN, D)
+    p_q = Q + b * q_strides[0] + head * q_strides[1]
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2])
+    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
+    fetched()
+    fetch(k_ring, 1, p_k, o_tile, wrapped(gl.to_tensor(BN), tiles * BN), t_k, k_strides[2])
+    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
+    fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
+    fetched()
+    arrive(1)
+    b_inverse = inverse_norm(q_tile.load(load_layout(D, num_warps)).to(gl.float32))
+    b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
+
+    b_zero = gl.zeros([BM, BN], gl.float32, layout)
+    scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+    b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
+    fetch(k_ring, 0, p_k, o_tile, wrapped(gl.to_tensor(2 * BN), tiles * BN), t_k, k_strides[2])
+    fetched()
+
+    b_partial = gl.sum(by_thread(b_zero), 1)
+    b_slope = gl.zeros([BM], gl.float32, rows)
+    b_offset = b_slope
+    b_total = b_slope
+    b_flat = b_counts < 0
+    first = 0
+    if POWER != 0:
+        first = tiles
+        b_sum = b_partial
+        b_top = b_partial + float("-inf")
+        b_scaled, b_sum, b_top = first_loop(
+            b_scaled, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+            tiles, 0, full_tiles, False, BN, layout,
+        )  # fmt: skip
+        b_scaled, b_sum, b_top = first_loop(
+            b_scaled, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+            tiles, full_tiles, tiles, True, BN, layout,
+        )  # fmt: skip
+        b_total = gl.where(b_counts > 0, gl.convert_layout(gl.sum(b_sum, 1), rows), 1.0)
+        b_largest = gl.convert_layout(gl.max(b_top, 1), rows)
+        b_excess = gl.where(b_counts > 3, 1.0, 0.0)
+        b_height = b_counts / b_total * softplus2(b_largest, False) - b_excess
+        b_sharp = b_height > EQUAL_SCORES  # not where NaN
+        b_flat = (b_counts > 0) & (b_sharp == 0)
+        b_divisor = gl.where(b_sharp, b_height, 1.0)
+        b_slope = b_counts / b_total / b_divisor
+        b_offset = b_excess / b_divisor
+        gl.store(Total + p_row, b_total, mask=m_rows)
+        gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
+
+    b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
+    b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring,
+        gl.to_tensor(0),
+        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, 0, full_tiles,
+        False, POWER, BN, layout, out_layout,
+    )  # fmt: skip
+    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
+        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, full_tiles, tiles,
+        True, POWER, BN, layout, out_layout,
+    )  # fmt: skip
+    b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
+    arrive(0)
+
+    b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
+    any_flat = gl.max(b_flat.to(gl.int32), 0)
+    trouble = gl.max(gl.max(gl.where((b_out - b_out) == 0, 0, 1), 1), 0)
+    if POWER == 0:
+        b_total = b_weight
+        if dtype == gl.float16:  # which f' may be too small for
+            trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
+    if (trouble > 0) | (any_flat > 0):
+        b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
+        b_out, b_partial = careful_pass(
+            b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
+            p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, D, BM, BN, layout, out_layout,
+        )  # fmt: skip
+        b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
+        if any_flat > 0:
+            gl.atomic_max(Flat + bh, 1)
+    b_weight = gl.where(b_weight == 0, 1.0, b_weight)
+    b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]
+    if POWER == 0:
+        b_weight = gl.where(b_total == 0, 1.0, b_total)
+    gl.store(Weight + p_row, b_weight, mask=m_rows)
+    p_out = Out + b * out_strides[0] + head * out_strides[1]
+    store_tile(p_out, b_out, q_tile, m * BM, t_q, out_strides[2])
+    if HAS_REST:
+        rest = b_out - b_out.to(dtype).to(gl.float32)
+        store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m * BM, t_q, out_strides[2])

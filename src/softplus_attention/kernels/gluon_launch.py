@@ -1,0 +1,102 @@
+"""Launches of the Hopper kernels, and what they are for: the common case on compute capability 9.0.
+
+The kernels are imported where they are first used: Gluon is a part of Triton whose interface still moves.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from softplus_attention.kernels.triton_launch import Problem
+
+ROWS = 64  # of a warp group, and the keys of a tile
+WIDTHS = (64, 128)
+TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
+# By width: keys of a tile and registers of a thread, warps.
+FORWARD_TILES = {64: (64, 168), 128: (64, None)}
+DQ_TILES = {64: (64, None), 128: (32, None)}
+DKV_WARPS = {64: 4, 128: 8}
+LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
+
+
+@cache
+def available(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and triton.__version__.startswith(TRITON_VERSIONS)
+    )
+
+
+def copyable(x: Tensor) -> bool:
+    """Whether rows can be copied 16 bytes at a time."""
+    batch, head, token, _ = x.stride()
+    return x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0 and token < LARGEST_STRIDE
+
+
+def fits(problem: Problem, *others: Tensor) -> bool:
+    """Half precision, causal or full, an integer power from 2 or none, heads of 64 or 128."""
+    return (
+        problem.d in WIDTHS
+        and problem.d == problem.dv
+        and problem.q.dtype in (torch.bfloat16, torch.float16)
+        and problem.code not in (-1, 1)
+        and problem.start is None
+        and problem.mask is None
+        and problem.window is None
+        and available(problem.q.device)
+        and all(copyable(x) for x in (problem.q, problem.k, problem.v, *others))
+    )
+
+
+def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
+    """As ``triton_launch.forward``."""
+    from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
+
+    keys, registers = FORWARD_TILES[problem.d]
+    gluon_forward_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
+        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.score_scale,
+        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
+        CAUSAL=problem.is_causal, POWER=problem.code, HAS_REST=rest.numel() > 0, D=problem.d, BN=keys,
+        num_warps=4, maxnreg=registers,
+    )  # fmt: skip
+
+
+def backward(
+    problem: Problem,
+    grad_out: Tensor,
+    out: Tensor,
+    rest: Tensor,
+    stats: Tensor,
+    flat: Tensor,
+    norms: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """As ``triton_launch.backward``."""
+    from softplus_attention.kernels.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel
+
+    dq, dk, dv = grads
+    n_rows = problem.batch * problem.h * problem.t_q
+    rows = stats.new_empty(6, n_rows)
+    keys, registers = DQ_TILES[problem.d]
+    gluon_dq_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat, dq, rows,
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, n_rows, problem.score_scale, problem.q.stride()[:3],
+        problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3],
+        CAUSAL=problem.is_causal, POWER=problem.code, D=problem.d, BN=keys, num_warps=4, maxnreg=registers,
+    )  # fmt: skip
+    gluon_dkv_kernel[(triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv,)](
+        problem.q, problem.k, problem.v, grad_out, norms, flat, rows, dk, dv,
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, n_rows, problem.q.stride()[:3],
+        problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
+        CAUSAL=problem.is_causal, POWER=problem.code, NORMALIZED_KEYS=problem.normalized_keys, D=problem.d,
+        num_warps=DKV_WARPS[problem.d],
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""The Hopper kernels: that they compile, and what they take. Their results are among the gpu tests of test_triton."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from softplus_attention.kernels import gluon_launch, triton_launch
+
+
+def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> triton_launch.Problem:
+    q = torch.zeros(2, 4, 70, width, dtype=dtype)
+    options: dict[str, Any] = {
+        "start": None, "end": None, "mask": None, "is_causal": True, "window": None, "sharpen": True, "power": 15.0,
+        "power_rows": None, "power_by_length": None, "score_scale": 4.0, "normalized_keys": False,
+    }  # fmt: skip
+    return triton_launch.Problem(q, q, q, **(options | changes))
+
+
+def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not gluon_launch.fits(problem())  # on a CPU
+    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    assert gluon_launch.fits(problem())
+    assert gluon_launch.fits(problem(128, torch.float16, is_causal=False, sharpen=False))
+    assert not gluon_launch.fits(problem(32))
+    assert not gluon_launch.fits(problem(dtype=torch.float32))
+    assert not gluon_launch.fits(problem(window=8))
+    assert not gluon_launch.fits(problem(power=1.0))
+    assert not gluon_launch.fits(problem(power=2.5))
+    assert not gluon_launch.fits(problem(power_rows=torch.full((2, 4, 70), 3.0)))
+    assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
+    odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
+    assert not gluon_launch.fits(problem(), odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "power"),
+    [("hopper-forward", 64, 15), ("hopper-forward", 128, 0), ("hopper-dq", 64, 15), ("hopper-dkv", 64, 15)],
+)
+def test_compiles_for_hopper(name: str, width: int, power: int) -> None:
+    """In a process of its own: here Triton may be set to interpret."""
+    script = Path(__file__).parent.parent / "benchmarks" / "instructions.py"
+    command = [sys.executable, str(script), name, "--head-dim", str(width), "--power", str(power)]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert "instructions per score" in run.stdout
+    shared = re.search(r"shared memory (\d+) bytes", run.stdout)
+    assert shared is not None
+    assert int(shared[1]) <= 113 * 1024  # two programs on a multiprocessor
