@@ -331,9 +331,9 @@ class TestRun:
 
         record = json.loads((run.output / "run.json").read_text())
         assert record["config"]["power"] == "3,7@0.25,15@0.5"
-        (session,) = record["sessions"]
-        assert session["versions"]["torch"] == torch.__version__
-        assert session["commit"]
+        (start,) = record["starts"]
+        assert start["versions"]["torch"] == torch.__version__
+        assert start["commit"]
         assert run.checkpoints() == [16, 20, 24]
 
     def test_the_loss_is_the_models(self, run: Run, data: Path) -> None:

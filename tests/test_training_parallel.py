@@ -40,7 +40,7 @@ def same(run: Run, other: Run) -> None:
     assert validation == pytest.approx([e["eval_loss"] for e in other.entries() if "eval_loss" in e], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_what_one_does(run: Run, alone: Run, parallel: str) -> None:
     run.finish(processes=2, parallel=parallel)
     same(run, alone)
@@ -148,6 +148,7 @@ class TestOneOfTwo:
 
 class TestTorchrun:
     def test_runs_the_command(self, run: Run, alone: Run) -> None:
+        """With DDP, the default."""
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
         command += [str(free_port()), "-m", "softplus_attention.cli", "train", *run.arguments([])]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -244,7 +244,7 @@ class TestChangedSettings:
         run.finish("--accept-changes", steps=12, power="3")
         assert {step: loss for step, loss in run.losses().items() if step <= 8} == first
         assert max(run.losses()) == 12
-        assert len(json.loads((run.output / "run.json").read_text())["sessions"]) == 2
+        assert len(json.loads((run.output / "run.json").read_text())["starts"]) == 2
 
     def test_a_finished_run_stays_as_it_is(self, uninterrupted: Run) -> None:
         before = weights(uninterrupted)

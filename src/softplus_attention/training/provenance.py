@@ -50,7 +50,7 @@ def machine(device: torch.device, processes: int) -> dict[str, Any]:
     return {"device": name, "processes": processes, "system": f"{platform.system()} {platform.machine()}"}
 
 
-def session(device: torch.device, processes: int, step: int) -> dict[str, Any]:
+def start(device: torch.device, processes: int, step: int) -> dict[str, Any]:
     """One start of the command: a run that was interrupted has several."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -51,8 +51,8 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         trainer = build(config, arguments, folder)
         if parallel.is_first():
             keep_until(run, step)
-            sessions = [*record.get("sessions", []), provenance.session(device, parallel.world_size(), step)]
-            record |= {"sessions": sessions}
+            starts = [*record.get("starts", []), provenance.start(device, parallel.world_size(), step)]
+            record |= {"starts": starts}
             provenance.write(run, record)
         if checkpoint is not None:
             say(f"continuing {run} from step {step}")
