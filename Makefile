@@ -24,8 +24,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One process per core, each with one thread: tests of small things gain nothing from more.
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow

@@ -51,8 +51,10 @@ case "${1:-}" in
     ;;
   collect)
     file=${2:?the name of the archive}
-    find "$out" "$faithful_out" \( -name '*.json' -o -name '*.npz' \) -not -path '*/trainer/*' 2>/dev/null |
-      tar -cf "$file" -T -
+    folders=()
+    for folder in "$out" "$faithful_out"; do if [ -d "$folder" ]; then folders+=("$folder"); fi; done
+    if [ ${#folders[@]} = 0 ]; then echo "neither $out nor $faithful_out is there" >&2; exit 1; fi
+    find "${folders[@]}" \( -name '*.json' -o -name '*.npz' \) -not -path '*/trainer/*' | tar -cf "$file" -T -
     ;;
   laws)
     newton --preset gpu --out "$out" --stages laws,figures

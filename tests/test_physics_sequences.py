@@ -161,6 +161,7 @@ def test_a_roll_out_by_cache_is_the_roll_out_by_whole_sequences(changes: dict[st
     experiment = preset(
         "smoke",
         positions=13,
+        first_step=4,
         form=config.form,
         bins=config.bins,
         differences=config.differences,

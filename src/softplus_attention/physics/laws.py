@@ -16,8 +16,11 @@ from softplus_attention.physics.orbits import Array
 ROUNDING = 1e-6
 # Rule "within": the shortest expression whose error is at most this times the lowest.
 FACTOR = 1.1
-# How far a power law's local exponents may wander over the data, and lie from a simple number.
-WANDER, NEAR = 0.03, 0.06
+# How far a power law's local exponents may wander over the data.
+WANDER = 0.03
+# An exponent is called a half-integer within this part of it (of 1, below 1): genetic programming on ln F multiplies
+# all exponents by a factor of its own.
+NEAR = 0.06
 
 Evaluate = Callable[[Array], Array]
 
@@ -98,7 +101,7 @@ def law_name(exponents: dict[str, float] | None) -> str:
     for name in NAMES:
         value = exponents[name]
         simple = round(value * 2) / 2
-        power = simple if abs(value - simple) < NEAR else round(value, 2)
+        power = simple if abs(value - simple) < NEAR * max(1.0, abs(simple)) else round(value, 2)
         if power:
             text = name if abs(power) == 1 else f"{name}^{abs(power):g}"
             (above if power > 0 else below).append(text)

@@ -104,7 +104,7 @@ class OrbitGPTModel(OrbitGPTPreTrainedModel):
         self.embedding = CoordinateEmbedding(config)
         self.gpt = SoftplusGPTModel(config)
         # Its token table would never be read, and a parameter without a gradient stops distributed training.
-        self.gpt.embed_tokens = nn.Identity()
+        self.gpt.embed_tokens = nn.Identity()  # type: ignore[assignment]
         self.post_init()
 
     def forward(

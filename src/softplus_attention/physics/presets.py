@@ -117,6 +117,13 @@ class Experiment:
         for word in ("pretrain_updates", "tune_updates", "pretrain_batch", "tune_batch", "test_systems"):
             if getattr(self, word) < 1:
                 fail(word, "at least 1", getattr(self, word))
+        least = max(self.first_step, self.first_label)
+        if self.steps <= least:
+            fail("positions", f"more than {1 + 2 * least}: labels and tests start at step {least}", self.positions)
+        if self.multiples and self.positions % 2 == 0:
+            fail(
+                "positions", "odd: the time step and whole steps of two bodies, where roll-outs follow", self.positions
+            )
 
     @property
     def sequence_form(self) -> SequenceForm:
