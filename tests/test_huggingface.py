@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from huggingface_models import FAMILIES, small_model, token_rows
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StaticCache
+from transformers import AutoModelForCausalLM, BloomConfig, CodeGenConfig, DynamicCache, LlamaConfig, StaticCache
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -315,9 +315,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"`scaling` must be head_dim \*\* -0.5 = 0.25.*got 0.1"):
             model(token_rows(1, 8))
 
-    @pytest.mark.parametrize("word", ["softcap", "s_aux", "position_bias", "cache"])
-    def test_what_the_attention_does_not_have(self, word):
-        model = small_model("llama")
+    @pytest.mark.parametrize("word", ["softcap", "s_aux", "position_bias", "cache", "block_indices"])
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_what_the_attention_does_not_have(self, word, family):
+        model = small_model(family)
         with pytest.raises(ValueError, match=f"`{word}` must be None"):
             model(token_rows(1, 8), **{word: torch.ones(1)}, use_cache=False)
 
@@ -360,8 +361,78 @@ class TestRefusals:
         with pytest.raises(ValueError, match="`model` must be a model with an attention whose power can be set"):
             set_power(small_model("llama", "sdpa"), 3)
 
-    def test_no_attention_interface(self):
-        config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-        model = AutoModelForCausalLM.from_config(config)
+    def test_a_refused_swap_changes_nothing(self):
+        model, ids = small_model("llama", "sdpa"), token_rows(1, 8)
+        before = model(ids).logits
         with pytest.raises(ValueError, match="no attention is named 'lsar'"):
-            use_attention(model, "lsar")
+            use_attention(model, "lsar", power=3)
+        assert getattr(model.config, "softplus_attention", None) is None
+        assert model(ids).logits.equal(before)
+
+    def test_a_refused_power_changes_nothing(self):
+        for family in ("llama", "softplus-gpt"):
+            model, ids = small_model(family), token_rows(1, 8)
+            before = model(ids).logits
+            with pytest.raises(ValueError, match="`power` must be a number >= 1"):
+                set_power(model, 0.5)
+            assert model(ids).logits.equal(before)
+
+    @pytest.mark.parametrize("kind", [BloomConfig, CodeGenConfig])
+    def test_a_model_without_the_attention_interface(self, kind):
+        """These would go on with softmax, and see the future besides, since to them no mask means no mask."""
+        config = kind(vocab_size=64, hidden_size=32, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+        with pytest.raises(ValueError, match="does not use transformers' attention interface"):
+            AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
+
+    def test_window_of_a_model_that_sees_both_sides(self):
+        from transformers import BertConfig, BertModel
+
+        size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = BertConfig(**size, intermediate_size=32, attention_probs_dropout_prob=0.0)
+        config._attn_implementation = "softmax-window"
+        with pytest.raises(ValueError, match="`window` must be None in a model that is not causal"):
+            BertModel(config).eval()(token_rows(1, 8) % 64)
+
+
+class TestComposite:
+    """A model of parts: the attention and its settings reach the part, and come back with it."""
+
+    @staticmethod
+    def llava(**words):
+        from transformers import CLIPVisionConfig, LlavaConfig
+
+        text = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        vision = CLIPVisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        )
+        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **words)
+
+    def test_one_part_alone_comes_back(self, tmp_path):
+        from transformers import LlavaForConditionalGeneration
+
+        torch.manual_seed(0)
+        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation={"text_config": "lssar"})
+        model.save_pretrained(tmp_path)
+        again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+        assert again.config.text_config._attn_implementation == "lssar"
+        assert again.config.vision_config._attn_implementation == "sdpa"
+        ids = token_rows(1, 12) % 60
+        with torch.no_grad():
+            torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
+
+    def test_settings_at_the_top_reach_the_part(self):
+        from transformers import LlavaForConditionalGeneration
+
+        ids, logits = token_rows(1, 12) % 60, []
+        for settings in (None, {"power": 2}):
+            torch.manual_seed(0)
+            config = self.llava()
+            config.softplus_attention = settings
+            model = LlavaForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
+            with torch.no_grad():
+                for layer in model.model.language_model.layers:
+                    layer.self_attn.v_proj.weight.mul_(20)
+                logits.append(model(ids).logits)
+        assert (logits[0] - logits[1]).abs().max() > 1e-4

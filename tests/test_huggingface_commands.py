@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_models import byte_tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power, use_attention
@@ -61,9 +69,13 @@ class TestConvert:
             (["{}/none", "--output", "{}/new"], "`model` must be a folder with config.json"),
             (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "`--text` must be a readable UTF-8 file"),
             (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`power` must be a number >= 1"),
+            (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "learns parameters of its own"),
+            (["{}/classifier", "--output", "{}/new"], "a checkpoint of LlamaForCausalLM, all of it and nothing else"),
         ],
     )
     def test_bad_input(self, saved, capsys, words, message):
+        if "classifier" in words[0]:
+            LlamaForSequenceClassification(llama().config).save_pretrained(saved / "classifier")
         assert main(["convert", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err
         assert not (saved / "new").exists()
@@ -87,6 +99,13 @@ class TestGenerate:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(TEXT)
         assert "times the training length of 64" in done.stderr
+
+    def test_beyond_learned_positions(self, saved, capsys):
+        config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES)
+        AutoModelForCausalLM.from_config(config).save_pretrained(saved / "gpt2")
+        words = ["generate", "--model", str(saved / "gpt2"), "--tokenizer", str(saved / "llama"), "--prompt", "a" * 30]
+        assert main([*words, "--device", "cpu"]) == 2
+        assert "`--model` must be one without learned positions" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("words", "message"),

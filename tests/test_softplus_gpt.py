@@ -84,6 +84,23 @@ class TestModel:
         both = torch.cat([first.logits, second.logits], 1)
         torch.testing.assert_close(both, logits(model, ids), atol=1e-5, rtol=1e-4)
 
+    def test_window_over_padding_with_a_hole(self):
+        """A dense mask and the window apply together."""
+        model, ids, mask = tiny(window=5), token_rows(1, 20), torch.ones(1, 20, dtype=torch.long)
+        mask[0, 9] = 0
+        with torch.no_grad():
+            holed = model(ids, attention_mask=mask).logits[0]
+        whole = logits(model, ids)[0]
+        torch.testing.assert_close(holed[:9], whole[:9], atol=1e-5, rtol=1e-4)
+        assert (holed[10:] - whole[10:]).abs().max() > 0
+
+    def test_attentions_by_config(self, tmp_path):
+        model = tiny(output_attentions=True)
+        with torch.no_grad():
+            assert len(model(token_rows(1, 8)).attentions) == 2
+        model.save_pretrained(tmp_path)
+        assert AutoModelForCausalLM.from_pretrained(tmp_path).config.output_attentions
+
     def test_a_window_hides_what_is_older(self):
         model, ids = tiny(num_hidden_layers=1, window=5), token_rows(1, 30)
         other = ids.clone()
@@ -166,7 +183,7 @@ class TestRope:
     )
 
     @pytest.mark.parametrize("scaling", TYPES, ids=[t["rope_type"] for t in TYPES])
-    def test_frequencies_are_transformers(self, scaling):
+    def test_frequencies_are_transformers(self, scaling, tmp_path):
         parameters = {"rope_theta": 10_000.0, **scaling}
         model = tiny(attention="softmax", rope_parameters=parameters, max_position_embeddings=32)
         rope = model.model.rotary_emb
@@ -177,6 +194,16 @@ class TestRope:
         plain = tiny(attention="softmax", max_position_embeddings=32)
         ids = token_rows(1, length)
         assert (logits(model, ids) - logits(plain, ids)).abs().max() > 1e-4
+        model.save_pretrained(tmp_path)
+        torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path), ids), logits(model, ids))
+        plain.save_pretrained(tmp_path / "plain")
+        at_loading = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", rope_parameters=parameters)
+        torch.testing.assert_close(logits(at_loading, ids), logits(model, ids))
+
+    def test_frequencies_stay_exact_in_half_precision(self):
+        rope = tiny().bfloat16().model.rotary_emb
+        assert rope.inv_freq.dtype == torch.float32
+        assert rope.inv_freq.equal(tiny().model.rotary_emb.inv_freq)
 
     def test_legacy_name(self):
         model = tiny(attention="softmax", rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -287,6 +314,31 @@ class TestFreshProcess:
             torch.testing.assert_close(result, logits(model, ids))
 
 
+AGAIN = """
+    import sys
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    model.save_pretrained(sys.argv[2])
+    from transformers import LlamaConfig, LlamaForCausalLM
+    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**size)).save_pretrained(sys.argv[3])
+    again = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
+    assert again.config._attn_implementation == "lssar"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+def test_loaded_with_its_code_and_saved_again(family, tmp_path):
+    save_with_code(small_model(family), tmp_path / "a")
+    process = in_fresh_process(AGAIN, tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert process.communicate(timeout=240)[1] is not None
+    assert process.returncode == 0
+    second = in_fresh_process(AGAIN, tmp_path / "b", tmp_path / "d", tmp_path / "e")
+    error = second.communicate(timeout=240)[1]
+    assert second.returncode == 0, error
+
+
 class TestPipeline:
     def test_text_generation(self, tmp_path):
         tokenizer = byte_tokenizer()
@@ -316,6 +368,9 @@ class TestBadConfigs:
             ({"positions": "sine"}, "`positions` must be None, 'rope' or 'none'"),
             ({"score_scale": -1.0}, "`scale` must be None or a number above 0"),
             ({"window": 0}, "`window`"),
+            ({"attention_dropout": 0.1}, "`attention_dropout` must be 0: this model has no dropout, got 0.1"),
+            ({"sliding_window": 4}, "`sliding_window` must be left out; here it is `window`, got 4"),
+            ({"softplus_attention": {"power": 2}}, "`softplus_attention` must be left out"),
         ],
     )
     def test_error(self, words, message):

@@ -64,6 +64,10 @@ ABLATIONS: dict[str, AttentionSpec] = {
 }
 
 
+# Every name that `attention` knows.
+KNOWN = ABLATIONS | ATTENTIONS
+
+
 def names() -> list[str]:
     """The named attentions; the names of ``ABLATIONS`` are accepted wherever these are."""
     return list(ATTENTIONS)
@@ -83,15 +87,14 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
         return Attention(same[0] if same else str(spec), spec)
     if not isinstance(name_or_spec, str):
         check.fail("name_or_spec", "a name or an AttentionSpec", type(name_or_spec).__name__, TypeError)
-    known_specs = ABLATIONS | ATTENTIONS
-    if name_or_spec not in known_specs:
-        close = difflib.get_close_matches(name_or_spec.lower(), known_specs, n=1, cutoff=0.5)
+    if name_or_spec not in KNOWN:
+        close = difflib.get_close_matches(name_or_spec.lower(), KNOWN, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
             f"no attention is named {name_or_spec!r}{hint} The names are {', '.join(names())}, and for ablations "
             f"{', '.join(name for name in ABLATIONS if name not in ATTENTIONS)}"
         )
-    named = Attention(name_or_spec, known_specs[name_or_spec])
+    named = Attention(name_or_spec, KNOWN[name_or_spec])
     return named.but(**changes) if changes else named
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.commands.options import power
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("model", help="a folder with a saved model, or a name on the hub")
     parser.add_argument("--output", required=True, type=Path, help="the folder to write; it must not exist yet")
     parser.add_argument("--attention", default="lssar", help="a name of the catalogue (default: %(default)s)")
-    parser.add_argument("--power", type=float, help="the sharpening power to start with (default: the attention's own)")
+    parser.add_argument("--power", type=power, help="the sharpening power to start with (default: the attention's own)")
     parser.add_argument("--score-scale", type=float, help="replaces log(head dimension) in the scores")
     parser.add_argument("--text", type=Path, help="a UTF-8 file: its loss before and after is printed")
     parser.add_argument(
@@ -48,11 +49,13 @@ def run(options: argparse.Namespace) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = load_model(options.model, dtype=options.dtype, device=options.device)
+    if model.config.is_encoder_decoder:
+        fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")
     tokenizer = try_tokenizer(options.model) if options.text is None else load_tokenizer(options.model)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)
-    power = int(options.power) if options.power is not None and options.power.is_integer() else options.power
-    use_attention(model, options.attention, power=power, score_scale=options.score_scale)
+    use_attention(model, options.attention, power=options.power, score_scale=options.score_scale)
+    try_out(model)
     after = None if tokens is None else mean_loss(model, tokens)
 
     model.save_pretrained(options.output)
@@ -83,7 +86,7 @@ def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
     import torch
 
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fail("--text", "a readable UTF-8 file", f"{str(path)!r}: {error}")
     tokens = torch.tensor(tokenizer(text)["input_ids"])
@@ -94,13 +97,16 @@ def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 
-def mean_loss(model: Any, tokens: Any, batch: int = 4) -> float:
-    """Mean negative log-likelihood of the tokens after the first of each sequence, in nats."""
+def try_out(model: Any) -> None:
+    """A few tokens: what the attention refuses in this model is refused before anything is written."""
     import torch
 
-    total = 0.0
     with torch.inference_mode():
-        for rows in tokens.split(batch):
-            rows = rows.to(model.device)
-            total += model(rows, labels=rows, use_cache=False).loss.item() * len(rows)
-    return total / len(tokens)
+        model(torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size, use_cache=False)
+
+
+def mean_loss(model: Any, tokens: Any) -> float:
+    """Mean negative log-likelihood of the tokens after the first of each sequence, in nats."""
+    from softplus_attention.evaluation.lengths import losses_of
+
+    return losses_of(model, tokens).mean().item()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.commands.options import power
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that hold P of the mass")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--power", type=float, help="another sharpening power than the model's own")
+    parser.add_argument("--power", type=power, help="another sharpening power than the model's own")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
     parser.set_defaults(run=run)
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     if options.power is not None:
-        set_power(model, int(options.power) if options.power.is_integer() else options.power)
+        set_power(model, options.power)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
@@ -68,7 +69,10 @@ def run(options: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     print(prompt, end="", flush=True)
     streamer = timed_streamer(tokenizer)
-    out = model.generate(**inputs, **words, pad_token_id=pad, streamer=streamer)
+    try:
+        out = model.generate(**inputs, **words, pad_token_id=pad, streamer=streamer)
+    except IndexError as error:
+        fail("--model", "one without learned positions, or a shorter prompt and fewer new tokens", f"{error}")
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
     return 0
 
@@ -106,7 +110,7 @@ def report(prompt: int, new: int, streamer: Any, model: Any) -> str:
 
 def read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fail("--prompt-file", "a readable UTF-8 file", f"{str(path)!r}: {error}")
 

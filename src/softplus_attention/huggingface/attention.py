@@ -30,6 +30,8 @@ REFUSED = {
     "position_bias": "an additive position bias",
     "head_mask": "a head mask",
     "cache": "a paged cache",
+    "indices": "a selection of keys",
+    "block_indices": "a selection of keys",
 }
 
 
@@ -63,7 +65,10 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 def attention_of(config: Any, name: str) -> Attention:
     """The attention of that name, with the power and the scale that the config asks for."""
-    settings = settings_of(config)
+    return attention_with(name, settings_of(config))
+
+
+def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
     changes: dict[str, Any] = {}
     if settings.get("power") is not None:
         changes["power"] = power_from_json(settings["power"])
@@ -117,11 +122,7 @@ def check_host(
     if scaling is not None and abs(scaling - usual) > 1e-6 * usual:
         expected = f"head_dim ** -0.5 = {usual:.6g} with attn_implementation={chosen.name!r}, which has its own scale"
         check.fail("scaling", expected, scaling)
-    for word, what in REFUSED.items():
-        if others.get(word) is not None:
-            check.fail(
-                word, f"None: attn_implementation={chosen.name!r} does not have {what}", type(others[word]).__name__
-            )
+    refuse_options(chosen.name, others)
     if chosen.spec.learned_scale or chosen.spec.positions == "alibi":
         what = "learns parameters of its own" if chosen.spec.learned_scale else "adds its own positions"
         raise ValueError(
@@ -130,38 +131,56 @@ def check_host(
         )
 
 
+def refuse_options(name: str, options: Mapping[str, Any]) -> None:
+    for word, what in REFUSED.items():
+        if options.get(word) is not None:
+            check.fail(word, f"None: the attention {name!r} does not have {what}", type(options[word]).__name__)
+
+
 def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
     """The mask of ``masks.range_mask``, or a boolean one that a user passed, as the op's visibility."""
     batch, heads, t_q, _ = query.shape
     t_k = key.shape[2]
     if mask is None:
-        return Visibility(t_q, t_k, query.device, is_causal, window if is_causal else None)
+        refuse_window_to_both_sides(window, is_causal)
+        return Visibility(t_q, t_k, query.device, is_causal, window)
     if mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[2:] == (t_q, 2):
         start, end = mask[:, 0, :, 0], mask[:, 0, :, 1]
         if window is not None:
+            refuse_window_to_both_sides(window, is_causal)
             start = torch.maximum(start, end - window)
         return Visibility(t_q, t_k, query.device, key_start=start, key_end=end, own_key=end - 1)
     if mask.dtype != torch.bool:
         expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
         check.fail("attention_mask", expected, check.described(mask))
-    if window is not None:
-        check.fail(
-            "attention_mask", f"one range of keys per row where the attention's window is {window}", "a dense mask"
-        )
     dense = check.check_mask(mask[..., :t_k], (batch, heads, t_q, t_k), query.device)
+    if window is not None and dense is not None:
+        refuse_window_to_both_sides(window, is_causal)
+        # A causal row stands on the last key that it sees.
+        key = torch.arange(t_k, device=query.device)
+        own = torch.where(dense, key, -1).amax(-1, keepdim=True)
+        dense = dense & (key > own - window)
     return Visibility(t_q, t_k, query.device, mask=dense)
 
 
-def cache_of(visibility: Visibility) -> ours.Cache | None:
+def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
+    if window is not None and not is_causal:
+        check.fail("window", "None in a model that is not causal", window)
+
+
+def cache_of(visibility: Visibility, batch: int) -> ours.Cache | None:
     """A decode step as the decode kernel takes it; None for every other call."""
     if visibility.mask is not None or visibility.t_q > ours.MOST_DECODE_ROWS or visibility.t_q >= visibility.t_k:
         return None
     if visibility.key_start is not None and visibility.key_end is not None:
         # Rows of a range each: only a single one is sure to be what seqlens and starts describe.
-        return ours.Cache(visibility.key_end[:, -1], visibility.key_start[:, -1], None) if visibility.t_q == 1 else None
+        if visibility.t_q > 1:
+            return None
+        end, start = (x[:, -1].expand(batch).contiguous() for x in (visibility.key_end, visibility.key_start))
+        return ours.Cache(end, start, None)
     if not visibility.is_causal:
         return None
-    seqlens = torch.full((1,), visibility.t_k, dtype=torch.int32, device=visibility.device)
+    seqlens = torch.full((batch,), visibility.t_k, dtype=torch.int32, device=visibility.device)
     return ours.Cache(seqlens, None, visibility.window)
 
 
@@ -178,10 +197,7 @@ def attend(
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
     query, key, value = ours.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
-    cache = cache_of(visibility)
-    if cache is not None:
-        cache = cache._replace(seqlens=cache.seqlens.expand(query.shape[0]).contiguous())
-    options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache}
+    options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
     return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
 
 

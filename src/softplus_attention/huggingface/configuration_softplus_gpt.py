@@ -13,6 +13,18 @@ from softplus_attention.catalog import Attention, attention
 from softplus_attention.huggingface.attention import power_from_json
 
 LEARNED = "learned"
+# What other models' configs call things that this one does not have, or has under another name.
+FOREIGN = {
+    "attention_dropout": "0: this model has no dropout",
+    "attn_pdrop": "0: this model has no dropout",
+    "resid_pdrop": "0: this model has no dropout",
+    "embd_pdrop": "0: this model has no dropout",
+    "hidden_dropout": "0: this model has no dropout",
+    "attn_logit_softcapping": "None: scores are not capped",
+    "final_logit_softcapping": "None: logits are not capped",
+    "sliding_window": "left out; here it is `window`",
+    "softplus_attention": "left out; here they are `power` and `score_scale`",
+}
 
 
 @strict
@@ -64,6 +76,9 @@ class SoftplusGPTConfig(PreTrainedConfig):
     positions: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for word, expected in FOREIGN.items():
+            if kwargs.get(word):
+                check.fail(word, expected, kwargs[word])
         if self.num_attention_heads < 1:
             check.fail("num_attention_heads", "an int >= 1", self.num_attention_heads)
         if self.head_dim is None:
@@ -86,6 +101,9 @@ class SoftplusGPTConfig(PreTrainedConfig):
         if self.head_dim % 2 and self.chosen_attention().spec.positions == "rope":
             check.fail("head_dim", "even where rotary positions are used", self.head_dim)
         self.chosen_attention()
+
+    def validate_output_attentions(self) -> None:
+        """transformers would ask for "eager" here; every attention of this model can give its weights."""
 
     def chosen_attention(self) -> Attention:
         """The attention that the model's layers run."""

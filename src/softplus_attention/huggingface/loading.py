@@ -19,11 +19,18 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, *
     where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     require("model", source, "config.json")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], **config)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], output_loading_info=True, **config
+        )
     except OSError as error:
         check.fail(
             "model", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}"
         )
+    for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
+        if report[which]:
+            some = ", ".join(sorted(report[which])[:4])
+            expected = f"a checkpoint of {type(model).__name__}, all of it and nothing else"
+            check.fail("model", expected, f"{source!r}, which {what} {len(report[which])} weights ({some}, ...)")
     return model.to(where).eval()
 
 

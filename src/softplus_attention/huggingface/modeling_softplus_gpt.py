@@ -23,7 +23,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from softplus_attention import validation as check
-from softplus_attention.huggingface.attention import attend, power_to_json, visibility_of, weights
+from softplus_attention.huggingface.attention import (
+    attend,
+    attentions_are_recorded,
+    power_to_json,
+    refuse_options,
+    visibility_of,
+    weights,
+)
 from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED, SoftplusGPTConfig
 from softplus_attention.nn import first_power, rotate
 from softplus_attention.power import PowerByLength
@@ -45,7 +52,7 @@ class SoftplusGPTRotaryEmbedding(nn.Module):
         frequencies: Callable[..., tuple[Tensor, float]] = self.compute_default_rope_parameters
         if self.rope_type != "default":
             frequencies = ROPE_INIT_FUNCTIONS[self.rope_type]
-        inv_freq, self.attention_scaling = frequencies(config, torch.device("cpu"))
+        inv_freq, self.attention_scaling = frequencies(config, None)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
 
@@ -53,6 +60,16 @@ class SoftplusGPTRotaryEmbedding(nn.Module):
     def compute_default_rope_parameters(config: SoftplusGPTConfig, *_: Any, **__: Any) -> tuple[Tensor, float]:
         exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         return (config.rope_parameters["rope_theta"] ** -exponent).float(), 1.0
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """``model.bfloat16()`` moves the frequencies and leaves them float32: rounded, they are other positions."""
+        kept = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -123,7 +140,8 @@ class SoftplusGPTAttention(nn.Module):
         visibility = visibility_of(q, k, attention_mask, self.is_causal, self.attention.window(None))
         parameters = self.attention_parameters()
         out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=unit_keys)
-        seen = weights(self.attention, q, k, visibility, parameters) if output_attentions else None
+        wanted = output_attentions or attentions_are_recorded()
+        seen = weights(self.attention, q, k, visibility, parameters) if wanted else None
         return self.o_proj(out.transpose(1, 2).flatten(2)), seen
 
 
@@ -154,8 +172,16 @@ class SoftplusGPTBlock(GradientCheckpointingLayer):
         self.post_attention_layernorm = layer_norm(config)
         self.mlp = SoftplusGPTMLP(config)
 
-    def forward(self, hidden_states: Tensor, *positions_and_mask: Any, **options: Any) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), *positions_and_mask, **options)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+    ) -> Tensor:
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values, output_attentions)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -204,8 +230,12 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
         """Another sharpening power from here on, in the config too: a schedule, or a sharper one at inference."""
         if self.config.power == LEARNED:
             raise ValueError("`power` is learned in this model and cannot be set")
-        self.config.power = power_to_json(power)
-        chosen = self.config.chosen_attention()
+        before, self.config.power = self.config.power, power_to_json(power)
+        try:
+            chosen = self.config.chosen_attention()
+        except ValueError:
+            self.config.power = before
+            raise
         for module in self.modules():
             if isinstance(module, SoftplusGPTAttention):
                 module.attention = chosen
@@ -233,8 +263,9 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_attentions: bool = False,
-        **unused: Any,
+        **options: Any,
     ) -> BaseModelOutputWithPast:
+        refuse_options(self.config.attention, options)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -247,7 +278,9 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
-            hidden_states = layer(hidden_states, positions, mask, past_key_values, output_attentions=output_attentions)
+            hidden_states = layer(
+                hidden_states, positions, mask, past_key_values=past_key_values, output_attentions=output_attentions
+            )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 
 

@@ -1,4 +1,8 @@
-"""What ``import softplus_attention.huggingface`` tells transformers."""
+"""What ``import softplus_attention.huggingface`` tells transformers.
+
+Beyond the public registrations two methods of transformers are wrapped, because without that a name of ours could be
+lost or ignored in silence; tests fail where transformers stops calling them.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +11,74 @@ from typing import Any
 
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import PreTrainedModel
 
-from softplus_attention.catalog import ABLATIONS, ATTENTIONS
-from softplus_attention.huggingface.attention import attention_function
+from softplus_attention.catalog import KNOWN
+from softplus_attention.huggingface.attention import SETTINGS, attention_function, attention_of
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 
-NAMES = tuple(ATTENTIONS | ABLATIONS)
-
 
 def register() -> None:
-    for name in NAMES:
+    for name in KNOWN:
         AttentionInterface.register(name, attention_function(name))
         # Without its mask function transformers passes no mask at all, and padding would be attended to in silence.
         AttentionMaskInterface.register(name, range_mask)
     AutoConfig.register(SoftplusGPTConfig.model_type, SoftplusGPTConfig, exist_ok=True)
     AutoModel.register(SoftplusGPTConfig, SoftplusGPTModel, exist_ok=True)
     AutoModelForCausalLM.register(SoftplusGPTConfig, SoftplusGPTForCausalLM, exist_ok=True)
-    save_attention_names()
+    if not hasattr(PreTrainedConfig.to_dict, "knows_softplus_attention"):
+        save_attention_names()
+        refuse_models_without_the_interface()
 
 
 def save_attention_names() -> None:
     """transformers leaves ``attn_implementation`` out of config.json, so a model trained with LSSAR would come back as
     one with softmax and say nothing. Ours are written; where this package is missing, loading such a model then fails.
     """
-    if hasattr(PreTrainedConfig.to_dict, "saves_attention_names"):
-        return
     to_dict = PreTrainedConfig.to_dict
 
     @functools.wraps(to_dict)
     def to_dict_with_attention(self: PreTrainedConfig) -> dict[str, Any]:
-        words = to_dict(self)
-        if self._attn_implementation in NAMES and not isinstance(self, SoftplusGPTConfig):
-            words["attn_implementation"] = self._attn_implementation
-        return words
+        saved = to_dict(self)
+        own = None if isinstance(self, SoftplusGPTConfig) else self._attn_implementation
+        if own in KNOWN:
+            saved["attn_implementation"] = own
+        # A part with an attention of ours: at loading the top decides for its parts, so it is named there.
+        parts = {key: getattr(getattr(self, key, None), "_attn_implementation", None) for key in self.sub_configs}
+        if any(name in KNOWN and name != own for name in parts.values()):
+            saved["attn_implementation"] = {"": own, **parts} if own is not None else parts
+        return saved
 
-    to_dict_with_attention.saves_attention_names = True  # type: ignore[attr-defined]
-    PreTrainedConfig.to_dict = to_dict_with_attention
+    to_dict_with_attention.knows_softplus_attention = True  # type: ignore[attr-defined]
+    PreTrainedConfig.to_dict = to_dict_with_attention  # type: ignore[method-assign]
+
+
+def refuse_models_without_the_interface() -> None:
+    """A model that computes its attention by itself would take our name and go on with softmax; some (Bloom, CodeGen)
+    would also read "no mask" as "everything is visible"."""
+    get_correct = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(get_correct)
+    def get_correct_or_refuse(self: PreTrainedModel, requested_attention: str | None, *others: Any, **more: Any) -> str:
+        if requested_attention in KNOWN:
+            if not self._can_set_attn_implementation():
+                raise ValueError(
+                    f"attn_implementation={requested_attention!r}: {type(self).__name__} does not use transformers' "
+                    "attention interface, so another attention cannot be put into it"
+                )
+            share_settings(self.config)
+            attention_of(self.config, requested_attention)
+        return get_correct(self, requested_attention, *others, **more)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_or_refuse  # type: ignore[method-assign]
+
+
+def share_settings(config: PreTrainedConfig) -> None:
+    """The settings of a composite model are those of its parts, where these have none of their own."""
+    settings = getattr(config, SETTINGS, None) or {}
+    for key in config.sub_configs if settings else ():
+        part = getattr(config, key, None)
+        if part is not None and getattr(part, SETTINGS, None) is None:
+            setattr(part, SETTINGS, dict(settings))

@@ -8,9 +8,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
-
 MODULE = "softplus_attention_model"
+# Subclasses, so that transformers marks these as coming with the model and not the classes of everybody.
+CODE = """import {config_module}
+import {model_module}
+import softplus_attention.huggingface  # registers the attention before the model needs it
+
+
+class {config}({config_module}.{config}):
+    pass
+
+
+class {model}({model_module}.{model}):
+    config_class = {config}
+"""
 
 
 def save_with_code(model: PreTrainedModel, directory: str | Path, **options: Any) -> None:
@@ -20,19 +31,18 @@ def save_with_code(model: PreTrainedModel, directory: str | Path, **options: Any
     nothing of this package; the package has to be installed there.
     """
     directory = Path(directory)
+    model_class, config_class = importable(type(model)), importable(type(model.config))
     model.save_pretrained(directory, **options)
-    model_class, config_class = type(model).__name__, type(model.config).__name__
-    own = isinstance(model, SoftplusGPTPreTrainedModel)
-    package = "softplus_attention.huggingface" if own else "transformers"
-    lines = ["import softplus_attention.huggingface"] if not own else []
-    lines += [
-        f"from {package} import {config_class}, {model_class}",
-        "",
-        f'__all__ = ["{config_class}", "{model_class}"]',
-    ]
-    (directory / f"{MODULE}.py").write_text("\n".join(lines) + "\n")
+    names = {"model": model_class.__name__, "config": config_class.__name__}
+    modules = {"model_module": model_class.__module__, "config_module": config_class.__module__}
+    (directory / f"{MODULE}.py").write_text(CODE.format(**names, **modules))
     path = directory / "config.json"
-    words = json.loads(path.read_text())
+    saved = json.loads(path.read_text())
     kind = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
-    words["auto_map"] = {"AutoConfig": f"{MODULE}.{config_class}", kind: f"{MODULE}.{model_class}"}
-    path.write_text(json.dumps(words, indent=2, sort_keys=True) + "\n")
+    saved["auto_map"] = {"AutoConfig": f"{MODULE}.{names['config']}", kind: f"{MODULE}.{names['model']}"}
+    path.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+
+def importable(kind: type) -> type:
+    """The class itself, or the one it was derived from by code that came with a model."""
+    return next(base for base in kind.__mro__ if not base.__module__.startswith("transformers_modules"))

@@ -8,13 +8,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from softplus_attention import validation as check
-from softplus_attention.catalog import ABLATIONS, ATTENTIONS
-from softplus_attention.huggingface.attention import SETTINGS, attention_of, power_to_json, settings_of
+from softplus_attention.catalog import KNOWN
+from softplus_attention.huggingface.attention import SETTINGS, attention_with, power_to_json, settings_of
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
 from softplus_attention.power import PowerByLength
-
-KNOWN = ATTENTIONS | ABLATIONS
 
 
 def use_attention(
@@ -26,7 +24,8 @@ def use_attention(
 ) -> PreTrainedModel:
     """The same weights with the attention ``name`` in every layer. Returns the model, which is changed in place.
 
-    A model trained with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
+    ``power`` and ``score_scale`` are the attention's own where not given, whatever they were before. A model trained
+    with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
     """
     if isinstance(model.config, SoftplusGPTConfig):
         raise ValueError(
@@ -35,9 +34,9 @@ def use_attention(
         )
     settings: dict[str, Any] = {} if power is None else {"power": power_to_json(power)}
     settings |= {} if score_scale is None else {"score_scale": score_scale}
+    attention_with(name, settings)  # refused before anything is changed
     for config in configs_of(model):
         setattr(config, SETTINGS, dict(settings))
-        attention_of(config, name)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
@@ -56,8 +55,9 @@ def set_power(model: nn.Module, power: float | PowerByLength) -> None:
             module.set_power(power)
             changed = True
         elif isinstance(module, PreTrainedModel) and module.config._attn_implementation in KNOWN:
-            setattr(module.config, SETTINGS, {**settings_of(module.config), "power": words})
-            attention_of(module.config, module.config._attn_implementation)
+            settings = {**settings_of(module.config), "power": words}
+            attention_with(module.config._attn_implementation, settings)
+            setattr(module.config, SETTINGS, settings)
             changed = True
     if not changed:
         check.fail("model", "a model with an attention whose power can be set", type(model).__name__)
