@@ -45,7 +45,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 class RisingPower(TrainerCallback):
-    """p = 1 leaves a swapped model closest to what it was; each step up lets it adapt before the next."""
+    """Each power lets the model adapt before the next one."""
 
     def __init__(self, steps: int) -> None:
         self.powers = {math.floor(fraction * steps): power for fraction, power in POWERS.items()}

@@ -18,6 +18,9 @@ EXTRAS = {
     "matplotlib": "plots",
     "scipy": "physics",
     "pyoperon": "physics",
+    "lm_eval": "harness",
+    "rouge_score": "harness",
+    "wonderwords": "harness",
 }
 
 
@@ -27,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    from softplus_attention.commands import convert, demo, generate, info
+    from softplus_attention.commands import convert, demo, evaluate, generate, info, report
     from softplus_attention.data import command as data
     from softplus_attention.physics import command as newton
     from softplus_attention.training import command as training
 
-    for command in (demo, data, training, convert, generate, newton, info):
+    for command in (demo, data, training, evaluate, report, convert, generate, newton, info):
         command.add_command(commands)
     options = parser.parse_args(arguments)
     try:

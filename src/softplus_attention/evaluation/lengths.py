@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from softplus_attention.evaluation.loss import TokenLoss
+from softplus_attention.evaluation.memory import in_batches
 from softplus_attention.validation import fail
 
 Progress = Callable[[int, int], None]
@@ -65,25 +66,20 @@ class LengthCurve:
 def losses_of(
     model: Any, rows: Tensor, *, batch_tokens: int = 16384, progress: Progress | None = None, losses: Any = None
 ) -> Tensor:
-    """(sequences, length - 1), float32, on the CPU. A batch that does not fit into memory is halved and tried again."""
+    """(sequences, length - 1), float32, on the CPU. A batch that does not fit into memory is halved and tried again;
+    where one sequence does not fit, ``memory.TooLongError`` is raised."""
     token_loss = TokenLoss(model) if losses is None else losses
-    found: list[Tensor] = []
     done = 0
-    while done < len(rows):
-        count = max(1, batch_tokens // rows.shape[1])
-        batch = rows[done : done + count].to(model.device)
-        try:
-            found.append(token_loss(batch).float().cpu())
-        except torch.OutOfMemoryError:
-            if count == 1:
-                raise
-            torch.cuda.empty_cache()
-            batch_tokens = count // 2 * rows.shape[1]
-            continue
+
+    def run(batch: Tensor) -> Tensor:
+        nonlocal done
+        found = token_loss(batch.to(model.device)).float()
         done += len(batch)
         if progress is not None:
             progress(done * rows.shape[1], rows.numel())
-    return torch.cat(found)
+        return found
+
+    return in_batches(rows, max(1, batch_tokens // rows.shape[1]), run)
 
 
 def loss_by_length(

@@ -1,0 +1,59 @@
+"""The figure and the CSV tables of a folder's results, where they can be drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.evaluation import results as files
+from softplus_attention.validation import fail
+
+Rows = Callable[[Sequence[dict[str, Any]]], tuple[list[str], list[list[Any]]]]
+# The tables of each measure: file name, module and function that makes its rows.
+TABLES: dict[str, dict[str, tuple[str, str]]] = {
+    "lengths": {
+        "lengths": ("length_measure", "csv_rows"),
+        "lengths-positions": ("length_measure", "position_rows"),
+    },
+    "passkey": {"passkey": ("passkey_measure", "csv_rows")},
+    "synthetic": {"synthetic": ("synthetic_measure", "csv_rows")},
+    "inside": {"inside": ("inside_measure", "csv_rows")},
+    "maps": {},
+}
+
+
+def write_tables(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
+    paths = []
+    for name, (module, function) in TABLES[measure].items():
+        rows: Rows = getattr(import_module(f"softplus_attention.evaluation.{module}"), function)
+        paths.append(files.write_csv(folder / f"{name}.csv", *rows(results)))
+    return paths
+
+
+def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
+    """The figure as PNG and SVG; nothing where matplotlib is missing."""
+    if find_spec("matplotlib") is None:
+        return []
+    from softplus_attention.report import evaluation_figures, figures
+
+    shown = [r for r in results if r["results"].get("lengths", True) and r["results"].get("cells", True)]
+    if not shown:
+        return []
+    return figures.save(evaluation_figures.FIGURES[measure](shown), folder / measure)
+
+
+def draw_folder(folder: Path) -> list[Path]:
+    """Figures and tables of everything in a folder of results: for results that came from a machine without them."""
+    if not folder.is_dir():
+        fail("FOLDER", "a folder of results", repr(str(folder)))
+    written = []
+    for measure in files.MEASURES:
+        results = files.results_in(folder, measure)
+        if results:
+            written += [*write_tables(folder, measure, results), *draw(folder, measure, results)]
+    if not written:
+        fail("FOLDER", "a folder of results written by `softplus-attention evaluate`", repr(str(folder)))
+    return written

@@ -1,0 +1,153 @@
+"""Inside the attention: entropy, sink, effective keys, zeros and empty tiles, a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+
+TILE = 64
+WORDS = (
+    "stage1_entropy",
+    "stage1_entropy_frozen",
+    "entropy",
+    "sink",
+    "effective_keys",
+    "zeros",
+    "empty_tiles",
+    "mass",
+)
+
+
+def shares(weights: Tensor) -> Tensor:
+    """Rows that add up to 1; a row without weight stays zero."""
+    total = weights.sum(-1, keepdim=True)
+    return weights / torch.where(total > 0, total, 1)
+
+
+def entropy(weights: Tensor) -> Tensor:
+    """Of each row's shares, in nats."""
+    return torch.special.entr(shares(weights.double())).sum(-1)
+
+
+def effective_keys(weights: Tensor) -> Tensor:
+    """1 / sum of squared shares: n for n equal weights, 1 for a single one, 0 for a row without weight."""
+    squares = shares(weights.double()).square().sum(-1)
+    return torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1), 0)
+
+
+def tiles(final: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, H, key tiles) booleans: whether a row of the block gives weight to a key of the tile, whether it sees one."""
+    extra = -final.shape[-1] % TILE
+    weighted = F.pad(final > 0, (0, extra)).unflatten(-1, (-1, TILE)).any(-1).any(-2)
+    seen = F.pad(visible, (0, extra)).unflatten(-1, (-1, TILE)).any(-1).any(-2)
+    return weighted, seen.expand_as(weighted)
+
+
+def quantities(rows: RowWeights) -> dict[str, Tensor]:
+    """Each (B, H, rows), but that of tiles, which is one number per block: (B, H, 1)."""
+    visible = rows.visible.expand_as(rows.final)
+    weighted, seen = tiles(rows.final, visible)
+    empty = seen & ~weighted
+    found = {
+        "stage1_entropy": entropy(rows.stage1),
+        "entropy": entropy(rows.final),
+        "sink": shares(rows.final)[..., 0].double(),
+        "effective_keys": effective_keys(rows.final),
+        "mass": rows.final.double().sum(-1),
+        "log_keys": visible.sum(-1).clamp(min=1).double().log(),
+        "zeros": ((rows.final == 0) & visible).sum(-1).double() / visible.sum(-1).clamp(min=1),
+        "empty_tiles": empty.sum(-1, keepdim=True).double() / seen.sum(-1, keepdim=True).clamp(min=1),
+    }
+    if rows.frozen is not None:
+        found["stage1_entropy_frozen"] = entropy(rows.frozen)
+    return found
+
+
+def row_blocks(length: int, most: int) -> list[tuple[int, int]]:
+    """At most ``most`` blocks of rows from the last half of a sequence, spread evenly, on the borders of tiles."""
+    first = length // 2 // TILE * TILE if length >= 2 * TILE else length // 2
+    blocks = [(begin, min(begin + TILE, length)) for begin in range(first, length, TILE)]
+    if len(blocks) > most:
+        places = torch.linspace(0, len(blocks) - 1, most).round().long().tolist()
+        blocks = [blocks[place] for place in places]
+    return blocks
+
+
+@dataclass
+class Inside:
+    """Means over rows of every layer and head, gathered call by call."""
+
+    length: int
+    blocks: Sequence[tuple[int, int]]
+    frozen_length: int
+    sums: dict[tuple[int, int], dict[str, list[float]]] = field(default_factory=dict)
+
+    def see(self, call: Call) -> None:
+        for heads in call.head_groups():
+            for first, end in self.blocks:
+                found = quantities(call.rows(first, end, heads, self.frozen_length))
+                for word, values in found.items():
+                    for place, head in enumerate(range(*heads.indices(call.heads))):
+                        self.add(call.layer, head, word, values[:, place])
+
+    def add(self, layer: int, head: int, word: str, values: Tensor) -> None:
+        total = self.sums.setdefault((layer, head), {}).setdefault(word, [0.0, 0.0])
+        total[0] += values.sum().item()
+        total[1] += values.numel()
+
+    @property
+    def log_keys(self) -> float:
+        """The mean of log N over rows, layers and heads: the entropy of equal weights."""
+        totals = [totals["log_keys"] for totals in self.sums.values()]
+        return sum(total for total, _ in totals) / sum(count for _, count in totals)
+
+    def heads(self) -> list[dict[str, Any]]:
+        found = []
+        for (layer, head), totals in sorted(self.sums.items()):
+            means = {word: totals[word][0] / totals[word][1] if word in totals else None for word in WORDS}
+            found.append({"layer": layer, "head": head, **means})
+        return found
+
+
+def look_inside(model: Any, rows: Tensor, *, blocks: int = 8, frozen_length: int, at_once: int = 1) -> Inside:
+    """``rows`` (sequences, length) through the model; a few blocks of query rows of each are looked at."""
+    length = rows.shape[1]
+    inside = Inside(length, row_blocks(length, blocks), frozen_length)
+    for batch in rows.split(at_once):
+        with watching(model, inside.see):
+            run_decoder(model, batch)
+    return inside
+
+
+def attention_maps(model: Any, ids: Tensor, size: int) -> tuple[int, list[dict[str, Any]]]:
+    """(tokens per cell, maps) of one text (T,): the final weights of each layer and head, at most ``size`` cells wide.
+
+    A cell is the sum over its keys, averaged over its rows.
+    """
+    length = len(ids)
+    per_cell = -(-length // size)
+    cells = -(-length // per_cell)
+    maps: list[dict[str, Any]] = []
+
+    def see(call: Call) -> None:
+        for heads in call.head_groups():
+            lines: list[Tensor] = []
+            for cell in range(cells):
+                first, end = cell * per_cell, min((cell + 1) * per_cell, length)
+                final = call.rows(first, end, heads).final[0].mean(-2)
+                padded = F.pad(final, (0, (cell + 1) * per_cell - final.shape[-1]))
+                lines.append(padded.unflatten(-1, (cell + 1, per_cell)).sum(-1))
+            for place, head in enumerate(range(*heads.indices(call.heads))):
+                weights = [[float(f"{value:.4g}") for value in line[place].tolist()] for line in lines]
+                maps.append({"layer": call.layer, "head": head, "weights": weights})
+
+    with watching(model, see):
+        run_decoder(model, ids[None])
+    return per_cell, maps

@@ -1,0 +1,203 @@
+"""``evaluate lengths``: loss by length and the control of one model, length by length, kept as it is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from softplus_attention.evaluation.lengths import Texts, by_position, losses_of, texts_of
+from softplus_attention.evaluation.loss import TokenLoss
+from softplus_attention.evaluation.memory import TooLongError, sequences_at_once
+from softplus_attention.evaluation.models import Opened
+from softplus_attention.evaluation.progress import Progress
+from softplus_attention.evaluation.results import ResultFile
+from softplus_attention.evaluation.texts import Documents, check_vocabulary
+from softplus_attention.validation import fail
+
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def lengths_in(text: str, training_length: int) -> list[int]:
+    """Tokens from "1,2,4" or "1x,2x,4x" (times the training length) or "512,1024" (tokens), in rising order.
+
+    A sequence of one token has no loss, so a list that begins with 1 cannot mean tokens.
+    """
+    expected = "whole numbers such as 1,2,4 or 1x,8x,64x (times the training length) or 512,1024 (tokens)"
+    lengths = []
+    parts = [part.strip() for part in text.split(",")]
+    multiples = parts[0] == "1"
+    for part in parts:
+        number = part.removesuffix("x")
+        if not number.isdecimal() or int(number) < 1:
+            fail("--lengths", expected, repr(text))
+        lengths.append(int(number) * (training_length if multiples or part.endswith("x") else 1))
+    if min(lengths) < 2:
+        fail("--lengths", "of at least 2 tokens each", repr(text))
+    return sorted(set(lengths))
+
+
+def possible_lengths(lengths: Sequence[int], longest: int) -> tuple[list[int], list[dict[str, Any]]]:
+    """The lengths that some document has, and those that none has, each with the reason."""
+    reason = f"the longest document has {longest} tokens"
+    skipped = [{"length": length, "reason": reason} for length in lengths if length > longest]
+    found = [length for length in lengths if length <= longest]
+    if not found:
+        fail("--lengths", f"no longer than the longest document, {longest} tokens", min(lengths))
+    for length in found:
+        if found[-1] % length:
+            fail("--lengths", f"divisors of the longest that the documents allow, {found[-1]}", length)
+    return found, skipped
+
+
+def measure_lengths(
+    opened: Opened,
+    documents: Documents,
+    lengths: Sequence[int],
+    folder: Path,
+    *,
+    sequences: int | None = 32,
+    control: bool = True,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The result file's content; lengths that an earlier run finished with the same settings are not run again."""
+    progress = progress or Progress()
+    model, training_length = opened.model, opened.training_length
+    check_vocabulary(documents, model)
+    found, skipped = possible_lengths(lengths, documents.longest)
+    texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
+    settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "control": control}
+    settings["first_length"] = found[0]
+    file = ResultFile(folder, "lengths", opened.description(), settings, model.device, {"lengths": [], "skipped": []})
+    file.results |= {
+        "documents": [{"length": length, "long_enough": documents.long_enough(length)} for length in lengths],
+        "used": {"documents": texts.documents, "sequences": len(texts.rows), "longest": texts.longest},
+        "skipped": skipped,
+    }
+    measuring = Measuring(model, TokenLoss(model), texts, found[0], training_length, control, progress)
+    for length in found:
+        title = f"{opened.request.name}, {length} tokens"
+        if file.has("lengths", length=length):
+            progress.say(f"{title}: found in {file.path}")
+            continue
+        progress.update(f"{title}: begun")
+        try:
+            entry = measuring.at(length, title)
+        except TooLongError as reason:
+            progress.say(f"{title}: {reason}")
+            file.results["skipped"].append({"length": length, "reason": str(reason)})
+            continue
+        file.add("lengths", entry, ["length"])
+    progress.clear()
+    return file.save(complete=True)
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """One model on one set of texts."""
+
+    model: Any
+    token_loss: Any
+    texts: Texts
+    first: int
+    training_length: int
+    control: bool
+    progress: Progress
+
+    def at(self, length: int, title: str) -> dict[str, Any]:
+        started = time.perf_counter()
+        rows = self.texts.cut(length)
+        losses = self.losses(rows, title)
+        loss, error = mean_and_error(losses, len(self.texts.rows))
+        buckets = by_position(losses, min(self.first, length))
+        return {
+            "length": length,
+            "times": length / self.training_length,
+            "loss": loss,
+            "standard_error": error,
+            "targets": losses.numel(),
+            "sequences": len(rows),
+            "positions": [{"first": begin, "end": end, "loss": mean} for begin, end, mean in buckets],
+            "control": self.control_of(rows, losses, f"{title}, control") if self.control else None,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+
+    def control_of(self, rows: Tensor, losses: Tensor, title: str) -> dict[str, Any] | None:
+        """The last half of a training length, which the full context has just been measured on."""
+        window = self.training_length
+        if rows.shape[1] <= window:
+            return None
+        targets = max(1, window // 2)
+        full = losses[:, -targets:]
+        short = self.losses(rows[:, -window:], title)[:, -targets:]
+        gain, error = mean_and_error(short - full, len(self.texts.rows))
+        means = {"full": full.double().mean().item(), "short": short.double().mean().item()}
+        return {"window": window, "targets": full.numel(), **means, "gain": gain, "standard_error": error}
+
+    def losses(self, rows: Tensor, title: str) -> Tensor:
+        def step(done: int, of: int) -> None:
+            self.progress.update(f"{title}: {100 * done // of}%")
+
+        tokens = sequences_at_once(self.model, rows.shape[1]) * rows.shape[1]
+        return losses_of(self.model, rows, batch_tokens=tokens, progress=step, losses=self.token_loss)
+
+
+def mean_and_error(losses: Tensor, rows: int) -> tuple[float, float | None]:
+    """The mean, and its standard error over the rows of text: sequences of one row belong together."""
+    by_row = losses.double().mean(1).view(rows, -1).mean(1)
+    return losses.double().mean().item(), (by_row.std() / rows**0.5).item() if rows > 1 else None
+
+
+def table_of(results: Sequence[dict[str, Any]]) -> str:
+    """Loss of each model by length, and under it what the context beyond the training length is worth."""
+    lengths = sorted({entry["length"] for result in results for entry in result["results"]["lengths"]})
+    width = max(24, *(len(result["model"]["name"]) + 2 for result in results))
+    lines = [f"{'loss (nats per token)':<{width}}" + "".join(f"{length:>10}" for length in lengths) + "  tokens"]
+    trained = results[0]["model"]["training_length"]
+    lines.append(" " * width + "".join(f"{length / trained:>9.4g}x" for length in lengths))
+    for result in results:
+        losses = {entry["length"]: f"{entry['loss']:.4f}" for entry in result["results"]["lengths"]}
+        lines.append(f"{result['model']['name']:<{width}}" + "".join(f"{losses.get(n, '-'):>10}" for n in lengths))
+    controls = [result for result in results if any(entry["control"] for entry in result["results"]["lengths"])]
+    if controls:
+        lines.append(f"\ngain by the context beyond {trained} tokens, on the same target tokens (negative: it hurts)")
+    for result in controls:
+        gains = {e["length"]: f"{e['control']['gain']:+.4f}" for e in result["results"]["lengths"] if e["control"]}
+        lines.append(f"{result['model']['name']:<{width}}" + "".join(f"{gains.get(n, '-'):>10}" for n in lengths))
+    used = results[0]["results"]["used"]
+    lines.append(
+        f"\n{used['sequences']} texts of {used['longest']} tokens, from the {used['documents']} documents that are "
+        "long enough"
+    )
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        for skip in result["results"]["skipped"]:
+            reasons.setdefault(skip["reason"], []).append(f"{result['model']['name']} at {skip['length']}")
+    lines += [f"left out: {', '.join(which)}: {reason}" for reason, which in reasons.items()]
+    return "\n".join(lines)
+
+
+def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    head = ["model", "attention", "length", "times", "loss", "standard_error", "full_context", "short_context", "gain"]
+    rows = []
+    for result in results:
+        for entry in result["results"]["lengths"]:
+            control = entry["control"] or {}
+            values = [entry[word] for word in ("length", "times", "loss", "standard_error")]
+            values += [control.get(word) for word in ("full", "short", "gain")]
+            rows.append([result["model"]["name"], result["model"]["attention"], *values])
+    return head, rows
+
+
+def position_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [result["model"]["name"], entry["length"], part["first"], part["end"], part["loss"]]
+        for result in results
+        for entry in result["results"]["lengths"]
+        for part in entry["positions"]
+    ]
+    return ["model", "length", "first_position", "end_position", "loss"], rows

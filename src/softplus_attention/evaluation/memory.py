@@ -1,0 +1,118 @@
+"""How many sequences fit into memory: estimated before they run, since a CPU that runs out of it kills the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.catalog import ABLATIONS, ATTENTIONS
+from softplus_attention.evaluation.loss import LOGITS
+
+# Of what is free: the estimate is rough, and others use the machine too.
+SHARE = 0.6
+DENSE_COPIES = 8
+# Of a boolean mask, its making, and the float32 mask that torch makes of it.
+MASK = 10
+
+
+class TooLongError(ValueError):
+    """One sequence of this length does not fit; the message says what it needs and what there is."""
+
+
+def free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return min((found for found in (system_memory(), container_memory()) if found is not None), default=1 << 32)
+
+
+def system_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+
+
+def container_memory(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What a container may still take; None where nothing limits it."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    # Pages of files that were read once are given up when memory is wanted.
+    return None if limit == "max" else max(0, int(limit) - used + int(counts.get("inactive_file", 0)))
+
+
+def sequence_bytes(model: Any, length: int) -> int:
+    """What one sequence needs at a time, its logits and the weights left out."""
+    config = model.config
+    element = next(model.parameters()).element_size()
+    width = config.hidden_size
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    # Residual stream, norm, q, k, v in float32 too on a CPU, the output, and the feed-forward layer before and after.
+    need = length * (10 * width * max(element, 4) + 2 * inner * element)
+    return need + square_bytes(config) * length * length
+
+
+def square_bytes(config: Any) -> int:
+    """Bytes for each pair of a row and a key: of dense weights, of a dense mask, or none."""
+    name, heads = config._attn_implementation, config.num_attention_heads
+    spec = (ATTENTIONS | ABLATIONS).get(name)
+    if name == "eager" or (spec is not None and not spec.is_softmax and not spec.is_softplus_attention):
+        return DENSE_COPIES * heads * 4
+    if spec is not None and spec.positions == "alibi":
+        return 3 * heads * 4
+    window = getattr(config, "window", None) or getattr(config, "sliding_window", None) or (spec and spec.window)
+    # torch's fused softmax takes a window as a mask; ours takes it as a number.
+    return MASK if window and (spec is None or spec.is_softmax) else 0
+
+
+def sequences_at_once(model: Any, length: int, most_tokens: int = 16384) -> int:
+    """At least 1, and about ``most_tokens`` tokens at most; raises TooLongError where not even one fits."""
+    free = free_bytes(model.device)
+    need = sequence_bytes(model, length)
+    logits = 3 * LOGITS * 4 if model.device.type == "cuda" else 3 * 4 * min(LOGITS, length * model.config.vocab_size)
+    room = SHARE * (free - logits)
+    if need > room:
+        raise TooLongError(
+            f"one sequence of {length} tokens needs about {gigabytes(need + logits)}, and {gigabytes(free)} are free"
+        )
+    return max(1, min(int(room // need), most_tokens // length))
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
+
+
+def in_batches(rows: Tensor, at_once: int, run: Callable[[Tensor], Tensor], length: int | None = None) -> Tensor:
+    """``run`` of the rows, ``at_once`` together; a batch that does not fit into memory is halved and tried again."""
+    found: list[Tensor] = []
+    done = 0
+    while done < len(rows):
+        try:
+            found.append(run(rows[done : done + at_once]).cpu())
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if at_once == 1:
+                tokens = rows.shape[1] if length is None else length
+                raise TooLongError(f"one sequence of {tokens} tokens does not fit into memory") from error
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            at_once //= 2
+            continue
+        done += at_once
+    return torch.cat(found)

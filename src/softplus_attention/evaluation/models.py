@@ -1,0 +1,265 @@
+"""The models of an evaluation: how they are named on the command line, changed for inference, loaded and described."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from softplus_attention.catalog import ABLATIONS, ATTENTIONS, attention
+from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
+from softplus_attention.huggingface.attention import attention_of, power_to_json, settings_of
+from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED
+from softplus_attention.huggingface.loading import DTYPES, require
+from softplus_attention.power import PowerByLength
+from softplus_attention.training.schedules import as_number
+from softplus_attention.validation import fail
+
+KNOWN = ATTENTIONS | ABLATIONS
+OPTIONS = ("power", "reweight", "window", "rope")
+FORM = re.compile(rf"(.+?)((?:\+(?:{'|'.join(OPTIONS)})(?:=[^+]*)?)*)")
+ROPES = ("linear", "dynamic", "yarn")
+WEIGHTS = ("*.safetensors", "*.bin")
+# Enough of a file's ends to tell it from another checkpoint without reading it all.
+ENDS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model as a user names it: [NAME=]SOURCE[+power=31][+reweight][+window=512][+rope=yarn:4]."""
+
+    source: str
+    name: str
+    options: Mapping[str, str]
+
+
+def request_of(text: str, common: Mapping[str, str] | None = None) -> Request:
+    """``common`` holds options that stand for every model, where the text has none of its own."""
+    if Path(text).exists():
+        source, own, name = text, {}, None
+    else:
+        matched = FORM.fullmatch(text)
+        if matched is None:
+            fail("MODEL", "[NAME=]FOLDER[+OPTION=VALUE...]", repr(text))
+        source, name = matched[1], None
+        own = dict(part.partition("=")[::2] for part in matched[2].split("+")[1:])
+        named = re.fullmatch(r"([^/=]+)=(.+)", source)
+        if named and not Path(source).exists():
+            name, source = named[1], named[2]
+    options = {word: value for word, value in {**(common or {}), **own}.items() if value is not None}
+    if name is None:
+        words = [word if not value else f"{word}={value}" for word, value in options.items()]
+        name = " ".join([short_name(source), *words])
+    return Request(source, name, options)
+
+
+def requests_of(texts: Sequence[str], common: Mapping[str, str] | None = None) -> list[Request]:
+    """The models, each with a name of its own."""
+    found: list[Request] = []
+    for text in texts:
+        request = request_of(text, common)
+        taken = {other.name for other in found}
+        number, name = 2, request.name
+        while name in taken:
+            name, number = f"{request.name} ({number})", number + 1
+        found.append(replace(request, name=name))
+    return found
+
+
+def short_name(source: str) -> str:
+    """The run's folder for RUN/model and RUN/checkpoint-100, else the last part of the path."""
+    parts = [part for part in Path(source).parts if part not in ("/", "..", ".")]
+    while len(parts) > 1 and (parts[-1] == "model" or parts[-1].startswith("checkpoint-")):
+        parts.pop()
+    return parts[-1] if parts else source
+
+
+@dataclass(frozen=True)
+class Opened:
+    model: Any
+    request: Request
+    training_length: int
+
+    def description(self) -> dict[str, Any]:
+        """The "model" of a result file."""
+        config = self.model.config
+        return {
+            "name": self.request.name,
+            "source": self.request.source,
+            "options": dict(self.request.options),
+            "attention": attention_name(config),
+            "power": power_of(config),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "training_length": self.training_length,
+            "fingerprint": fingerprint(self.request.source),
+            "config": config.to_dict(),
+        }
+
+
+def attention_name(config: Any) -> str:
+    name = config._attn_implementation
+    return name if name in KNOWN else "softmax"
+
+
+def power_of(config: Any) -> Any:
+    if isinstance(config, SoftplusGPTConfig):
+        if config.power == LEARNED:
+            return LEARNED
+        sharpening = config.chosen_attention().spec.sharpening
+    else:
+        name = config._attn_implementation
+        sharpening = attention_of(config, name).spec.sharpening if name in KNOWN else None
+    return None if sharpening is None else power_to_json(sharpening)
+
+
+def fingerprint(source: str) -> str:
+    """Changes with the checkpoint; a name on the hub stands for itself."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return hashlib.sha256(source.encode()).hexdigest()[:16]
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(ENDS))
+            file.seek(max(0, size - ENDS))
+            digest.update(file.read(ENDS))
+    return digest.hexdigest()[:16]
+
+
+def training_length_of(request: Request) -> int | None:
+    """The length in the model's config, without loading the weights."""
+    length = getattr(load_config(request.source), "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 1 else None
+
+
+def load_config(source: str) -> Any:
+    require("MODEL", source, "config.json")
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        fail("MODEL", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}")
+
+
+def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:
+    """The model on its device, in evaluation mode, with what is to be changed at inference."""
+    config = load_config(request.source)
+    changes = changes_of(config, request.options, training_length)
+    model = load(request.source, dtype, changes)
+    if not isinstance(config, SoftplusGPTConfig):
+        change_host(model, request.options, training_length)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return Opened(model.to(where).eval(), request, training_length)
+
+
+def load(source: str, dtype: str, changes: Mapping[str, Any]) -> Any:
+    expected = "a causal language model that transformers can load"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], output_loading_info=True, **changes
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        fail("MODEL", expected, f"{source!r}: {str(error).strip().splitlines()[0]}")
+    except Exception as error:
+        # safetensors has an error class of its own for a file that is cut off.
+        if type(error).__name__ != "SafetensorError":
+            raise
+        fail("MODEL", "a folder with whole weights", f"{source!r}: {error}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        fail("MODEL", expected, f"{source!r}, whose file lacks {len(missing)} weights, {missing[0]} the first")
+    return model
+
+
+def changes_of(config: Any, options: Mapping[str, str], training_length: int) -> dict[str, Any]:
+    """What of the config is replaced before the weights are loaded."""
+    changes: dict[str, Any] = {}
+    if "rope" in options:
+        changes["rope_parameters"] = rope_of(config, options["rope"], training_length)
+    own = isinstance(config, SoftplusGPTConfig)
+    if "window" in options:
+        window = whole_number("window", options["window"])
+        if not own and not hasattr(config, "sliding_window"):
+            fail("--window", "left out for a model without a sliding window in its config", window)
+        changes["window" if own else "sliding_window"] = window
+    if not own:
+        return changes
+    if "reweight" in options:
+        changes["attention"] = reweighted(config.attention)
+    if "power" in options:
+        if config.power == LEARNED:
+            fail("--power", "left out for a model whose power is learned", options["power"])
+        if attention(changes.get("attention", config.attention)).spec.second_stage == "none":
+            hint = f"left out for {config.attention!r}, which has no second stage (--reweight switches one on)"
+            fail("--power", hint, options["power"])
+        changes["power"] = power_to_json(power_in(options["power"], training_length))
+    return changes
+
+
+def change_host(model: Any, options: Mapping[str, str], training_length: int) -> None:
+    """Power and re-weighting of a model of transformers."""
+    name = model.config._attn_implementation
+    if "reweight" in options:
+        scale = settings_of(model.config).get("score_scale")
+        name = reweighted(attention_name(model.config))
+        use_attention(model, name, score_scale=scale)
+    if "power" in options:
+        if name not in KNOWN or KNOWN[name].second_stage == "none":
+            fail("--power", f"left out for a model with {attention_name(model.config)!r}", options["power"])
+        set_power(model, power_in(options["power"], training_length))
+
+
+def reweighted(name: str) -> str:
+    """The attention with the second stage switched on."""
+    spec = attention(name).spec
+    if spec.second_stage != "none":
+        fail("--reweight", f"left out for {name!r}, which is re-weighted already", "given")
+    wanted = spec.but(second_stage="relu_power")
+    found = [other for other, known in KNOWN.items() if known == wanted]
+    if not found:
+        fail("--reweight", f"left out for {name!r}, which has no re-weighted form in the catalogue", "given")
+    return found[0]
+
+
+def power_in(text: str, training_length: int) -> float | PowerByLength:
+    expected = "a number >= 1, or grow:BASE,SLOPE: BASE up to the training length, SLOPE more for each factor e beyond"
+    try:
+        if text.startswith("grow:"):
+            base, slope = (float(part) for part in text.removeprefix("grow:").split(","))
+            return PowerByLength(as_number(base), as_number(slope), training_length)
+        power = float(text)
+    except ValueError:
+        fail("--power", expected, repr(text))
+    if not 1 <= power < float("inf"):
+        fail("--power", expected, repr(text))
+    return as_number(power)
+
+
+def whole_number(name: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        fail(f"--{name}", "a whole number >= 1", repr(text))
+    return int(text)
+
+
+def rope_of(config: Any, text: str, training_length: int) -> dict[str, Any]:
+    kind, _, factor = text.partition(":")
+    expected = f"one of {', '.join(f'{rope}:FACTOR' for rope in ROPES)} with a factor above 1"
+    try:
+        value = float(factor)
+    except ValueError:
+        fail("--rope", expected, repr(text))
+    if kind not in ROPES or not 1 < value < float("inf"):
+        fail("--rope", expected, repr(text))
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
+        fail("--rope", "left out for a model without rotary positions of one kind", repr(text))
+    changed = {"rope_theta": parameters["rope_theta"], "rope_type": kind, "factor": value}
+    return changed | ({"original_max_position_embeddings": training_length} if kind == "yarn" else {})

@@ -1,0 +1,208 @@
+"""Pass keys: prompts of any length and depth, documents that teach the small form, and what a model answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.evaluation.memory import in_batches
+from softplus_attention.validation import fail
+
+KEY = "{key}"
+
+
+@dataclass(frozen=True)
+class PasskeyPrompt:
+    """start, filler, needle, filler, question, and the answer that is expected.
+
+    An empty ``filler`` means ordinary text, a stretch of the documents that are given. ``ending`` follows the answer in
+    documents that teach the form.
+    """
+
+    form: str
+    start: str
+    filler: str
+    needle: str
+    question: str
+    answer: str
+    ending: str
+    digits: int = 5
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            kind = int if field.name == "digits" else str
+            if not isinstance(getattr(self, field.name), kind):
+                fail(f"prompt {field.name}", f"a {kind.__name__}", repr(getattr(self, field.name)))
+        for name in ("needle", "answer"):
+            if KEY not in getattr(self, name):
+                fail(f"prompt {name}", f"a text with {KEY} in it", repr(getattr(self, name)))
+        if KEY in self.question + self.start + self.filler:
+            fail("prompt question, start and filler", f"texts without {KEY}, which would give it away", "one with it")
+        if not 1 <= self.digits <= 20:
+            fail("prompt digits", "from 1 to 20", self.digits)
+
+    def key(self, chance: random.Random) -> str:
+        return str(chance.randrange(10 ** (self.digits - 1), 10**self.digits))
+
+
+FORMS = {
+    # Mohtashami and Jaggi, "Landmark Attention" (2023), appendix.
+    "sentences": PasskeyPrompt(
+        form="sentences",
+        start="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will "
+        "quiz you about the important information there.\n",
+        filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
+        needle="The pass key is {key}. Remember it. {key} is the pass key.\n",
+        question="What is the pass key? The pass key is",
+        answer=" {key}",
+        ending=".\n",
+    ),
+    # Few tokens, so that a small model learns it from a share of its training text.
+    "compact": PasskeyPrompt(
+        form="compact",
+        start="",
+        filler="",
+        needle="\n[key={key}]\n",
+        question="\n[key=",
+        answer="{key}",
+        ending="]\n",
+    ),
+}
+
+
+def prompt_of(form: str, file: Path | None = None, digits: int | None = None) -> PasskeyPrompt:
+    """A form by its name, some of its texts replaced by those of a JSON file."""
+    if form not in FORMS:
+        fail("--form", f"one of {', '.join(FORMS)}", repr(form))
+    changes: dict[str, Any] = {} if digits is None else {"digits": digits}
+    if file is not None:
+        known = [field.name for field in dataclasses.fields(PasskeyPrompt)]
+        try:
+            given = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            fail("--prompt", "a readable JSON file", f"{str(file)!r}: {error}")
+        if not isinstance(given, dict) or set(given) - set(known):
+            fail("--prompt", f"a JSON object of some of {', '.join(known)}", f"{str(file)!r} with {given}")
+        changes = given | changes
+    return dataclasses.replace(FORMS[form], **changes)
+
+
+class Filler:
+    """Tokens to hide a pass key in: the prompt's sentences again and again, or stretches of documents."""
+
+    def __init__(self, prompt: PasskeyPrompt, encode: Any, documents: Sequence[Any] = ()) -> None:
+        self.repeated = encode(prompt.filler) if prompt.filler else None
+        self.documents = [list(map(int, document)) for document in documents if len(document)]
+        if self.repeated is None and not self.documents:
+            fail("--text", f"given: the form {prompt.form!r} hides the key in ordinary text", "nothing")
+
+    def tokens(self, count: int, chance: random.Random) -> list[int]:
+        if self.repeated is not None:
+            return (self.repeated * (count // len(self.repeated) + 1))[:count]
+        found: list[int] = []
+        while len(found) < count:
+            document = chance.choice(self.documents)
+            begin = chance.randrange(max(1, len(document) - (count - len(found)) + 1))
+            found += document[begin : begin + count - len(found)]
+        return found
+
+
+@dataclass(frozen=True)
+class Trial:
+    key: str
+    ids: list[int]  # the prompt and the answer
+    answer: int  # tokens of the answer, the last of ids
+
+
+def smallest_length(prompt: PasskeyPrompt, encode: Any) -> int:
+    """Tokens without any filler."""
+    key = "9" * prompt.digits
+    parts = (prompt.start, prompt.needle, prompt.question, prompt.answer)
+    return sum(len(encode(part.replace(KEY, key))) for part in parts if part)
+
+
+def trial_of(
+    prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, chance: random.Random
+) -> Trial:
+    """A prompt of exactly ``length`` tokens, the answer counted; ``depth`` of its filler comes before the key."""
+    key = prompt.key(chance)
+    parts = (prompt.start, prompt.needle, prompt.question, prompt.answer)
+    start, needle, question, answer = (encode(part.replace(KEY, key)) if part else [] for part in parts)
+    room = length - sum(map(len, (start, needle, question, answer)))
+    if room < 0:
+        fail("length", f"at least {length - room} tokens, the prompt's own", length)
+    stretch = filler.tokens(room, chance)
+    place = round(depth * room)
+    ids = [*start, *stretch[:place], *needle, *stretch[place:], *question, *answer]
+    return Trial(key, ids, len(answer))
+
+
+def trials_of(
+    prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, count: int, seed: int
+) -> list[Trial]:
+    """The same for the same arguments, and other keys in every cell."""
+    return [
+        trial_of(prompt, encode, filler, length, depth, random.Random(f"{seed} {length} {depth} {number}"))
+        for number in range(count)
+    ]
+
+
+@torch.inference_mode()
+def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
+    """(B, count): the likeliest token at each of the last ``count`` places, given all that stands before it.
+
+    Where all of them are right, greedy decoding would have written the same: one pass without a cache is enough.
+    """
+    logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=count + 1).logits
+    return logits[:, -count - 1 : -1].argmax(-1)
+
+
+def answers_of(model: Any, trials: Sequence[Trial], at_once: int = 1) -> list[list[int]]:
+    """What the model says in the place of each answer."""
+    most = max(trial.answer for trial in trials)
+    rows = torch.tensor([trial.ids for trial in trials])
+    found = in_batches(rows, at_once, lambda batch: predictions(model, batch, most))
+    return [line[most - trial.answer :].tolist() for line, trial in zip(found, trials, strict=True)]
+
+
+def is_right(trial: Trial, answer: list[int]) -> bool:
+    return answer == trial.ids[-trial.answer :]
+
+
+def passkey_documents(
+    texts: Sequence[str], prompt: PasskeyPrompt, count: int, most_characters: int, seed: int = 0
+) -> Iterator[str]:
+    """Documents that teach the form: text, a key, more text, the question and the answer.
+
+    Their lengths are spread evenly up to ``most_characters``, which should be below the training length: a sequence
+    must hold the key and the question together for anything to be learned.
+    """
+    key = "9" * prompt.digits
+    fixed = prompt.start + prompt.needle + prompt.question + prompt.answer + prompt.ending
+    least = len(fixed.replace(KEY, key))
+    if most_characters < least:
+        fail("--most-characters", f"at least {least}, the prompt's own", most_characters)
+    chance = random.Random(seed)
+    long = [text for text in texts if len(text) >= most_characters]
+    if not long and not prompt.filler:
+        fail("--text", f"at least one document of {most_characters} characters", "shorter ones")
+    for _ in range(count):
+        room = chance.randrange(most_characters - least + 1)
+        if prompt.filler:
+            stretch = (prompt.filler * (room // len(prompt.filler) + 1))[:room]
+        else:
+            text = chance.choice(long)
+            begin = chance.randrange(len(text) - room + 1)
+            stretch = text[begin : begin + room]
+        place = chance.randrange(room + 1)
+        key = prompt.key(chance)
+        needle, end = (part.replace(KEY, key) for part in (prompt.needle, prompt.answer + prompt.ending))
+        yield prompt.start + stretch[:place] + needle + stretch[place:] + prompt.question + end

@@ -1,0 +1,150 @@
+"""Result files: one JSON per model and measure (docs/evaluation.md), kept while it grows and taken up again."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softplus_attention.data.files import write_json
+from softplus_attention.training import provenance
+from softplus_attention.validation import fail
+
+FORMAT = "softplus-attention result"
+VERSION = 1
+MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps")
+# The last has a table of its own and no figure.
+READABLE = (*MEASURES, "downstream")
+
+
+def file_name(measure: str, name: str) -> str:
+    return f"{measure}--{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.json"
+
+
+def plain(data: Any) -> Any:
+    """As JSON has it: NaN and infinity are null, tuples are lists, and what it has no form for is text."""
+    if isinstance(data, Mapping):
+        return {str(key): plain(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [plain(value) for value in data]
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if data is None or isinstance(data, bool | int | str):
+        return data
+    return str(data)
+
+
+def made(device: torch.device) -> dict[str, Any]:
+    machine = provenance.machine(device, 1)
+    machine.pop("processes")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "machine": machine,
+    }
+
+
+class ResultFile:
+    """What one measure found of one model. ``results`` is filled by the measure and ``save`` writes it, whole or not.
+
+    What an earlier run found with the same model and settings is there from the start; a file with other ones is kept
+    beside as .json.old.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        measure: str,
+        model: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        device: torch.device,
+        empty: Mapping[str, Any],
+    ) -> None:
+        self.path = folder / file_name(measure, model["name"])
+        self.frame: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "measure": measure,
+            "complete": False,
+            "model": plain(model),
+            "settings": plain(settings),
+            "made": made(device),
+        }
+        self.results: dict[str, Any] = dict(empty)
+        self.was_replaced = False
+        before = self.earlier()
+        if before is not None:
+            self.results |= before["results"]
+            self.results["skipped"] = []
+
+    def earlier(self) -> dict[str, Any] | None:
+        if not self.path.exists():
+            return None
+        before = read(self.path)
+        if identity(before) == identity(self.frame):
+            return before
+        self.path.replace(self.path.with_suffix(".json.old"))
+        self.was_replaced = True
+        return None
+
+    def has(self, key: str, **words: Any) -> bool:
+        """Whether ``results[key]`` holds an entry with these values."""
+        return any(all(entry[word] == value for word, value in words.items()) for entry in self.results[key])
+
+    def add(self, key: str, entry: Mapping[str, Any], order: Sequence[str]) -> None:
+        entries = [*self.results[key], plain(entry)]
+        self.results[key] = sorted(entries, key=lambda found: [found[word] for word in order])
+        self.save()
+
+    def save(self, complete: bool = False) -> dict[str, Any]:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = {**self.frame, "complete": complete, "results": plain(self.results)}
+        write_json(self.path, whole)
+        return whole
+
+
+def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What must be equal for two runs to be parts of one result."""
+    model = result["model"]
+    own = tuple(
+        json.dumps(model.get(word), sort_keys=True) for word in ("fingerprint", "options", "dtype", "attention")
+    )
+    return (result["measure"], own, json.dumps(result["settings"], sort_keys=True))
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+        if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in READABLE:
+            raise KeyError("format")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {error!r}")
+    return result
+
+
+def results_in(folder: Path, measure: str | None = None) -> list[dict[str, Any]]:
+    """The results of a folder, in the order of their names; JSON files of other kinds are passed over."""
+    found = []
+    for path in sorted(folder.glob(f"{measure or '*'}--*.json")):
+        if path.name.partition("--")[0] in MEASURES:
+            found.append(read(path))
+    return found
+
+
+def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    with path.open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(head)
+        writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
+    return path

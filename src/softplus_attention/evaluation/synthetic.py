@@ -1,0 +1,201 @@
+"""Tasks whose answer is known, at any length: associative recall, copy and flip-flop.
+
+A task gives sequences of exactly the length that is asked for, with a mark on the tokens that are answers. The same
+seed and number give the same sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from softplus_attention.validation import fail
+
+IGNORED = -100
+Tokens = np.ndarray[Any, np.dtype[np.int64]]
+Marks = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Task(Protocol):
+    name: ClassVar[str]
+
+    @property
+    def vocabulary(self) -> int: ...
+    def check(self, length: int) -> None:
+        """Raises where no sequence of this length can be made."""
+
+    def sequence(self, length: int, chance: np.random.Generator) -> tuple[Tokens, Marks]: ...
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Multi-query associative recall: pairs of a key and a value, a mark, then keys whose values are the answers.
+
+        k3 v3 . k1 v1 k2 v2 . . | k1 V1 k3 V3          (. is noise, capitals are answers)
+
+    A key is ``key_tokens`` of ``symbols`` symbols and no two keys of a sequence are equal; likewise a value, which may
+    repeat. ``pairs`` leaves the rest of the sequence to noise, at random places; 0 fills it with as many as fit. Queries
+    are drawn independently, so that what was not asked for yet gives nothing away.
+    """
+
+    name: ClassVar[str] = "recall"
+    symbols: int = 32
+    key_tokens: int = 1
+    value_tokens: int = 1
+    pairs: int = 8
+    queries: int = 16
+
+    def __post_init__(self) -> None:
+        for word, least in (("symbols", 2), ("key_tokens", 1), ("value_tokens", 1), ("queries", 1), ("pairs", 0)):
+            if getattr(self, word) < least:
+                fail(word, f"at least {least}", getattr(self, word))
+
+    @property
+    def vocabulary(self) -> int:
+        # Keys, values, noise, and the mark.
+        return 3 * self.symbols + 1
+
+    def pairs_at(self, length: int) -> int:
+        room = length - 1 - self.queries * (self.key_tokens + self.value_tokens)
+        return self.pairs or room // (self.key_tokens + self.value_tokens)
+
+    def check(self, length: int) -> None:
+        pairs, each = self.pairs_at(length), self.key_tokens + self.value_tokens
+        least = (max(pairs, 2) + self.queries) * each + 1
+        if length < least:
+            fail("length", f"at least {least} tokens for {max(pairs, 2)} pairs and {self.queries} queries", length)
+        if pairs > self.symbols**self.key_tokens:
+            expected = f"at least {pairs}, the keys of {length} tokens (more symbols, or keys of more tokens)"
+            fail("symbols ** key_tokens", expected, self.symbols**self.key_tokens)
+
+    def sequence(self, length: int, chance: np.random.Generator) -> tuple[Tokens, Marks]:
+        pairs, each = self.pairs_at(length), self.key_tokens + self.value_tokens
+        numbers = chance.choice(self.symbols**self.key_tokens, pairs, replace=False)
+        keys = numbers[:, None] // self.symbols ** np.arange(self.key_tokens) % self.symbols
+        values = self.symbols + chance.integers(self.symbols, size=(pairs, self.value_tokens))
+        both = np.concatenate([keys, values], 1)
+        asked = both[chance.integers(pairs, size=self.queries)].reshape(-1)
+        body = length - 1 - len(asked)
+        ids = 2 * self.symbols + chance.integers(self.symbols, size=length)
+        # Places for the pairs among noise: each pair and each noise token is one thing to be put in order.
+        noise = body - pairs * each
+        is_pair = np.zeros(pairs + noise, dtype=bool)
+        is_pair[chance.choice(pairs + noise, pairs, replace=False)] = True
+        begins = np.concatenate([[0], np.cumsum(np.where(is_pair, each, 1))[:-1]])[is_pair]
+        ids[begins[:, None] + np.arange(each)] = both
+        ids[body] = self.vocabulary - 1
+        ids[body + 1 :] = asked
+        answers = np.zeros(length, dtype=bool)
+        answers[body + 1 :] = np.tile(np.arange(each) >= self.key_tokens, self.queries)
+        return ids, answers
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A string of ``symbols`` symbols, a mark, and the string again: the second one is the answer."""
+
+    name: ClassVar[str] = "copy"
+    symbols: int = 32
+
+    def __post_init__(self) -> None:
+        if self.symbols < 2:
+            fail("symbols", "at least 2", self.symbols)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.symbols + 2
+
+    def check(self, length: int) -> None:
+        if length < 4:
+            fail("length", "at least 4 tokens", length)
+
+    def sequence(self, length: int, chance: np.random.Generator) -> tuple[Tokens, Marks]:
+        count = (length - 1) // 2
+        string = chance.integers(self.symbols, size=count)
+        start = [self.symbols + 1] * (length - 1 - 2 * count)
+        ids = np.concatenate([start, string, [self.symbols], string]).astype(np.int64)
+        answers = np.zeros(length, dtype=bool)
+        answers[-count:] = True
+        return ids, answers
+
+
+@dataclass(frozen=True)
+class FlipFlop:
+    """Write, ignore and read a bit: each read must give the bit that was written last (Liu et al., 2023).
+
+        w 1 i 0 i 0 r 1 w 0 i 1 r 0
+
+    A sequence has about ``writes`` writes and as many reads, whatever its length, so that distances grow with it.
+    """
+
+    name: ClassVar[str] = "flip-flop"
+    writes: int = 4
+
+    WRITE: ClassVar[int] = 0
+    IGNORE: ClassVar[int] = 1
+    READ: ClassVar[int] = 2
+    BIT: ClassVar[int] = 3
+    START: ClassVar[int] = 5
+
+    def __post_init__(self) -> None:
+        if self.writes < 1:
+            fail("writes", "at least 1", self.writes)
+
+    @property
+    def vocabulary(self) -> int:
+        return 6
+
+    def check(self, length: int) -> None:
+        if length < 4 * (self.writes + 1):
+            fail("length", f"at least {4 * (self.writes + 1)} tokens for {self.writes} writes", length)
+
+    def sequence(self, length: int, chance: np.random.Generator) -> tuple[Tokens, Marks]:
+        count = length // 2
+        share = min(0.5, self.writes / count)
+        what = chance.choice(3, count, p=[share, 1 - 2 * share, share])
+        what[0], what[-1] = self.WRITE, self.READ
+        bits = chance.integers(2, size=count)
+        # The last write before each place, whose bit a read repeats.
+        last = np.maximum.accumulate(np.where(what == self.WRITE, np.arange(count), 0))
+        bits = np.where(what == self.READ, bits[last], bits)
+        ids = np.full(length, self.START)
+        ids[length - 2 * count :: 2] = what
+        ids[length - 2 * count + 1 :: 2] = self.BIT + bits
+        answers = np.zeros(length, dtype=bool)
+        answers[length - 2 * count + 1 :: 2] = what == self.READ
+        return ids, answers
+
+
+TASKS: dict[str, type[Recall] | type[Copy] | type[FlipFlop]] = {task.name: task for task in (Recall, Copy, FlipFlop)}
+
+
+def task_of(name: str, **words: Any) -> Task:
+    if name not in TASKS:
+        fail("task", f"one of {', '.join(TASKS)}", repr(name))
+    known = [field.name for field in dataclasses.fields(TASKS[name])]
+    for word in words:
+        if word not in known:
+            fail(word, f"left out: the task {name!r} has {', '.join(known)}", words[word])
+    return TASKS[name](**words)
+
+
+class TaskSequences(Dataset[dict[str, Tensor]]):
+    """Sequence number n of a seed, made when it is read; only answers have labels."""
+
+    def __init__(self, task: Task, length: int, count: int, seed: int) -> None:
+        task.check(length)
+        self.task, self.length, self.count, self.seed = task, length, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        ids, answers = self.task.sequence(self.length, np.random.default_rng([self.seed, self.length, number]))
+        tokens = torch.from_numpy(ids)
+        return {"input_ids": tokens, "labels": torch.where(torch.from_numpy(answers), tokens, IGNORED)}

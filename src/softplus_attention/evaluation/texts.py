@@ -1,0 +1,83 @@
+"""What an evaluation reads: the documents of a prepared folder, of text files, or of the text in the package."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softplus_attention.data import Index, TokenDataset, builtin_text
+from softplus_attention.data.sources import Reading, find
+from softplus_attention.validation import fail
+
+BUILTIN = "builtin"
+
+
+class Documents:
+    """Documents as tokens, without what ends them; ``lengths`` are known before any is read."""
+
+    def __init__(self, lengths: Any, read: Any, source: dict[str, Any]) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.read = read
+        self.source = source
+
+    def long_enough(self, length: int) -> int:
+        return int((self.lengths >= length).sum())
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max(initial=0))
+
+    def at_least(self, length: int) -> Iterator[Any]:
+        for number in np.flatnonzero(self.lengths >= length).tolist():
+            yield self.read(number)
+
+
+def folder_documents(folder: str, split: str = "validation") -> Documents:
+    dataset = TokenDataset.open(folder, split)
+    if not dataset.total_documents:
+        fail("--split", f"a split of {folder} that holds documents", repr(split))
+    records = [(record["file"], record["sha256"]) for record in Index.load(folder).files()]
+    source = {
+        "data": str(folder),
+        "split": split,
+        "fingerprint": hashlib.sha256(repr(records).encode()).hexdigest()[:16],
+    }
+    return Documents(dataset.lengths() - 1, lambda number: dataset.document(number)[:-1].astype(np.int64), source)
+
+
+def raw_texts(sources: Sequence[str]) -> list[str]:
+    """The documents of text files, folders or "builtin", the validation text of the package."""
+    texts: list[str] = []
+    for name in sources:
+        if name == BUILTIN and not Path(name).exists():
+            texts += builtin_text()[1]
+            continue
+        for found in find([name], Reading(), Path("/nonexistent")):
+            if found.holds_tokens:
+                fail("--text", "text (tokens are read by --data)", repr(found.name))
+            texts += [text for text in found.documents(None) if isinstance(text, str) and text]
+    if not texts:
+        fail("--text", "at least one document that is not empty", list(sources))
+    return texts
+
+
+def text_documents(texts: Sequence[str], sources: Sequence[str], tokenizer: Any) -> Documents:
+    tokens = [np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+    digest = hashlib.sha256()
+    for ids in tokens:
+        digest.update(ids.astype("<i8").tobytes())
+    source = {"text": list(sources), "fingerprint": digest.hexdigest()[:16]}
+    return Documents([len(ids) for ids in tokens], tokens.__getitem__, source)
+
+
+def check_vocabulary(documents: Documents, model: Any) -> None:
+    """Tokens of another tokenizer would crash in the embedding, on a GPU without a word about why."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    longest = int(np.argmax(documents.lengths))
+    largest = int(documents.read(longest).max(initial=0))
+    if largest >= vocabulary:
+        fail("--data", f"tokens below {vocabulary}, the vocabulary of the model", f"{largest}: another tokenizer's")

@@ -1,0 +1,126 @@
+"""From a folder of results to a page, with every figure as PNG and SVG and its numbers as CSV beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from softplus_attention import __version__
+from softplus_attention.report import document, measures, other
+from softplus_attention.report.charts import Figure, Table, csv_text, slug
+from softplus_attention.report.drawing import draw
+from softplus_attention.report.reading import Found, clean_text, find_results
+from softplus_attention.report.sections import Looks, Section
+from softplus_attention.validation import fail
+
+# Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
+DRAWN = ".drawn"
+
+
+@dataclass
+class Written:
+    page: Path
+    files: list[Path]
+    found: Found
+    figures: int
+
+
+def write_report(
+    folder: Path, output: Path | None = None, progress: Callable[[int, int], None] | None = None
+) -> Written:
+    if not folder.is_dir():
+        fail("DIR", "a folder with results", repr(str(folder)))
+    page = output if output is not None else folder / "report.html"
+    if page.is_dir():
+        fail("--output", "a file to write, not a folder", repr(str(page)))
+    beside = page.parent / f"{page.stem}-files"
+    found = find_results(folder, skip=beside)
+    if not found.results:
+        names = "; ".join(f"{path}: {words}" for path, words in found.problems[:5])
+        fail("DIR", "a folder with at least one result file", f"{str(folder)!r}" + (f" ({names})" if names else ""))
+    sections = all_sections(found)
+    files = file_names(sections)
+    beside.mkdir(parents=True, exist_ok=True)
+    write_whole(page, html_of(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
+    written = write_files(beside, list(files.values()), progress)
+    return Written(page, written, found, len(files))
+
+
+def all_sections(found: Found) -> list[Section]:
+    """The parts that have something to show. Reading them finds what is wrong with files."""
+    looks = Looks()
+    demo = other.demo_blocks(found, looks)
+    parts = measures.sections(found, looks)
+    parts[0].blocks = [*demo, *parts[0].blocks]
+    parts.append(Section("Newton from orbits", other.newton_blocks(found, looks)))
+    parts.append(Section("Speed", other.speed_blocks(found)))
+    return [part for part in parts if part.blocks]
+
+
+def file_names(sections: list[Section]) -> dict[int, tuple[str, Figure | Table]]:
+    figures = [figure for section in sections for figure in section.figures()]
+    return {id(figure): (f"{place:02d}-{slug(figure.title)}", figure) for place, figure in enumerate(figures, 1)}
+
+
+def html_of(found: Found, sections: list[Section], files: dict[int, str], beside: str) -> str:
+    content = document.Document(files, beside)
+    parts = [(section.title, content.section(section, place)) for place, section in enumerate(sections)]
+    records = document.runs(other.run_records(found))
+    parts.append(("Runs and settings", document.plain_section("Runs and settings", len(parts), records)))
+    if found.problems or found.working_files:
+        body = document.problems(found.problems, found.working_files)
+        parts.append(("Files not shown", document.plain_section("Files not shown", len(parts), body)))
+    name = clean_text(found.folder.resolve().name) or "results"
+    lead = f"{len(found.results)} result files from the folder {name}."
+    return document.page(f"Report: {name}", lead, parts, content, f"Made by softplus-attention {__version__}.")
+
+
+def write_files(
+    folder: Path, figures: list[tuple[str, Figure | Table]], progress: Callable[[int, int], None] | None
+) -> list[Path]:
+    drawn = read_drawn(folder / DRAWN)
+    wanted: dict[str, str] = {}
+    written = []
+    for place, (name, figure) in enumerate(figures):
+        path = folder / name
+        table = folder / f"{name}.csv"
+        write_whole(table, csv_text(figure.table()))
+        written.append(table)
+        if not isinstance(figure, Table):
+            digest = hashlib.sha256(f"{__version__} {figure!r}".encode("utf-8", "replace")).hexdigest()
+            pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
+            if drawn.get(name) != digest or not all(picture.is_file() for picture in pictures):
+                draw(figure, path)
+            wanted[name] = digest
+            written += pictures
+            write_whole(folder / DRAWN, json.dumps({**drawn, **wanted}))
+        if progress is not None:
+            progress(place + 1, len(figures))
+    remove_old(folder, written)
+    write_whole(folder / DRAWN, json.dumps(wanted))
+    return written
+
+
+def read_drawn(path: Path) -> dict[str, str]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def remove_old(folder: Path, written: list[Path]) -> None:
+    """Figures of an earlier report that this one no longer has, and nothing else: only names that we give."""
+    for path in folder.glob("[0-9][0-9]*-*"):
+        if path.suffix in (".png", ".svg", ".csv") and path not in written:
+            path.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,145 @@
+"""What a figure shows, once: the page draws it, matplotlib draws it, and its numbers are written as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Number = float | None
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    x: Sequence[float]
+    y: Sequence[Number]
+    error: Sequence[Number] | None = None
+    look: int = 0  # which colour and marker: one model has the same in every figure
+    dashed: bool = False
+    reference: bool = False  # a line to compare with, not a measurement
+
+
+@dataclass(frozen=True)
+class LineChart:
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    caption: str = ""
+    x_scale: str = "linear"  # or "log2"
+    y_scale: str = "linear"  # or "log"
+    times_of: float | None = None  # the length that is 1x
+    y_range: tuple[Number, Number] = (None, None)
+    kind: str = field(default="lines", init=False)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """One row per x, one column per series."""
+        places = sorted({x for series in self.series for x in series.x})
+        head = [self.x_label]
+        columns: list[dict[float, Number]] = []
+        for series in self.series:
+            head.append(series.name)
+            columns.append(dict(zip(series.x, series.y, strict=True)))
+            if series.error is not None:
+                head.append(f"{series.name}: standard error")
+                columns.append(dict(zip(series.x, series.error, strict=True)))
+        return head, [[shown(x), *(shown(column.get(x)) for column in columns)] for x in places]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    title: str
+    x_label: str
+    y_label: str
+    columns: Sequence[str]
+    rows: Sequence[str]
+    values: Sequence[Sequence[Number]]
+    value_label: str
+    low: float
+    high: float
+    caption: str = ""
+    percent: bool = False
+    kind: str = field(default="heat", init=False)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        head = [f"{self.y_label} / {self.x_label}", *self.columns]
+        return head, [
+            [name, *(shown(value) for value in row)] for name, row in zip(self.rows, self.values, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class AttentionMaps:
+    """One model on one text: ``maps[(layer, head)]`` has r + 1 weights in row r."""
+
+    title: str
+    model: str
+    text: str
+    tokens: Sequence[str]
+    tokens_per_cell: int
+    maps: dict[tuple[int, int], Sequence[Sequence[float]]]
+    caption: str = ""
+    kind: str = field(default="maps", init=False)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """The weights that are not zero."""
+        head = ["layer", "head", "query", "key", "weight"]
+        return head, [
+            [str(layer), str(head_), str(query), str(key), shown(weight)]
+            for (layer, head_), rows in self.maps.items()
+            for query, row in enumerate(rows)
+            for key, weight in enumerate(row)
+            if weight
+        ]
+
+
+Chart = LineChart | HeatMap
+Figure = LineChart | HeatMap | AttentionMaps
+
+
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: Sequence[str]
+    body: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        return list(self.head), [list(row) for row in self.body]
+
+
+def shown(value: Number) -> str:
+    """Four significant digits or more, whole numbers as they are, and nothing where there is no number."""
+    if value is None:
+        return ""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def to_json(figure: Chart) -> dict[str, Any]:
+    return {name: value for name, value in asdict(figure).items() if name != "caption"}
+
+
+def csv_text(table: tuple[Sequence[str], Iterable[Sequence[str]]]) -> str:
+    head, body = table
+    handle = io.StringIO()
+    writer = csv.writer(handle, lineterminator="\n")
+    writer.writerow([plain_cell(cell) for cell in head])
+    writer.writerows([plain_cell(cell) for cell in row] for row in body)
+    return handle.getvalue()
+
+
+def plain_cell(text: str) -> str:
+    """A spreadsheet takes text that begins with = + - @ for a formula: not from a file we did not write."""
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", text)
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t") and not is_number else text
+
+
+def slug(text: str) -> str:
+    """Part of a file name, whatever the text was."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-") or "figure"

@@ -1,0 +1,210 @@
+"""The HTML page of a report: one file, nothing loaded from anywhere, every word from a file escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+from urllib.parse import quote
+
+from softplus_attention.report.charts import AttentionMaps, HeatMap, LineChart, Table, to_json
+from softplus_attention.report.other import RunRecord
+from softplus_attention.report.sections import Block, Explorer, Picture, Section
+
+SCRIPTS = ("common.js", "charts.js", "explorer.js")
+SMALLEST_FLOAT, LARGEST_FLOAT = 1e-44, 3e38
+# Of a table this long only the CSV file has all rows.
+MOST_ROWS = 400
+# A table of so many columns can stand beside a figure.
+NARROW = 4
+
+escape = html.escape
+
+
+def asset(name: str) -> str:
+    return (resources.files("softplus_attention.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+class Document:
+    """Gathers the page's parts; ``files`` says under which name each figure lies beside the page."""
+
+    def __init__(self, files: Mapping[int, str], folder: str) -> None:
+        self.files = files  # by id() of the figure or table
+        self.folder = folder
+        self.figures: dict[str, Any] = {}
+        self.explorers: list[dict[str, Any]] = []
+
+    def section(self, section: Section, place: int) -> str:
+        body = "\n".join(self.block(block) for block in section.blocks)
+        name = f"part-{place}"
+        return (
+            f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{escape(section.title)}</h2>'
+            f'<div class="blocks">{body}</div></section>'
+        )
+
+    def block(self, block: Block) -> str:
+        if isinstance(block, str):
+            return f'<p class="note">{escape(block)}</p>'
+        if isinstance(block, Picture):
+            return picture(block)
+        if isinstance(block, Explorer):
+            return self.explorer(block)
+        if isinstance(block, Table):
+            links = self.links(block, ("csv",))
+            wide = "wide-block" if len(block.head) > NARROW else "chart"
+            rows = table(*block.table())
+            return (
+                f'<figure class="{wide}"><figcaption><h3>{escape(block.title)}</h3></figcaption>{rows}'
+                f'<p class="caption">{escape(block.caption)} {links}</p></figure>'
+            )
+        assert not isinstance(block, AttentionMaps), "maps are shown by an explorer"
+        return self.chart(block)
+
+    def chart(self, chart: LineChart | HeatMap) -> str:
+        name = f"figure-{len(self.figures)}"
+        self.figures[name] = to_json(chart)
+        return (
+            f'<figure class="chart {chart.kind}" id="{name}"><figcaption><h3>{escape(chart.title)}</h3></figcaption>'
+            f'<div class="plot" data-figure="{name}"></div>'
+            f'<p class="caption">{escape(chart.caption)} {self.links(chart, ("png", "svg", "csv"))}</p>'
+            f"<details><summary>Numbers</summary>{table(*chart.table())}</details></figure>"
+        )
+
+    def explorer(self, explorer: Explorer) -> str:
+        place = len(self.explorers)
+        self.explorers.append({"maps": [maps_json(maps) for maps in explorer.maps]})
+        files = " ".join(
+            f"<li>{escape(maps.title)} {self.links(maps, ('png', 'svg', 'csv'))}</li>" for maps in explorer.maps
+        )
+        return (
+            f'<div class="wide-block explorer" data-explorer="{place}"></div>'
+            '<div class="wide-block"><p class="caption">A row is a query, a column a key it sees; the weights of a row '
+            "add up to at most 1. Weights that are exactly 0 have the colour of the page, keys that cannot be seen are "
+            "grey. Hover, touch, or move with the arrow keys to read a weight.</p>"
+            f'<details><summary>All heads as files</summary><ul class="files">{files}</ul></details></div>'
+        )
+
+    def links(self, figure: Any, kinds: Sequence[str]) -> str:
+        name = self.files.get(id(figure))
+        if name is None:
+            return ""
+        links = " ".join(
+            f'<a href="{escape(quote(self.folder), quote=True)}/{name}.{kind}">{kind.upper()}</a>' for kind in kinds
+        )
+        return f'<span class="files">{links}</span>'
+
+
+def picture(block: Picture) -> str:
+    data = base64.b64encode(block.png).decode()
+    words = escape(block.description, quote=True)
+    return (
+        f'<figure class="chart"><img alt="{words}" src="data:image/png;base64,{data}">'
+        f'<figcaption class="caption">{words}</figcaption></figure>'
+    )
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    first = "".join(f'<th scope="col">{cell(words)}</th>' for words in head)
+    rows = "".join(
+        f'<tr><th scope="row">{cell(row[0])}</th>' + "".join(f"<td>{cell(words)}</td>" for words in row[1:]) + "</tr>"
+        for row in body[:MOST_ROWS]
+    )
+    more = f"<p>{len(body) - MOST_ROWS} more rows are in the CSV file.</p>" if len(body) > MOST_ROWS else ""
+    content = f"<table><thead><tr>{first}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{content}</div>{more}'
+
+
+def cell(words: str) -> str:
+    return escape(words).replace("\n", " ")
+
+
+def maps_json(maps: AttentionMaps) -> dict[str, Any]:
+    return {
+        "model": maps.model,
+        "text": maps.text,
+        "tokens": list(maps.tokens),
+        "cell": maps.tokens_per_cell,
+        "heads": [{"layer": layer, "head": head, **packed(rows)} for (layer, head), rows in sorted(maps.maps.items())],
+    }
+
+
+def packed(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """The triangle as 32-bit floats: all digits of the file. A weight above 0 stays above 0."""
+    flat = [max(weight, SMALLEST_FLOAT) if weight > 0 else 0.0 for row in rows for weight in row]
+    largest = min(max(flat, default=0.0), LARGEST_FLOAT)
+    words = array("f", [min(weight, LARGEST_FLOAT) for weight in flat])
+    if sys.byteorder == "big":
+        words.byteswap()
+    return {"largest": largest, "weights": base64.b64encode(words.tobytes()).decode()}
+
+
+def runs(records: Sequence[RunRecord]) -> str:
+    entries = "".join(
+        f"<details><summary>{escape(title)}</summary><p><code>{escape(line)}</code></p>"
+        f'<pre tabindex="0">{escape(record)}</pre></details>'
+        for title, line, record in records
+    )
+    return f'<div class="wide-block runs">{entries}</div>'
+
+
+def problems(entries: Sequence[tuple[str, str]], working_files: int) -> str:
+    listed = "".join(f"<li><code>{escape(path)}</code>: {escape(words)}</li>" for path, words in entries)
+    some = f'<ul class="problems">{listed}</ul>' if entries else "<p>Every result file could be read.</p>"
+    also = f"<p>{working_files} JSON files of checkpoints and data were passed over.</p>" if working_files else ""
+    return f'<div class="wide-block">{some}{also}</div>'
+
+
+def script_json(data: Any) -> str:
+    """JSON that cannot end the script element it stands in, nor open another."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def policy(script: str, style: str) -> str:
+    """Only this script and this style may run, and nothing may be loaded: whatever stands in a file stays text."""
+    digest = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest[0]}'; style-src 'sha256-{digest[1]}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def page(title: str, lead: str, parts: Sequence[tuple[str, str]], document: Document, footer: str) -> str:
+    """``parts`` are (title, HTML of the section), in the order of the ids part-0, part-1, ..."""
+    script = "\n".join(asset(name) for name in SCRIPTS)
+    script = f"(function () {{\n'use strict';\n{script}\n}})();\n"
+    style = asset("report.css")
+    links = "".join(f'<li><a href="#part-{place}">{escape(name)}</a></li>' for place, (name, _) in enumerate(parts))
+    data = script_json({"figures": document.figures, "explorers": document.explorers})
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy(script, style)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title><style>{style}</style></head>
+<body><a class="skip" href="#content">Skip to the results</a>
+<header><div class="top"><h1>{escape(title)}</h1><button type="button" id="theme" hidden>Theme: auto</button></div>
+<p class="lead">{escape(lead)}</p><nav aria-label="Parts of this page"><ul>{links}</ul></nav>
+<noscript><p class="note">Figures are drawn by a script inside this page. Without it the numbers stand below each title,
+and the figures as files beside the page.</p></noscript></header>
+<main id="content">
+{"".join(body for _, body in parts)}
+</main>
+<footer>{escape(footer)}</footer>
+<script type="application/json" id="report-data">{data}</script>
+<script>{script}</script>
+</body></html>
+"""
+
+
+def plain_section(title: str, place: int, body: str) -> str:
+    return (
+        f'<section id="part-{place}" aria-labelledby="part-{place}-title"><h2 id="part-{place}-title">{escape(title)}'
+        f'</h2><div class="blocks">{body}</div></section>'
+    )

@@ -1,0 +1,192 @@
+"""Result files under a folder: what each is, and what is wrong with those that cannot be shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "softplus-attention result"
+MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
+LARGEST_FILE = 256 << 20
+LARGEST_NUMBER = 1e100
+# What models, tokenizers, prepared data, training and the stages of `newton` leave beside their results.
+WORKING_FILES = re.compile(
+    r"(generation_|adapter_|preprocessor_)?config\.json|(tokenizer|special_tokens|added_tokens|vocab|merges).*\.json"
+    r"|(chat_template|.*\.index|trainer_state|index|plan|manifest|position)\.json"
+    r"|(experiment|pretrain|probes|tune|long|laws|seed\d+)\.json"
+)
+# Control characters and lone surrogates have no place in a page, a figure or a terminal.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+class UnreadableError(ValueError):
+    """A file that is not what it says it is."""
+
+
+@dataclass(frozen=True)
+class Result:
+    path: str  # relative to the folder, cleaned
+    kind: str  # a measure, or "demo", "newton", "speed", "training"
+    data: dict[str, Any]
+
+    @property
+    def group(self) -> str:
+        return self.path.rpartition("/")[0]
+
+
+@dataclass
+class Found:
+    folder: Path
+    results: list[Result] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (path, what is wrong)
+    working_files: int = 0
+
+    def of(self, kind: str) -> list[Result]:
+        return [result for result in self.results if result.kind == kind]
+
+
+def find_results(folder: Path, skip: Path | None = None) -> Found:
+    """Every JSON file under the folder, but for what lies under ``skip``. Working files are counted, not named."""
+    found = Found(folder)
+    problem: Callable[[OSError], None] = lambda error: found.problems.append(  # noqa: E731
+        (relative(Path(error.filename or folder), folder), error.strerror or "cannot be read")
+    )
+    for place, folders, files in os.walk(folder, onerror=problem):
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".") and (skip is None or Path(place, name) != skip)
+        )
+        for name in sorted(files):
+            if not name.endswith(".json"):
+                continue
+            path = Path(place, name)
+            try:
+                data = read_json(path)
+                kind = kind_of(data)
+            except UnreadableError as error:
+                if WORKING_FILES.fullmatch(name):
+                    found.working_files += 1
+                else:
+                    found.problems.append((relative(path, folder), str(error)))
+                continue
+            found.results.append(Result(relative(path, folder), kind, data))
+    return found
+
+
+def relative(path: Path, folder: Path) -> str:
+    return clean_text(str(path.relative_to(folder) if path.is_relative_to(folder) else path))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > LARGEST_FILE:
+            raise UnreadableError(f"larger than {LARGEST_FILE >> 20} MiB")
+        data = json.loads(path.read_bytes())
+        if not isinstance(data, dict):
+            raise UnreadableError("not a result: the file holds no JSON object")
+        return cleaned(data)
+    except UnreadableError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableError(f"cannot be read as JSON: {clean_text(str(error))[:200]}") from None
+
+
+def kind_of(data: dict[str, Any]) -> str:
+    if data.get("format") == FORMAT:
+        if data.get("version") != 1:
+            raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows version 1")
+        if data.get("measure") not in MEASURES:
+            raise UnreadableError(f"a result of the unknown measure {short(data.get('measure'))}")
+        return str(data["measure"])
+    if data.get("kind") == "newton":
+        return "newton"
+    if isinstance(data.get("config"), dict) and is_table(data.get("sessions")):
+        return "training"
+    if {"lengths", "loss", "settings"} <= set(data) and isinstance(data["loss"], dict):
+        return "demo"
+    # What benchmarks write: where or how it was made, and tables.
+    if {"command", "machine"} & set(data) and any(is_table(v) or is_numbers(k, v) for k, v in data.items()):
+        return "speed"
+    raise UnreadableError("not a result of this program: it has neither a known format nor a table of measurements")
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) and row for row in value)
+
+
+def is_numbers(name: str, value: Any) -> bool:
+    """Named numbers that were measured, not the record of a run."""
+    if name in ("machine", "versions", "settings", "shape", "config") or not isinstance(value, dict) or not value:
+        return False
+    return all(isinstance(item, int | float) and not isinstance(item, bool) for item in value.values())
+
+
+def clean_text(text: str) -> str:
+    return UNPRINTABLE.sub("\ufffd", text)
+
+
+def cleaned(value: Any) -> Any:
+    """Strings that can be shown; numbers that a page and a figure can hold, None in place of the others."""
+    if isinstance(value, str):
+        return clean_text(value)
+    if isinstance(value, dict):
+        return {clean_text(str(name)): cleaned(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [cleaned(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    return value if abs(value) < LARGEST_NUMBER else None
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# Reading fields of a kind: each says which field is not as it should be.
+def mapping(data: Any, name: str) -> dict[str, Any]:
+    return typed(data, name, dict, "an object")
+
+
+def rows_of(data: Any, name: str) -> list[dict[str, Any]]:
+    rows = typed(data, name, list, "a list")
+    if not all(isinstance(row, dict) for row in rows):
+        raise UnreadableError(f"`{name}` must be a list of objects")
+    return rows
+
+
+def numbers_of(data: Any, name: str) -> list[float | None]:
+    return [number(value, name) for value in typed(data, name, list, "a list")]
+
+
+def text_of(data: Any, name: str) -> str:
+    return typed(data, name, str, "text")
+
+
+def number_of(data: dict[str, Any], name: str) -> float | None:
+    """The number, or None where the file says null or nothing."""
+    return number(data.get(name), name)
+
+
+def count_of(data: dict[str, Any], name: str) -> int:
+    value = number_of(data, name)
+    if value is None or value != int(value) or not 0 <= value < 1e15:
+        raise UnreadableError(f"`{name}` must be a whole number, got {short(data.get(name))}")
+    return int(value)
+
+
+def number(value: Any, name: str) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise UnreadableError(f"`{name}` must be a number, got {short(value)}")
+    return value
+
+
+def typed(data: Any, name: str, kind: type, words: str) -> Any:
+    if not isinstance(data, dict) or not isinstance(data.get(name), kind):
+        got = data.get(name) if isinstance(data, dict) else data
+        raise UnreadableError(f"`{name}` must be {words}, got {short(got)}")
+    return data[name]

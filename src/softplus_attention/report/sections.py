@@ -1,0 +1,138 @@
+"""The parts of a report, and what they share: names, colours, and a result's own words about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from softplus_attention.report.charts import AttentionMaps, Figure, Table
+from softplus_attention.report.reading import Found, Result, UnreadableError, mapping, number_of, text_of
+
+
+@dataclass(frozen=True)
+class Explorer:
+    """Maps of one text, by one or more models."""
+
+    maps: Sequence[AttentionMaps]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG that a result brought along."""
+
+    description: str
+    png: bytes
+
+
+Block = Figure | Table | Explorer | Picture | str
+
+
+@dataclass
+class Section:
+    title: str
+    blocks: list[Block] = field(default_factory=list)
+
+    def figures(self) -> list[Figure | Table]:
+        """What is also written as files, the explorer's maps one by one."""
+        found: list[Figure | Table] = []
+        for block in self.blocks:
+            if isinstance(block, Explorer):
+                found += block.maps
+            elif not isinstance(block, Picture | str):
+                found.append(block)
+        return found
+
+
+class Looks:
+    """One colour and marker per model name, the same in every figure of the page."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+
+    def of(self, name: str) -> int:
+        return self.places.setdefault(name.lower(), len(self.places))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A result of `evaluate`: the frame that all measures share, read and checked."""
+
+    result: Result
+    name: str
+    training_length: float | None
+    complete: bool
+    settings: dict[str, Any]
+    results: dict[str, Any]
+    content: Any  # what the measure's own reader made of ``results``
+
+    @property
+    def label(self) -> str:
+        return self.name if self.complete else f"{self.name} (not finished)"
+
+
+def measured(found: Found, kind: str, reader: Callable[[dict[str, Any]], Any]) -> list[Measured]:
+    """The results of a kind; those that are not as they should be become problems."""
+
+    def read(result: Result) -> Measured:
+        model = mapping(result.data, "model")
+        results = mapping(result.data, "results")
+        return Measured(
+            result,
+            text_of(model, "name") or "(no name)",
+            number_of(model, "training_length"),
+            result.data.get("complete") is True,
+            result.data["settings"] if isinstance(result.data.get("settings"), dict) else {},
+            results,
+            reader(results),
+        )
+
+    return checked(found, kind, read)
+
+
+def checked(found: Found, kind: str, read: Callable[[Result], Any]) -> list[Any]:
+    good = []
+    for result in found.of(kind):
+        try:
+            good.append(read(result))
+        except UnreadableError as error:
+            found.problems.append((result.path, f"a result of kind {kind}, but {error}"))
+            found.results.remove(result)
+    return good
+
+
+def groups(members: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """By folder: what was measured together is shown together."""
+    found: dict[str, list[Measured]] = {}
+    for member in members:
+        found.setdefault(member.result.group, []).append(member)
+    return found
+
+
+def where(group: str, many: bool) -> str:
+    """The folder, in titles, where there is more than one."""
+    return f" ({group or 'top folder'})" if many else ""
+
+
+def differing_settings(members: Sequence[Measured]) -> str:
+    """Names of settings that are not the same for all: such curves are not to be compared without a thought."""
+    names = {name for member in members for name in member.settings}
+    return ", ".join(sorted(name for name in names if len({repr(member.settings.get(name)) for member in members}) > 1))
+
+
+def notes(members: Sequence[Measured]) -> list[str]:
+    """What a reader must know of these results: lengths left out, settings that differ, results not finished."""
+    found = []
+    for member in members:
+        skipped = member.results.get("skipped")
+        if isinstance(skipped, list) and skipped:
+            rows = [row for row in skipped if isinstance(row, dict)]
+            words = "; ".join(f"{row.get('length')}: {row.get('reason')}" for row in rows)
+            found.append(f"{member.name}, not measured: {words}.")
+    unequal = differing_settings(members)
+    if unequal:
+        found.append(f"Measured with different settings ({unequal}): compare with care.")
+    unfinished = [member.name for member in members if not member.complete]
+    if unfinished:
+        found.append(f"Not finished: {', '.join(unfinished)}.")
+    return found

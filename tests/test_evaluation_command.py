@@ -1,0 +1,195 @@
+"""``softplus-attention evaluate`` as a user runs it: tables, files, figures, errors, a machine without plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from evaluation_cases import saved_model
+
+from softplus_attention.cli import main
+from softplus_attention.evaluation.results import read
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    saved_model(folder / "lssar" / "model")
+    saved_model(folder / "softmax" / "model", attention="softmax")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def run(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+
+    def call(*words: str, output: Path = tmp_path) -> tuple[int, str, str]:
+        status = main(["evaluate", *words, "--output", str(output)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return call
+
+
+def test_lengths(run, tmp_path):
+    words = ("lengths", "lssar/model", "lssar/model+power=31", "softmax/model", "--text", "text.txt")
+    status, out, _ = run(*words, "--lengths", "1,4,16,1024")
+    assert status == 0
+    names = ["lssar", "lssar-power-31", "softmax"]
+    results = [read(tmp_path / f"lengths--{name}.json") for name in names]
+    for result in results:
+        assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 64, 256]
+        assert all(f"{entry['loss']:.4f}" in out for entry in result["results"]["lengths"])
+    assert "at 16384: the longest document has 900 tokens" in out
+    assert "3 texts of 256 tokens, from the 1 documents that are long enough" in out
+    with (tmp_path / "lengths.csv").open() as handle:
+        rows = list(csv.DictReader(handle))
+    assert [float(row["loss"]) for row in rows[:3]] == [e["loss"] for e in results[0]["results"]["lengths"]]
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "lengths.svg").read_text()
+    assert (tmp_path / "lengths-positions.csv").exists()
+    _, again, err = run(*words, "--lengths", "1,4,16,1024")
+    assert err.count("found in") == 9
+    assert again.splitlines()[:5] == out.splitlines()[:5]
+
+
+def test_options_for_every_model(run, tmp_path):
+    status, out, _ = run(
+        "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,2", "--window", "8", "--no-control"
+    )
+    assert status == 0
+    result = read(tmp_path / "lengths--lssar-window-8.json")
+    assert result["model"]["options"] == {"window": "8"}
+    assert "gain" not in out
+
+
+def test_passkey(run, tmp_path):
+    words = ("--text", "text.txt", "--form", "compact", "--lengths", "4,8", "--depths", "0,1", "--trials", "2")
+    status, out, _ = run("passkey", "lssar/model", *words, "--lengths", "64,32")
+    assert status == 0
+    assert "exact match" in out
+    assert len(read(tmp_path / "passkey--lssar.json")["results"]["cells"]) == 4
+    assert (tmp_path / "passkey.png").exists()
+
+
+def test_passkey_data(run, tmp_path):
+    status, out, _ = run("passkey-data", "--text", "text.txt", "--documents", "30", "--most-characters", "60")
+    assert status == 0
+    lines = (tmp_path / "passkey.jsonl").read_text().splitlines()
+    assert len(lines) == 30
+    written = sum(len(json.loads(line)["text"]) for line in lines)
+    assert f"30 documents, {written} characters, {100 * written / (written + len(TEXT)):.1f}%" in out
+
+
+def test_inside_and_maps(run, tmp_path):
+    status, out, _ = run("inside", "lssar/model", "softmax/model", "--text", "text.txt", "--lengths", "1,4")
+    assert status == 0
+    assert "stage 1" in out
+    assert (tmp_path / "inside.svg").exists()
+    status, out, _ = run("maps", "lssar/model", "softmax/model", "--text", "Call me Ishmael.")
+    assert status == 0
+    assert "lssar: 4 maps of 2 layers, 16 cells of 1 tokens" in out
+    assert (tmp_path / "maps.png").exists()
+
+
+def test_synthetic(run, tmp_path):
+    small = ("--layers", "1", "--width", "16", "--heads", "1", "--steps", "4", "--batch-size", "4")
+    words = ("--task", "flip-flop", "copy", "--lengths", "1,4", "--sequences", "4", "--device", "cpu", *small)
+    status, out, _ = run("synthetic", "lssar", "softmax", *words, "--symbols", "8")
+    assert status == 0
+    for task in ("flip-flop", "copy"):
+        for name in ("lssar", "softmax"):
+            result = read(tmp_path / f"synthetic--{task}-{name}.json")
+            assert [entry["times"] for entry in result["results"]["lengths"]] == [1, 4]
+            assert f"{task} {name}" in out
+    assert (tmp_path / "synthetic.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lengths", "nowhere/at/all", "--text", "text.txt"], "MODEL"),
+        (["lengths", "./nowhere", "--text", "text.txt"], "`MODEL` must be a folder with config.json"),
+        (["lengths", "lssar/model", "--text", "none.txt"], "which does not exist"),
+        (["lengths", "lssar/model", "--data", "none"], "a folder written by `softplus-attention data prepare`"),
+        (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document, 900 tokens"),
+        (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),
+        (
+            ["lengths", "softmax/model", "--text", "text.txt", "--power", "3"],
+            "must be left out for 'softmax'",
+        ),
+        (
+            ["lengths", "lssar/model", "--text", "text.txt", "--train-length", "1"],
+            "must be at least 2",
+        ),
+        (["passkey", "lssar/model", "--form", "compact"], "hides the key in ordinary text"),
+        (["passkey", "lssar/model", "--form", "poem"], "one of sentences, compact"),
+        (["maps", "lssar/model", "--file", "none"], "a readable UTF-8 file"),
+        (["synthetic", "nothing"], "no attention is named 'nothing'"),
+        (["synthetic", "lssar", "--task", "sort"], "`--task` must be of recall, copy, flip-flop, got sort"),
+        (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of cpu, gpu"),
+        (["synthetic", "lssar", "--task", "copy", "--writes", "3"], "`--writes` must be left out for copy"),
+    ],
+)
+def test_bad_input(run, words, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, _, err = run(*words)
+    assert status == 2
+    assert message in err
+
+
+def test_models_of_different_lengths(run, tmp_path):
+    saved_model(tmp_path / "other", max_position_embeddings=32)
+    words = ("lengths", "lssar/model", str(tmp_path / "other"), "--text", "text.txt", "--lengths", "16")
+    status, _, err = run(*words)
+    assert status == 2
+    assert (
+        "`--train-length` must be given where the models' configs do not agree on it, got lssar: 16, other: 32" in err
+    )
+    assert run(*words, "--train-length", "16")[0] == 0
+
+
+def test_stopped(run, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("softplus_attention.evaluation.length_measure.measure_lengths", stop)
+    status, _, err = run("lengths", "lssar/model", "--text", "text.txt")
+    assert status == 130
+    assert "the same command continues" in err
+
+
+WITHOUT_PLOTS = """
+import sys
+for name in ("matplotlib", "datasets", "pyarrow", "pandas", "scipy", "lm_eval"):
+    sys.modules[name] = None
+from softplus_attention.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_machine_without_plots(place, tmp_path):
+    """Measured there, drawn here."""
+    words = ["evaluate", "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4", "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PLOTS, *words], cwd=place, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "figures were left out, since matplotlib is not installed" in done.stderr
+    assert f"softplus-attention evaluate figures {tmp_path}" in done.stderr
+    assert (tmp_path / "lengths.csv").exists()
+    assert not (tmp_path / "lengths.png").exists()
+    assert main(["evaluate", "figures", str(tmp_path)]) == 0
+    assert (tmp_path / "lengths.png").exists()
+
+
+def test_figures_of_nothing(tmp_path, capsys):
+    assert main(["evaluate", "figures", str(tmp_path)]) == 2
+    assert "a folder of results written by" in capsys.readouterr().err

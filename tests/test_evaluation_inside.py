@@ -1,0 +1,256 @@
+"""Inside the attention: quantities by hand, captured rows against transformers' own weights, and bounded memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from evaluation_cases import open_saved, saved_model
+from huggingface_models import small_model, token_rows
+
+from softplus_attention.evaluation import inside
+from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+from softplus_attention.evaluation.inside import attention_maps, effective_keys, entropy, look_inside, quantities
+from softplus_attention.evaluation.inside_measure import csv_rows, measure_inside, measure_maps, table_of
+from softplus_attention.evaluation.texts import text_documents
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
+from softplus_attention.huggingface.loading import load_tokenizer
+
+WHOLE = slice(0, 4)
+
+
+def calls_of(model, ids) -> list[Call]:
+    found: list[Call] = []
+    with watching(model, found.append):
+        run_decoder(model, ids)
+    return found
+
+
+def own_model(attention: str, layers: int = 2, **words) -> SoftplusGPTForCausalLM:
+    torch.manual_seed(0)
+    size = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
+    config = SoftplusGPTConfig(**size, attention=attention, bos_token_id=1, eos_token_id=2, **words)
+    model = SoftplusGPTForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight.mul_(4)
+    return model
+
+
+class TestQuantitiesByHand:
+    def test_entropy(self):
+        rows = torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
+        expected = [math.log(4), 0, 1.5 * math.log(2), 0]
+        assert entropy(rows).tolist() == pytest.approx(expected)
+        # Weights that do not add up to 1 are taken as shares.
+        assert entropy(3 * rows).tolist() == pytest.approx(expected)
+
+    def test_effective_keys(self):
+        rows = torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
+        assert effective_keys(rows).tolist() == pytest.approx([4, 1, 1 / (0.25 + 2 / 16), 0])
+
+    def test_sink_zeros_and_mass(self):
+        final = torch.tensor([[[[0.2, 0.8, 0.0, 0.0], [0.6, 0.0, 0.0, 0.4]]]])
+        visible = torch.tensor([[[[True, True, True, False], [True] * 4]]])
+        found = quantities(RowWeights(final, None, final, visible))
+        assert found["sink"].flatten().tolist() == pytest.approx([0.2, 0.6])
+        assert found["zeros"].flatten().tolist() == pytest.approx([1 / 3, 2 / 4])
+        assert found["mass"].flatten().tolist() == pytest.approx([1, 1])
+        assert found["log_keys"].flatten().tolist() == pytest.approx([math.log(3), math.log(4)])
+        assert "stage1_entropy_frozen" not in found
+
+    def test_tiles(self):
+        """64 rows over 200 keys, four tiles: the first is used, the second is not, the third by one weight, the last,
+        which is cut off, is not visible."""
+        final = torch.zeros(1, 1, 64, 200)
+        final[..., :3] = 1 / 3
+        final[0, 0, 63, 128] = 0.5
+        visible = torch.ones(1, 1, 64, 200, dtype=torch.bool)
+        visible[..., 192:] = False
+        found = quantities(RowWeights(final, None, final, visible))
+        assert found["empty_tiles"].flatten().tolist() == pytest.approx([1 / 3])
+
+    def test_blocks_of_rows(self):
+        assert inside.row_blocks(16, 8) == [(8, 16)]
+        assert inside.row_blocks(128, 8) == [(64, 128)]
+        assert inside.row_blocks(1024, 8) == [(n, n + 64) for n in range(512, 1024, 64)]
+        assert inside.row_blocks(4096, 3) == [(2048, 2112), (3072, 3136), (4032, 4096)]
+        assert inside.row_blocks(200, 8) == [(64, 128), (128, 192), (192, 200)]
+
+
+class TestCapturedRows:
+    @pytest.mark.parametrize(
+        ("attention", "words"),
+        [
+            ("lssar", {}),
+            ("lssa", {}),
+            ("lssar", {"num_key_value_heads": 2, "power": "learned"}),
+            ("lssar", {"window": 5}),
+            ("lssar", {"power": {"base": 3, "slope": 2, "n0": 4}}),
+            ("softmax", {}),
+            ("softmax-qknorm-logn", {}),
+            ("ssmax", {}),
+            ("softmax-alibi", {}),
+            ("softmax-reweighted", {}),
+            ("relu", {}),
+        ],
+    )
+    def test_our_gpt(self, attention, words):
+        model, ids = own_model(attention, **words), token_rows(2, 20)
+        with torch.no_grad():
+            expected = model(ids, output_attentions=True).attentions
+        calls = calls_of(model, ids)
+        assert [call.layer for call in calls] == [0, 1]
+        for call, weights in zip(calls, expected, strict=True):
+            for heads in call.head_groups():
+                rows = call.rows(7, 13, heads)
+                torch.testing.assert_close(rows.final, weights[:, heads, 7:13, : rows.final.shape[-1]])
+                assert not weights[:, heads, 7:13, rows.final.shape[-1] :].any()
+
+    @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt-neox", "gpt2"])
+    def test_models_of_transformers(self, family):
+        """A softmax by sdpa, against the weights of eager attention."""
+        model, ids = small_model(family, "sdpa"), token_rows(2, 20)
+        calls = calls_of(model, ids)
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected = model(ids, output_attentions=True).attentions
+        assert [call.layer for call in calls] == [0, 1]
+        for call, weights in zip(calls, expected, strict=True):
+            torch.testing.assert_close(call.rows(0, 20, WHOLE).final, weights)
+            part = call.rows(11, 17, slice(2, 3)).final
+            torch.testing.assert_close(part, weights[:, 2:3, 11:17, : part.shape[-1]])
+
+    def test_ours_inside_llama(self):
+        model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
+        use_attention(model, "lssar", power=7)
+        with torch.no_grad():
+            expected = model(ids, output_attentions=True).attentions
+        for call, weights in zip(calls_of(model, ids), expected, strict=True):
+            torch.testing.assert_close(call.rows(0, 16, WHOLE).final, weights)
+
+    def test_nothing_is_left_behind(self):
+        model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
+        before = model(ids).logits
+        calls_of(model, ids)
+        seen: list[Call] = []
+        with pytest.raises(ValueError, match="stop"), watching(model, seen.append):
+            raise ValueError("stop")
+        torch.testing.assert_close(model(ids).logits, before)
+        assert not seen
+
+    def test_a_model_without_the_interface(self):
+        with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+            calls_of(small_model("llama", "eager"), token_rows(1, 16))
+
+
+class TestStageOne:
+    def test_is_lssa(self):
+        """Stage 1 of LSSAR is what LSSA ends with, of the same queries and keys."""
+        model, ids = own_model("lssar", layers=1), token_rows(1, 24)
+        ours = calls_of(model, ids)[0].rows(0, 24, WHOLE)
+        other = own_model("lssa", layers=1)
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(ours.stage1, calls_of(other, ids)[0].rows(0, 24, WHOLE).final)
+        assert entropy(ours.final).mean() < entropy(ours.stage1).mean()
+
+    @pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn", "ssmax"])
+    def test_frozen_is_itself_at_the_training_length(self, attention):
+        call = calls_of(own_model(attention, layers=1), token_rows(1, 24))[0]
+        rows = call.rows(15, 17, WHOLE, frozen_length=16)
+        torch.testing.assert_close(rows.frozen[:, :, 0], rows.stage1[:, :, 0])
+        assert (rows.frozen[:, :, 1] - rows.stage1[:, :, 1]).abs().max() > 1e-6
+
+    def test_nothing_to_freeze_in_softmax(self):
+        assert calls_of(own_model("softmax", layers=1), token_rows(1, 8))[0].rows(0, 8, WHOLE, 4).frozen is None
+
+
+class TestLookInside:
+    @pytest.mark.parametrize("attention", ["lssar", "softmax"])
+    def test_means_against_dense_weights(self, attention):
+        model, ids = own_model(attention), token_rows(3, 40)
+        found = look_inside(model, ids, frozen_length=20, at_once=2)
+        with torch.no_grad():
+            expected = model(ids, output_attentions=True).attentions
+        for head in found.heads():
+            weights = expected[head["layer"]][:, head["head"], 20:].double()
+            assert head["entropy"] == pytest.approx(-weights.xlogy(weights).sum(-1).mean().item(), rel=1e-5)
+            assert head["sink"] == pytest.approx(weights[..., 0].mean().item(), rel=1e-5, abs=1e-12)
+            assert head["effective_keys"] == pytest.approx((1 / weights.square().sum(-1)).mean().item(), rel=1e-5)
+            assert head["mass"] == pytest.approx(1)
+            counts = torch.arange(21, 41)
+            zeros = (weights == 0).sum(-1) - (40 - counts)
+            assert head["zeros"] == pytest.approx((zeros / counts).mean().item(), abs=1e-6)
+        assert found.log_keys == pytest.approx(sum(math.log(n) for n in range(21, 41)) / 20)
+
+    def test_bounded_memory(self, monkeypatch):
+        """At 2048 tokens no more than one head's block of rows exists at a time."""
+        sizes = []
+        real = quantities
+        monkeypatch.setattr(inside, "quantities", lambda rows: sizes.append(rows.final.shape) or real(rows))
+        look_inside(own_model("lssar", layers=1), token_rows(1, 2048), blocks=2, frozen_length=64)
+        assert len(sizes) == 4 * 2
+        assert max(size.numel() for size in sizes) == 64 * 2048
+
+
+class TestMaps:
+    def test_whole(self):
+        model, ids = own_model("lssar"), token_rows(1, 12)
+        with torch.no_grad():
+            expected = model(ids, output_attentions=True).attentions
+        per_cell, maps = attention_maps(model, ids[0], 64)
+        assert per_cell == 1
+        assert len(maps) == 8
+        for found in maps:
+            for row, line in enumerate(found["weights"]):
+                weights = expected[found["layer"]][0, found["head"], row, : row + 1]
+                assert line == pytest.approx(weights.tolist(), rel=1e-3, abs=1e-12)
+
+    def test_cells(self):
+        """11 tokens in at most 4 cells are 3 to a cell: sums over keys, means over rows."""
+        model, ids = own_model("softmax", layers=1), token_rows(1, 11)
+        with torch.no_grad():
+            weights = model(ids, output_attentions=True).attentions[0][0]
+        per_cell, maps = attention_maps(model, ids[0], 4)
+        assert per_cell == 3
+        for found in maps:
+            assert [len(line) for line in found["weights"]] == [1, 2, 3, 4]
+            last = weights[found["head"], 9:11]
+            expected = [last[:, begin : begin + 3].sum(-1).mean().item() for begin in (0, 3, 6, 9)]
+            assert found["weights"][3] == pytest.approx(expected, rel=1e-3)
+            assert all(sum(line) == pytest.approx(1, abs=1e-3) for line in found["weights"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+class TestFiles:
+    def test_inside(self, folder, tmp_path):
+        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        documents = text_documents(["abcdefgh" * 40, "short"], ["text"], tokenizer)
+        result = measure_inside(opened, documents, [16, 64, 512], tmp_path, sequences=2)
+        entries = result["results"]["lengths"]
+        assert [entry["length"] for entry in entries] == [16, 64]
+        assert [len(entry["heads"]) for entry in entries] == [4, 4]
+        assert result["results"]["skipped"] == [{"length": 512, "reason": "the longest document has 320 tokens"}]
+        assert all(head["stage1_entropy"] <= entry["log_keys"] + 1e-6 for entry in entries for head in entry["heads"])
+        assert "left out" in table_of([result])
+        head, rows = csv_rows([result])
+        assert len(rows) == 8
+        assert len(head) == len(rows[0])
+
+    def test_maps(self, folder, tmp_path):
+        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        text = "Call me <b>Ishmael</b>."
+        result = measure_maps(opened, tokenizer, text, tmp_path, size=64)["results"]
+        assert "".join(result["tokens"]) == result["text"] == text
+        assert result["size"] == len(text)
+        result = measure_maps(opened, tokenizer, text, tmp_path, size=8)["results"]
+        assert result["tokens_per_cell"] == 3
+        assert "".join(result["tokens"]) == text
+        with pytest.raises(ValueError, match="a text of at least 2 tokens"):
+            measure_maps(opened, tokenizer, "a", tmp_path)

@@ -1,0 +1,418 @@
+"""``evaluate lengths``: files, lengths that are too long, memory, interruption, and models as asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation_cases import SIZE, open_saved, saved_model
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
+
+from softplus_attention.data import prepare
+from softplus_attention.evaluation import length_measure, memory
+from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
+from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
+from softplus_attention.evaluation.models import request_of, requests_of, training_length_of
+from softplus_attention.evaluation.results import file_name, plain, read, results_in
+from softplus_attention.evaluation.texts import folder_documents, raw_texts, text_documents
+from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.power import PowerByLength
+
+TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("models") / "lssar" / "model")
+
+
+@pytest.fixture(scope="module")
+def softmax(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("models") / "softmax", attention="softmax")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("models") / "llama"
+    words = {word: SIZE[word] for word in SIZE if word != "max_position_embeddings"}
+    AutoModelForCausalLM.from_config(LlamaConfig(**words, max_position_embeddings=16)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def documents(folder):
+    return text_documents(TEXTS, ["text"], load_tokenizer(str(folder)))
+
+
+def transformers_loss(model, rows) -> float:
+    with torch.no_grad():
+        return model(rows, labels=rows).loss.item()
+
+
+class TestLengths:
+    def test_against_transformers(self, folder, documents, tmp_path):
+        found = open_saved(folder)
+        result = measure_lengths(found, documents, [16, 32, 64], tmp_path)
+        rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
+        assert result["results"]["used"] == {"documents": 2, "sequences": 8 + 3, "longest": 64}
+        assert result["results"]["documents"][0] == {"length": 16, "long_enough": 2}
+        for entry in result["results"]["lengths"]:
+            cut = rows.reshape(-1, entry["length"])
+            assert entry["loss"] == pytest.approx(transformers_loss(found.model, cut), rel=1e-5)
+            assert entry["sequences"] == len(cut)
+            assert entry["times"] == entry["length"] / 16
+            buckets = entry["positions"]
+            weighted = sum((part["end"] - part["first"]) * part["loss"] for part in buckets)
+            assert weighted / (entry["length"] - 1) == pytest.approx(entry["loss"], rel=1e-5)
+        assert read(tmp_path / "lengths--lssar.json") == result
+        assert result["complete"] is True
+        assert result["model"]["power"] == 15
+
+    def test_control(self, folder, documents, tmp_path):
+        """The last 8 tokens of each sequence, with 64 tokens and with the last 16 alone."""
+        found = open_saved(folder)
+        entries = measure_lengths(found, documents, [16, 64], tmp_path)["results"]["lengths"]
+        assert entries[0]["control"] is None
+        rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
+        labels = rows.clone()
+        labels[:, :-8] = -100
+        with torch.no_grad():
+            full = found.model(rows, labels=labels).loss.item()
+            short = found.model(rows[:, -16:], labels=labels[:, -16:]).loss.item()
+        control = entries[1]["control"]
+        assert (control["window"], control["targets"]) == (16, 11 * 8)
+        assert control["full"] == pytest.approx(full, rel=1e-5)
+        assert control["short"] == pytest.approx(short, rel=1e-5)
+        assert control["gain"] == pytest.approx(short - full, rel=1e-3)
+        assert (
+            measure_lengths(found, documents, [64], tmp_path / "b", control=False)["results"]["lengths"][0]["control"]
+            is None
+        )
+
+    def test_longer_than_any_document(self, folder, documents, tmp_path):
+        result = measure_lengths(open_saved(folder), documents, [16, 512, 4096], tmp_path)
+        reason = "the longest document has 540 tokens"
+        assert result["results"]["skipped"] == [{"length": 4096, "reason": reason}]
+        assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 512]
+        assert result["results"]["used"]["documents"] == 1
+        assert result["results"]["documents"][-1] == {"length": 4096, "long_enough": 0}
+        table = table_of([result])
+        assert f"left out: lssar at 4096: {reason}" in table
+        assert "from the 1 documents that are long enough" in table
+        with pytest.raises(ValueError, match="no longer than the longest document, 540 tokens, got 1024"):
+            measure_lengths(open_saved(folder), documents, [1024, 4096], tmp_path)
+
+    def test_lengths_as_written(self):
+        assert lengths_in("1,2,64", 16) == [16, 32, 1024]
+        assert lengths_in("4x, 1x", 16) == [16, 64]
+        assert lengths_in("512,16", 16) == [16, 512]
+        for text in ("", "one", "1,-2", "0", "1.5"):
+            with pytest.raises(ValueError, match="`--lengths` must be"):
+                lengths_in(text, 16)
+
+    def test_lengths_that_do_not_divide(self, folder, documents, tmp_path):
+        with pytest.raises(ValueError, match="divisors of the longest that the documents allow, 64, got 48"):
+            measure_lengths(open_saved(folder), documents, [48, 64], tmp_path)
+
+    def test_tables(self, folder, documents, tmp_path):
+        found = [open_saved(folder), open_saved(f"{folder}+power=3")]
+        results = [measure_lengths(one, documents, [16, 64], tmp_path) for one in found]
+        table = table_of(results)
+        for result in results:
+            assert result["model"]["name"] in table
+            assert f"{result['results']['lengths'][1]['loss']:.4f}" in table
+            assert f"{result['results']['lengths'][1]['control']['gain']:+.4f}" in table
+        head, rows = csv_rows(results)
+        assert len(rows) == 4
+        assert len(head) == len(rows[0])
+        assert len(position_rows(results)[1]) == 2 * (1 + 3)
+        assert [result["model"]["name"] for result in results_in(tmp_path)] == ["lssar power=3", "lssar"]
+
+
+class TestInterruption:
+    def test_goes_on(self, folder, documents, tmp_path, monkeypatch):
+        """Stopped while the second length runs, it continues with it and does not run the first again."""
+        found = open_saved(folder)
+        whole = measure_lengths(found, documents, [16, 32, 64], tmp_path / "whole")
+        seen = []
+        real = length_measure.Measuring.at
+
+        def at(self, length, title):
+            seen.append(length)
+            if seen == [16, 32]:
+                raise KeyboardInterrupt
+            return real(self, length, title)
+
+        monkeypatch.setattr(length_measure.Measuring, "at", at)
+        with pytest.raises(KeyboardInterrupt):
+            measure_lengths(found, documents, [16, 32, 64], tmp_path)
+        assert read(tmp_path / "lengths--lssar.json")["complete"] is False
+        again = measure_lengths(found, documents, [16, 32, 64], tmp_path)
+        assert seen == [16, 32, 32, 64]
+
+        def losses(result):
+            return [(entry["length"], entry["loss"], entry["control"]) for entry in result["results"]["lengths"]]
+
+        assert losses(again) == losses(whole)
+
+    def test_other_settings_do_not_mix(self, folder, documents, tmp_path):
+        found = open_saved(folder)
+        first = measure_lengths(found, documents, [16, 64], tmp_path)
+        second = measure_lengths(found, documents, [16, 64], tmp_path, sequences=2)
+        assert first["results"]["lengths"][0]["sequences"] != second["results"]["lengths"][0]["sequences"]
+        assert read_old(tmp_path / "lengths--lssar.json.old") == first
+
+    def test_other_weights_do_not_mix(self, folder, documents, tmp_path):
+        other = saved_model(tmp_path / "lssar", hidden_size=64)
+        measure_lengths(open_saved(folder), documents, [16], tmp_path)
+        result = measure_lengths(open_saved(other), documents, [16], tmp_path)
+        assert result["model"]["config"]["hidden_size"] == 64
+        assert (tmp_path / "lengths--lssar.json.old").exists()
+
+    def test_a_damaged_file(self, folder, documents, tmp_path):
+        (tmp_path / "lengths--lssar.json").write_text('{"format": "softplus-att')
+        with pytest.raises(ValueError, match="`result file` must be written by"):
+            measure_lengths(open_saved(folder), documents, [16], tmp_path)
+
+
+def read_old(path: Path):
+    return json.loads(path.read_text())
+
+
+class TestMemory:
+    def test_batches_are_halved(self):
+        sizes = []
+
+        def run(batch):
+            if len(batch) > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            sizes.append(len(batch))
+            return batch.sum(1)
+
+        rows = torch.arange(20).view(10, 2)
+        assert in_batches(rows, 8, run).tolist() == rows.sum(1).tolist()
+        assert sizes == [2] * 5
+
+        def never(batch):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+        with pytest.raises(TooLongError, match="one sequence of 2 tokens does not fit"):
+            in_batches(rows, 8, never)
+        with pytest.raises(RuntimeError, match="other"):
+            in_batches(rows, 8, lambda batch: (_ for _ in ()).throw(RuntimeError("other")))
+
+    def test_batches_follow_what_is_free(self, folder, monkeypatch):
+        model = open_saved(folder).model
+        one = memory.sequence_bytes(model, 64)
+        logits = 3 * 4 * 64 * 320
+        monkeypatch.setattr(memory, "free_bytes", lambda device: int(5.5 * one / memory.SHARE) + logits)
+        assert sequences_at_once(model, 64) == 5
+        assert sequences_at_once(model, 16) > 5
+        monkeypatch.setattr(memory, "free_bytes", lambda device: one + logits)
+        with pytest.raises(TooLongError, match="one sequence of 64 tokens needs about"):
+            sequences_at_once(model, 64)
+
+    def test_too_little_memory_is_a_gap_not_a_crash(self, folder, documents, tmp_path, monkeypatch):
+        found = open_saved(folder)
+        enough = memory.sequence_bytes(found.model, 64) / memory.SHARE + 3 * 4 * 64 * 320
+        monkeypatch.setattr(memory, "free_bytes", lambda device: int(enough) + 1)
+        result = measure_lengths(found, documents, [16, 64, 512], tmp_path)["results"]
+        assert [entry["length"] for entry in result["lengths"]] == [16, 64]
+        assert "one sequence of 512 tokens needs about" in result["skipped"][0]["reason"]
+        monkeypatch.undo()
+        result = measure_lengths(found, documents, [16, 64, 512], tmp_path)["results"]
+        assert [entry["length"] for entry in result["lengths"]] == [16, 64, 512]
+        assert not result["skipped"]
+
+    def test_dense_attentions_need_more(self, folder, softmax):
+        assert memory.free_bytes(torch.device("cpu")) > 0
+        assert memory.square_bytes(open_saved(folder).model.config) == 0
+        assert memory.square_bytes(open_saved(f"{folder}+window=4").model.config) == 0
+        assert memory.square_bytes(open_saved(softmax).model.config) == 0
+        assert memory.square_bytes(open_saved(f"{softmax}+window=4").model.config) == memory.MASK
+        dense = open_saved(softmax).model
+        dense.config._attn_implementation = "eager"
+        extra = memory.sequence_bytes(dense, 1000) - memory.sequence_bytes(open_saved(softmax).model, 1000)
+        assert extra == memory.DENSE_COPIES * 2 * 1000 * 1000 * 4
+
+    def test_a_container_with_a_limit(self, tmp_path):
+        (tmp_path / "memory.max").write_text("1000\n")
+        (tmp_path / "memory.current").write_text("700\n")
+        (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+        assert memory.container_memory(tmp_path) == 450
+        (tmp_path / "memory.max").write_text("max\n")
+        assert memory.container_memory(tmp_path) is None
+        assert memory.container_memory(tmp_path / "none") is None
+
+
+class TestModels:
+    def test_names(self):
+        request = request_of("runs/lssar/model+power=31+reweight+rope=yarn:4")
+        assert request.source == "runs/lssar/model"
+        assert request.options == {"power": "31", "reweight": "", "rope": "yarn:4"}
+        assert request.name == "lssar power=31 reweight rope=yarn:4"
+        assert request_of("best=a/b/checkpoint-30").name == "best"
+        assert request_of("a/b/checkpoint-30").name == "b"
+        assert request_of("c++/gpt+x").source == "c++/gpt+x"
+        assert [request.name for request in requests_of(["a/m", "b/m"])] == ["m", "m (2)"]
+        assert request_of("m+power=3", {"power": "7", "window": "5"}).options == {"power": "3", "window": "5"}
+        assert file_name("lengths", "lssar power=31 <b>") == "lengths--lssar-power-31-b.json"
+
+    def test_powers(self, folder):
+        assert open_saved(f"{folder}+power=31").description()["power"] == 31
+        grown = open_saved(f"{folder}+power=grow:15,4").model.config.chosen_attention().spec.power
+        assert grown == PowerByLength(15, 4, 16)
+
+    def test_a_window(self, folder):
+        assert open_saved(f"{folder}+window=4").model.config.chosen_attention().window(None) == 4
+
+    def test_reweighting(self, tmp_path, folder):
+        """Weights trained as LSSA and evaluated as LSSAR are those of an LSSAR with the same weights."""
+        saved_model(tmp_path / "lssa", attention="lssa")
+        changed = open_saved(f"{tmp_path / 'lssa'}+reweight+power=7")
+        ids = torch.arange(40)[None]
+        expected = open_saved(f"{folder}+power=7").model(ids).logits
+        torch.testing.assert_close(changed.model(ids).logits, expected)
+        assert changed.description()["attention"] == "lssar"
+        with pytest.raises(ValueError, match="`--reweight` must be left out for 'lssar'"):
+            open_saved(f"{folder}+reweight")
+        with pytest.raises(ValueError, match="`--power` must be left out for 'lssa', which has no second stage"):
+            open_saved(f"{tmp_path / 'lssa'}+power=7")
+
+    @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_rope(self, llama, softmax, family, kind):
+        """A model that is loaded scaled is one that was built scaled, with the same weights."""
+        source = llama if family == "llama" else softmax
+        ids = torch.arange(60)[None]
+        usual, scaled = open_saved(source).model, open_saved(f"{source}+rope={kind}:4").model
+        assert scaled.config.rope_parameters["rope_type"] == kind
+        assert (usual(ids).logits - scaled(ids).logits).abs().max() > 1e-4
+        built = AutoModelForCausalLM.from_config(scaled.config).eval()
+        built.load_state_dict(usual.state_dict())
+        torch.testing.assert_close(scaled(ids).logits, built(ids).logits)
+
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_linear_rope_is_slower_positions(self, llama, softmax, family):
+        source = llama if family == "llama" else softmax
+        ids = torch.arange(24)[None]
+        positions = torch.arange(24)[None] / 4
+        expected = open_saved(source).model(ids, position_ids=positions).logits
+        torch.testing.assert_close(open_saved(f"{source}+rope=linear:4").model(ids).logits, expected)
+
+    def test_a_softmax_of_transformers(self, llama):
+        assert open_saved(llama).description()["attention"] == "softmax"
+        assert open_saved(llama).description()["power"] is None
+        assert open_saved(f"{llama}+reweight+power=7").description()["power"] == 7
+        with pytest.raises(ValueError, match="`--power` must be left out for a model with 'softmax'"):
+            open_saved(f"{llama}+power=7")
+        with pytest.raises(ValueError, match="`--window` must be left out"):
+            open_saved(f"{llama}+window=7")
+
+    @pytest.mark.parametrize(
+        "option", ["power=0.5", "power=x", "power=grow:3", "window=-1", "rope=cubic:4", "rope=yarn"]
+    )
+    def test_bad_options(self, folder, option):
+        with pytest.raises(ValueError, match=f"`--{option.partition('=')[0]}` must be"):
+            open_saved(f"{folder}+{option}")
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(ValueError, match=r"`MODEL` must be a folder with config\.json"):
+            training_length_of(request_of(str(tmp_path / "none")))
+        with pytest.raises(ValueError, match="which has none"):
+            open_saved(tmp_path)
+
+    def test_foreign(self, tmp_path, folder):
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        BertModel(BertConfig(vocab_size=30, **size)).save_pretrained(tmp_path / "bert")
+        with pytest.raises(ValueError, match="whose file lacks"):
+            open_saved(tmp_path / "bert")
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / "config.json").write_text('{"model_type": "no-such-model"}')
+        with pytest.raises(ValueError, match="`MODEL` must be a folder with a saved model"):
+            open_saved(tmp_path / "odd")
+        shutil.copytree(folder, tmp_path / "cut")
+        weights = tmp_path / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(ValueError, match="`MODEL` must be"):
+            open_saved(tmp_path / "cut")
+        (tmp_path / "cut" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match="`MODEL` must be a causal language model"):
+            open_saved(tmp_path / "cut")
+
+
+class TestTexts:
+    def test_folder(self, folder, tmp_path):
+        source = tmp_path / "text.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        prepare([source], tmp_path / "data", tokenizer="bytes", validation_fraction=0.0, workers=1)
+        found = folder_documents(str(tmp_path / "data"), "train")
+        assert sorted(found.lengths.tolist()) == [9, 200, 540]
+        assert bytes(next(found.at_least(540)).tolist()).decode() == TEXTS[0]
+        assert found.long_enough(200) == 2
+        with pytest.raises(ValueError, match="`--split` must be a split of"):
+            folder_documents(str(tmp_path / "data"))
+
+    def test_builtin(self):
+        assert all(len(text) > 65536 for text in raw_texts(["builtin"]))
+
+    def test_another_tokenizer(self, folder, tmp_path):
+        found = open_saved(folder)
+        documents = text_documents(["abc"], ["text"], lambda text, **_: {"input_ids": [5000] * 50})
+        with pytest.raises(ValueError, match="tokens below 320, the vocabulary of the model, got 5000"):
+            measure_lengths(found, documents, [16], tmp_path)
+
+    def test_nothing(self, tmp_path):
+        (tmp_path / "empty.txt").write_text("")
+        with pytest.raises(ValueError, match="at least one document that is not empty"):
+            raw_texts([str(tmp_path / "empty.txt")])
+        with pytest.raises(ValueError, match="which does not exist"):
+            raw_texts([str(tmp_path / "none.txt")])
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from evaluation_cases import open_saved
+from softplus_attention.evaluation.inside import look_inside
+from softplus_attention.evaluation.lengths import losses_of
+import torch
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+torch.set_num_threads(1)
+model = open_saved(sys.argv[1]).model
+rows = torch.randint(0, 256, (1, 8192))
+losses_of(model, rows[:, :128])
+look_inside(model, rows[:, :128], frozen_length=128)
+before = peak()
+losses_of(model, rows)
+look_inside(model, rows, frozen_length=128)
+print(peak() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["lssar", "softmax"])
+def test_sixty_four_times_in_bounded_memory(tmp_path, attention):
+    """8192 tokens, 64 times 128: one dense float32 matrix of weights of the two heads would take 537 MB."""
+    saved_model(tmp_path, attention=attention)
+    command = [sys.executable, "-c", PEAK, str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 200
+
+
+def test_no_nan_in_json():
+    assert plain({"a": float("nan"), "b": (1, float("inf")), "c": torch.float32}) == {
+        "a": None,
+        "b": [1, None],
+        "c": "torch.float32",
+    }

@@ -1,0 +1,181 @@
+"""Pass keys: prompts as they are meant to be, 100% for a model that copies and 0% for one that does not."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from evaluation_cases import Copier, Forgetful, open_saved, saved_model
+
+from softplus_attention.data import TokenDataset, prepare
+from softplus_attention.evaluation.passkey import (
+    FORMS,
+    Filler,
+    answers_of,
+    is_right,
+    passkey_documents,
+    prompt_of,
+    smallest_length,
+    trial_of,
+    trials_of,
+)
+from softplus_attention.evaluation.passkey_measure import depths_in, measure_passkey, table_of, write_documents
+from softplus_attention.evaluation.texts import text_documents
+from softplus_attention.huggingface.loading import load_tokenizer
+
+TEXT = " ".join(f"word{n % 17} and {n % 5} more" for n in range(400))
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def filler_of(form: str) -> Filler:
+    return Filler(FORMS[form], encode, [encode(TEXT)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+class TestPrompt:
+    def test_as_mohtashami_and_jaggi_have_it(self):
+        trial = trial_of(FORMS["sentences"], encode, filler_of("sentences"), 600, 0.5, random.Random(0))
+        text = bytes(trial.ids).decode()
+        assert len(trial.ids) == 600
+        assert text.startswith(
+            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize"
+        )
+        assert f"The pass key is {trial.key}. Remember it. {trial.key} is the pass key." in text
+        assert text.endswith(f"What is the pass key? The pass key is {trial.key}")
+        assert text.count("The grass is green. The sky is blue. The sun is yellow. Here we go. There and back") >= 3
+        assert trial.answer == 6
+
+    @pytest.mark.parametrize("depth", [0, 0.25, 1])
+    def test_depth(self, depth):
+        trial = trial_of(FORMS["compact"], encode, filler_of("compact"), 500, depth, random.Random(1))
+        place = bytes(trial.ids).decode().index(f"\n[key={trial.key}]\n")
+        room = 500 - smallest_length(FORMS["compact"], encode)
+        assert place == round(depth * room)
+        assert bytes(trial.ids).decode().endswith(f"\n[key={trial.key}")
+
+    def test_trials_repeat_and_differ(self):
+        words = (FORMS["compact"], encode, filler_of("compact"), 100, 0.5)
+        assert trials_of(*words, 5, 0) == trials_of(*words, 5, 0)
+        keys = {trial.key for seed in (0, 1) for trial in trials_of(*words, 5, seed)}
+        assert len(keys) == 10
+        assert all(re.fullmatch("[1-9][0-9]{4}", key) for key in keys)
+
+    def test_texts_from_a_file(self, tmp_path):
+        (tmp_path / "prompt.json").write_text(json.dumps({"needle": "<{key}>", "question": "<", "filler": "la "}))
+        prompt = prompt_of("compact", tmp_path / "prompt.json", digits=3)
+        trial = trial_of(prompt, encode, Filler(prompt, encode), 30, 0, random.Random(0))
+        assert bytes(trial.ids).decode() == f"<{trial.key}>" + ("la " * 8)[:21] + f"<{trial.key}"
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('{"needle": "no key"}', r"`prompt needle` must be a text with \{key\}"),
+            ('{"question": "is it {key}?"}', "which would give it away"),
+            ('{"colour": "red"}', "a JSON object of some of form, start"),
+            ("nonsense", "`--prompt` must be a readable JSON file"),
+            ('{"digits": "five"}', "`prompt digits` must be a int"),
+        ],
+    )
+    def test_bad_files(self, tmp_path, content, message):
+        (tmp_path / "prompt.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            prompt_of("sentences", tmp_path / "prompt.json")
+
+    def test_bad_words(self):
+        with pytest.raises(ValueError, match="`--form` must be one of sentences, compact, got 'haiku'"):
+            prompt_of("haiku")
+        with pytest.raises(ValueError, match="`--depths` must be numbers from 0"):
+            depths_in("0,2")
+        with pytest.raises(ValueError, match="hides the key in ordinary text"):
+            Filler(FORMS["compact"], encode)
+
+
+class TestRetrieval:
+    @pytest.mark.parametrize("form", list(FORMS))
+    @pytest.mark.parametrize(("model", "share"), [(Copier(), 1.0), (Forgetful(), 0.0)], ids=["copies", "forgets"])
+    def test_known_models(self, form, model, share):
+        prompt, filler = FORMS[form], filler_of(form)
+        for length in (smallest_length(prompt, encode), 400):
+            for depth in (0, 0.5, 1):
+                trials = trials_of(prompt, encode, filler, length, depth, 4, seed=0)
+                answers = answers_of(model, trials, at_once=3)
+                assert sum(map(is_right, trials, answers)) == 4 * share
+
+    def test_one_pass_says_what_greedy_decoding_writes(self, folder):
+        opened = open_saved(folder)
+        prompt, filler = FORMS["compact"], filler_of("compact")
+        trial = trials_of(prompt, encode, filler, 60, 0.5, 1, seed=0)[0]
+        question = torch.tensor([trial.ids[: -trial.answer]])
+        written = opened.model.generate(question, max_new_tokens=trial.answer, do_sample=False, eos_token_id=None)
+        written = written[0, -trial.answer :].tolist()
+        changed = trial.__class__(trial.key, trial.ids[: -trial.answer] + written, trial.answer)
+        assert answers_of(opened.model, [changed]) == [written]
+        assert is_right(changed, written)
+        assert not is_right(trial, answers_of(opened.model, [trial])[0])
+
+
+class TestMeasure:
+    def test_file(self, folder, tmp_path):
+        tokenizer = load_tokenizer(str(folder))
+        opened = open_saved(folder)
+        documents = text_documents([TEXT], ["text"], tokenizer)
+        words = {"documents": documents, "trials": 3}
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [16, 64], [0.0, 1.0], tmp_path, **words)
+        assert [(cell["length"], cell["depth"]) for cell in result["results"]["cells"]] == [(64, 0.0), (64, 1.0)]
+        assert all(
+            cell["trials"] == 3 and cell["accuracy"] == cell["correct"] / 3 for cell in result["results"]["cells"]
+        )
+        assert result["results"]["skipped"] == [{"length": 16, "reason": "the prompt alone has 24 tokens"}]
+        assert len(result["results"]["cells"][0]["wrong"]) == 3
+        assert "64" in table_of([result])
+
+        # Another length is added to what is there; the cells that exist are not run again.
+        path = next(tmp_path.glob("passkey--*.json"))
+        content = json.loads(path.read_text())
+        content["results"]["cells"][0]["correct"] = 77
+        path.write_text(json.dumps(content))
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64, 32], [0.0, 1.0], tmp_path, **words)
+        assert [cell["length"] for cell in result["results"]["cells"]] == [32, 32, 64, 64]
+        assert result["results"]["cells"][2]["correct"] == 77
+        words["trials"] = 2
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64], [0.0], tmp_path, **words)
+        assert result["results"]["cells"][0]["correct"] <= 2
+        assert path.with_suffix(".json.old").exists()
+
+
+class TestTrainingMix:
+    def test_documents(self):
+        found = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, seed=3))
+        assert found == list(passkey_documents([TEXT], FORMS["compact"], 200, 90, seed=3))
+        for text in found:
+            keys = re.findall(r"\n\[key=(\d{5})\]\n", text)
+            assert len(keys) == 2
+            assert keys[0] == keys[1]
+            assert text.endswith(f"\n[key={keys[0]}]\n")
+            assert len(text) <= 90
+        assert min(map(len, found)) < 35
+        assert max(map(len, found)) > 85
+
+    def test_data_prepare_takes_them_beside_text(self, tmp_path):
+        (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+        written = write_documents(tmp_path / "mix" / "passkey.jsonl", [TEXT], FORMS["compact"], 50, 90, 0)
+        sources = [tmp_path / "text.jsonl", tmp_path / "mix"]
+        prepare(sources, tmp_path / "data", tokenizer="bytes", validation_fraction=0, workers=1)
+        dataset = TokenDataset.open(tmp_path / "data", "train")
+        assert dataset.total_documents == 51
+        assert dataset.total_tokens == len(TEXT) + written + 51
+        assert bytes(dataset.document(7)[:-1].tolist()).decode().endswith("]\n")
+
+    def test_too_short(self):
+        with pytest.raises(ValueError, match="`--most-characters` must be at least 26"):
+            list(passkey_documents([TEXT], FORMS["compact"], 1, 20))

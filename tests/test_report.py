@@ -1,0 +1,218 @@
+"""The report without a browser: what it reads, what it refuses, and that no text from a file becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import re
+from array import array
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import report_results
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from softplus_attention.cli import main
+from softplus_attention.report import build, document
+from softplus_attention.report.charts import LineChart, Series, csv_text
+from softplus_attention.report.reading import find_results
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def html_of(folder: Path) -> tuple[str, list[tuple[str, str]]]:
+    """The page without the figures' files, and the problems that were found."""
+    found = find_results(folder)
+    sections = build.all_sections(found)
+    return build.html_of(found, sections, {}, "files"), found.problems
+
+
+class Elements(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [name for name, _ in attrs]
+
+
+@pytest.fixture
+def everything(tmp_path):
+    report_results.write(tmp_path, report_results.everything())
+    return tmp_path
+
+
+def test_every_kind_is_shown(everything):
+    page, problems = html_of(everything)
+    assert problems == []
+    for title in (
+        "Loss by length", "What the context beyond the window is worth", "Pass key: sharp", "Downstream tasks",
+        "recall: answer tokens right", "Weight on the first token, by layer", "Entropy of stage 1, by length",
+        "Attention explorer", "Newton from orbits: newton/cpu.json", "Runs and settings",
+        "forward + backward: train, head dimension 64",
+    ):  # fmt: skip
+        assert title in page
+    assert "not measured: 4096: no document is so long" in page
+    assert "0.25 ± 0.02" in page
+    assert "root:x:" not in page  # a result that names /etc/passwd as its figure
+
+
+def test_text_from_files_stays_text(everything):
+    (everything / f"{report_results.HOSTILE[:7].replace('/', '')}.json").write_text('{"<b>": ')
+    page, _ = html_of(everything)
+    elements = Elements()
+    elements.feed(page)
+    assert not {"img", "svg"} & set(elements.tags)
+    assert not [name for name in elements.attributes if name.startswith("on") or name == "style"]
+    assert elements.tags.count("script") == 2
+    data = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.S)[1]
+    assert "<" not in data
+    names = [series["name"] for series in json.loads(data)["figures"]["figure-1"]["series"]]
+    assert report_results.HOSTILE in names
+
+
+def test_nothing_is_loaded(everything):
+    page, _ = html_of(everything)
+    assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}
+    policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)[1]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert "innerHTML" not in page
+
+
+BROKEN = {
+    "cut.json": '{"format": "softplus-attention result", "vers',
+    "list.json": "[1, 2]",
+    "deep.json": '{"a":' * 100_000,
+    "bytes.json": b"\xff\xfe\x00",
+    "digits.json": '{"a": ' + "9" * 5000 + "}",
+    "newer.json": '{"format": "softplus-attention result", "version": 2, "measure": "lengths"}',
+    "unknown.json": '{"format": "softplus-attention result", "version": 1, "measure": "\\u001b[31m"}',
+    "stranger.json": '{"hello": "world"}',
+}
+
+
+def test_broken_files_are_named(tmp_path):
+    report_results.write(tmp_path, {"lengths--a.json": report_results.frame("lengths", "a", report_results.lengths(0))})
+    wrong = report_results.frame("maps", "m", report_results.maps(True))
+    wrong["results"]["maps"][0]["weights"][1] = [0.5]
+    report_results.write(tmp_path, {"maps--m.json": wrong})
+    for name, text in BROKEN.items():
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"hidden_size": 3}')
+    page, problems = html_of(tmp_path)
+    words = dict(problems)
+    assert set(words) == {*BROKEN, "maps--m.json"}
+    assert words["maps--m.json"] == "a result of kind maps, but row 1 of `weights` must have 2 numbers"
+    assert "version 2" in words["newer.json"]
+    assert "\x1b" not in words["unknown.json"]
+    for name in words:
+        assert f"<code>{name}</code>" in page
+    assert "1 JSON files of checkpoints" in page
+
+
+def test_problems_are_said_on_stderr(tmp_path, capsys):
+    one = report_results.frame("downstream", "a", report_results.downstream())
+    report_results.write(tmp_path, {"downstream--a.json": one})
+    (tmp_path / "broken.json").write_text("{")
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out.html")]) == 0
+    captured = capsys.readouterr()
+    assert "not shown: broken.json: cannot be read as JSON" in captured.err
+    assert "1 result files, 1 figures and tables" in captured.out
+    assert (tmp_path / "out-files" / "01-downstream-tasks.csv").read_text().startswith("task,metric,samples,a\n")
+
+
+@pytest.mark.parametrize(("make", "words"), [(False, "a folder with results"), (True, "at least one result file")])
+def test_nothing_to_show(make, words, tmp_path, capsys):
+    folder = tmp_path / "none"
+    if make:
+        folder.mkdir()
+        (folder / "a.json").write_text("{}")
+    assert main(["report", str(folder)]) == 2
+    assert words in capsys.readouterr().err
+    assert not (folder / "report.html").exists()
+
+
+def places(data: object, path: tuple[object, ...] = ()) -> list[tuple[object, ...]]:
+    """The way to every value of a JSON tree."""
+    found = [path] if path else []
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        found += places(value, (*path, key))
+    return found
+
+
+KINDS = report_results.everything()
+JUNK = st.sampled_from(
+    [None, True, -1, 0, 1.5, 1e999, float("nan"), 10**400, "", "<b>\ud800\x00", [], [[]], {}, {"a": 1}]
+)
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_no_damage_crashes_it(data, tmp_path):
+    """Any value of any result replaced by junk: the file is shown or named, and the page is written."""
+    name = data.draw(st.sampled_from(sorted(KINDS)))
+    damaged = copy.deepcopy(KINDS[name])
+    *way, last = data.draw(st.sampled_from(places(damaged)))
+    place = damaged
+    for key in way:
+        place = place[key]
+    place[last] = data.draw(JUNK)
+    for old in tmp_path.rglob("*.json"):
+        old.unlink()
+    report_results.write(tmp_path, {name: damaged})
+    found = find_results(tmp_path)
+    sections = build.all_sections(found)
+    build.html_of(found, sections, {}, "files").encode()
+    for section in sections:
+        for figure in section.figures():
+            csv_text(figure.table()).encode()
+    assert len(found.results) + len({path for path, _ in found.problems}) + found.working_files == 1
+
+
+def test_packed_weights_are_exact():
+    rows = report_results.weights(1, 0, sharp=True)
+    packed = document.packed([*rows[:-1], [*rows[-1][:-1], 1e-50]])
+    words = array("f", base64.b64decode(packed["weights"]))
+    flat = [weight for row in rows for weight in row][:-1]
+    assert len(words) == len(flat) + 1
+    assert [float(f"{word:.4g}") for word in words[:-1]] == flat
+    assert 0 < words[-1] < 1e-40
+    assert packed["largest"] == max(flat)
+
+
+def test_csv_holds_the_numbers_and_no_formulas():
+    chart = LineChart("t", "x", "y", [Series("=cmd()", [1, 2], [0.5, None], [0.1, None]), Series("b", [2], [-3.25])])
+    text = csv_text(chart.table())
+    assert text == "x,'=cmd(),'=cmd(): standard error,b\n1,0.5,0.1,\n2,,,-3.25\n"
+
+
+def test_results_of_this_repository_are_shown():
+    page, problems = html_of(REPOSITORY / "results")
+    assert problems == []
+    assert "NVIDIA H200" in page
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1, 2], ids=["light", "dark by the system", "dark by choice"])
+def test_colours_stand_out(theme):
+    """WCAG's contrasts: 4.5 for text, 3 for lines of a figure."""
+    style = document.asset("report.css")
+    block = [part for part in style.split("}") if "--paper:" in part][theme]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
+    paper = luminance(colours["paper"])
+    for name, least in {"ink": 4.5, "faint": 4.5, "link": 4.5, **{f"s{k}": 3 for k in range(8)}}.items():
+        light, dark = sorted([luminance(colours[name]), paper], reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= least, name

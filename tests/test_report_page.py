@@ -1,0 +1,165 @@
+"""The report's page in a real Chromium: no complaints, figures drawn, the explorer read by pointer and by keys."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import warnings
+
+import browser as chromium_browser
+import pytest
+import report_results
+
+from softplus_attention.cli import main
+
+REQUIRED = "SOFTPLUS_ATTENTION_NEEDS_CHROMIUM"
+HAS_CHROMIUM = bool(chromium_browser.CHROMIUM and chromium_browser.DRIVER)
+MISSING = "page tests SKIPPED: Chromium and ChromeDriver are missing (apt-get install chromium chromium-driver)"
+if not HAS_CHROMIUM:
+    warnings.warn(MISSING, stacklevel=1)
+
+in_chromium = pytest.mark.skipif(not HAS_CHROMIUM, reason=MISSING)
+FIGURES = "return document.querySelectorAll('.plot svg[role=img]').length"
+
+
+def test_chromium_is_there_where_it_must_be():
+    """CI sets the variable: there the page tests may not be skipped."""
+    if os.environ.get(REQUIRED):
+        assert HAS_CHROMIUM, MISSING
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    shown = ("lengths", "passkey", "inside", "maps", "bench")
+    files = {name: data for name, data in report_results.everything().items() if name.startswith(shown)}
+    report_results.write(folder, files)
+    (folder / "broken.json").write_text("{")
+    assert main(["report", str(folder)]) == 0
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium_browser.chromium() as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser, report):
+    browser.look(width=1280, height=900)
+    browser.open(report)
+    browser.wait(FIGURES)
+    yield browser
+    assert browser.console() == []
+    assert browser.run("return window.hacked") is None
+
+
+def test_every_figure_has_its_files(report):
+    files = report.parent / "report-files"
+    names = {path.stem for path in files.glob("*.csv")}
+    links = re.findall(r'href="report-files/([\w-]+)\.(png|svg|csv)"', report.read_text())
+    assert {name for name, _ in links} == names
+    for name, kind in links:
+        assert (files / f"{name}.{kind}").stat().st_size > 20
+    with next(files.glob("*-loss-by-length.csv")).open() as handle:
+        head, *rows = csv.reader(handle)
+    column = head.index("sharp")
+    assert [row[0] for row in rows] == ["128", "256", "512", "1024"]
+    assert [float(row[column]) for row in rows] == [1.8, 1.8, 1.8, 1.8]
+    svg = next(files.glob("*-attention-maps-script*.svg")).read_text()
+    assert "<img" not in svg
+
+
+def test_a_second_report_draws_nothing_again(report):
+    pictures = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.png")}
+    assert len(pictures) > 15
+    one = sorted(pictures)[3]
+    one.unlink()
+    assert main(["report", str(report.parent)]) == 0
+    again = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.png")}
+    assert {path for path in pictures if again[path] != pictures[path]} == {one}
+
+
+@in_chromium
+@pytest.mark.parametrize("look", ["light", "dark", "phone"])
+def test_figures_are_drawn(browser, report, look, tmp_path):
+    sizes = {"phone": {"width": 390, "height": 844, "phone": True}}
+    browser.look(**sizes.get(look, {"width": 1280, "height": 900, "dark": look == "dark"}))
+    browser.open(report)
+    browser.wait(f"{FIGURES} === document.querySelectorAll('.plot').length")
+    assert browser.run("return document.querySelectorAll('.plot .series path.line').length") > 20
+    assert browser.run("return document.querySelectorAll('.plot rect.cell').length") > 20
+    assert browser.run("return document.querySelectorAll('.panel canvas.map').length") == 2
+    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert browser.run("return [...document.querySelectorAll('img')].every(image => image.src.startsWith('data:'))")
+    paper = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert paper == ("rgb(13, 17, 23)" if look == "dark" else "rgb(255, 255, 255)")
+    assert browser.console() == []
+    assert browser.run("return window.hacked") is None
+    assert browser.screenshot(tmp_path / "page.png").stat().st_size > 10_000
+
+
+MAP = "return document.querySelector('.panel:nth-child({}) canvas.map').toDataURL()"
+READING = "return document.querySelector('.panel:nth-child({}) .reading').textContent"
+
+
+@in_chromium
+def test_the_explorer_changes_its_map(page):
+    before = [page.run(MAP.format(panel)) for panel in (1, 2)]
+    page.choose(".panel:nth-child(1) label:nth-child(3) select", "1")
+    after = [page.run(MAP.format(panel)) for panel in (1, 2)]
+    assert all(one != other for one, other in zip(before, after, strict=True))  # the second follows the first
+    page.choose(".panel:nth-child(1) label:nth-child(2) select", "2")
+    assert page.run(MAP.format(1)) != after[0]
+    page.click(".panel:nth-child(1) .thumbs button:nth-child(1)")
+    assert page.run(MAP.format(1)) == before[0]
+    page.choose(".panel:nth-child(1) label:nth-child(1) select", "1")
+    assert page.run(MAP.format(1)) == before[1]
+
+
+@in_chromium
+def test_weights_are_read(page):
+    """By the pointer and by the arrow keys, in both panels at once, and the numbers are the file's."""
+    selector = ".panel:nth-child(1) canvas.map"
+    page.run("document.querySelector('.explorer').scrollIntoView()")
+    side = page.run(f"return document.querySelector('{selector}').clientWidth")
+    cell, size = side / len(report_results.TOKENS), len(report_results.TOKENS)
+    page.hover(selector, round((2.5 - size / 2) * cell), round((5.5 - size / 2) * cell))
+    for panel, sharp in ((1, False), (2, True)):
+        words = page.run(READING.format(panel))
+        assert words.startswith("Query 5 “␣years”, key 2 “␣Ishmael”: ")
+        weight = report_results.weights(0, 0, sharp)[5][2]
+        assert words.endswith("exactly 0") if weight == 0 else float(words.split()[-1]) == weight
+    page.press(selector, "down", "right", "right")
+    assert page.run(READING.format(2)).startswith(f"Query 6 “␣ago”, key 4 “{report_results.HOSTILE_TOKEN[:4]}␣onload")
+
+
+@in_chromium
+def test_charts_are_read_by_keys_and_switched(page):
+    titles = "[...document.querySelectorAll('figure.lines h3')]"
+    name = page.run(f"return {titles}.find(t => t.textContent === 'Loss by length').closest('figure').id")
+    page.press(f"#{name} .plot svg[role=img]", "right", "right")
+    words = page.run(f"return document.querySelector('#{name} .reading').textContent")
+    assert "256 (2x)" in words
+    assert f"{report_results.HOSTILE} 2.1" in words
+    assert "sharp 1.8" in words
+    lines = f"return document.querySelectorAll('#{name} .series').length"
+    assert page.run(lines) == 2
+    page.click(f"#{name} .legend li:nth-child(1) button")
+    assert page.run(lines) == 1
+
+
+@in_chromium
+def test_the_theme_is_chosen(page):
+    def paper() -> str:
+        return page.run("return getComputedStyle(document.body).backgroundColor")
+
+    seen = [paper()]
+    for _ in range(2):
+        page.click("#theme")
+        seen.append(paper())
+    assert seen == ["rgb(255, 255, 255)", "rgb(255, 255, 255)", "rgb(13, 17, 23)"]
+    assert page.run("return document.getElementById('theme').textContent") == "Theme: dark"
+    page.click("#theme")
