@@ -154,16 +154,19 @@ class TestMeasure:
 
 
 class TestTrainingMix:
-    def test_documents(self):
-        found = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, seed=3))
-        assert found == list(passkey_documents([TEXT], FORMS["compact"], 200, 90, seed=3))
+    @pytest.mark.parametrize("questions", [1, 3])
+    def test_documents(self, questions):
+        words = ([TEXT], FORMS["compact"], 200, 90, 3, questions)
+        found = list(passkey_documents(*words))
+        assert found == list(passkey_documents(*words))
         for text in found:
             keys = re.findall(r"\n\[key=(\d{5})\]\n", text)
-            assert len(keys) == 2
-            assert keys[0] == keys[1]
+            assert len(keys) == 1 + questions
+            assert len(set(keys)) == 1
             assert text.endswith(f"\n[key={keys[0]}]\n")
             assert len(text) <= 90
-        assert min(map(len, found)) < 35
+            assert re.sub(r"\n\[key=\d{5}\]\n", "", text) in TEXT
+        assert min(map(len, found)) < 13 * (1 + questions) + 9
         assert max(map(len, found)) > 85
 
     def test_data_prepare_takes_them_beside_text(self, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
+    "numpy": "huggingface",
     "transformers": "huggingface",
     "accelerate": "huggingface",
     "tokenizers": "huggingface",

@@ -43,7 +43,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "the length it was trained at: a table, a figure and a page. Run again, it goes on where it was stopped.",
     )
     parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for it all (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each model (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=240, help="training steps of each model (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument(
         "--texts", type=int, default=24, help="validation texts of the longest length (default: %(default)s)"

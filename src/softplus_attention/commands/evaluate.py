@@ -143,6 +143,13 @@ def add_passkey_data(actions: _SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="N",
         help="of a document: about three quarters of a training sequence (default: %(default)s, for 128 bytes)",
     )
+    parser.add_argument(
+        "--questions",
+        type=int,
+        default=2,
+        metavar="N",
+        help="after each key (default: %(default)s)",
+    )
     add_prompt(parser, "compact")
     parser.set_defaults(run=run_passkey_data)
 
@@ -379,7 +386,8 @@ def run_passkey_data(options: argparse.Namespace) -> int:
     prompt = prompt_of(options.form, options.prompt, options.digits)
     texts = raw_texts(options.text)
     path = options.output / "passkey.jsonl"
-    written = write_documents(path, texts, prompt, options.documents, options.most_characters, options.seed)
+    words = {"seed": options.seed, "questions": options.questions}
+    written = write_documents(path, texts, prompt, options.documents, options.most_characters, **words)
     share = written / (written + sum(map(len, texts)))
     print(f"{path}: {options.documents} documents, {written} characters, {100 * share:.1f}% of them and the text")
     return 0

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,18 @@ def is_right(trial: Trial, answer: list[int]) -> bool:
 
 
 def passkey_documents(
-    texts: Sequence[str], prompt: PasskeyPrompt, count: int, most_characters: int, seed: int = 0
+    texts: Sequence[str], prompt: PasskeyPrompt, count: int, most_characters: int, seed: int = 0, questions: int = 1
 ) -> Iterator[str]:
-    """Documents that teach the form: text, a key, more text, the question and the answer.
+    """Documents that teach the form: text, a key, and ``questions`` times more text, the question and the answer.
 
     Their lengths are spread evenly up to ``most_characters``, which should be below the training length: a sequence
-    must hold the key and the question together for anything to be learned.
+    must hold the key and a question together for anything to be learned.
     """
-    key = "9" * prompt.digits
-    fixed = prompt.start + prompt.needle + prompt.question + prompt.answer + prompt.ending
-    least = len(fixed.replace(KEY, key))
+    blank = "9" * prompt.digits
+    answered = prompt.question + prompt.answer + prompt.ending
+    least = len((prompt.start + prompt.needle + questions * answered).replace(KEY, blank))
+    if questions < 1:
+        fail("--questions", "at least 1", questions)
     if most_characters < least:
         fail("--most-characters", f"at least {least}, the prompt's own", most_characters)
     chance = random.Random(seed)
@@ -202,7 +205,8 @@ def passkey_documents(
             text = chance.choice(long)
             begin = chance.randrange(len(text) - room + 1)
             stretch = text[begin : begin + room]
-        place = chance.randrange(room + 1)
+        places = [0, *sorted(chance.randrange(room + 1) for _ in range(questions)), room]
+        first, *others = (stretch[begin:end] for begin, end in pairwise(places))
         key = prompt.key(chance)
-        needle, end = (part.replace(KEY, key) for part in (prompt.needle, prompt.answer + prompt.ending))
-        yield prompt.start + stretch[:place] + needle + stretch[place:] + prompt.question + end
+        needle, end = (part.replace(KEY, key) for part in (prompt.needle, answered))
+        yield prompt.start + first + needle + "".join(other + end for other in others)

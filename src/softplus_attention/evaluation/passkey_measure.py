@@ -123,14 +123,20 @@ def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[An
 
 
 def write_documents(
-    path: Path, texts: Sequence[str], prompt: PasskeyPrompt, count: int, most_characters: int, seed: int
+    path: Path,
+    texts: Sequence[str],
+    prompt: PasskeyPrompt,
+    count: int,
+    most_characters: int,
+    seed: int = 0,
+    questions: int = 1,
 ) -> int:
     """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as handle:
-        for text in passkey_documents(texts, prompt, count, most_characters, seed):
+        for text in passkey_documents(texts, prompt, count, most_characters, seed, questions):
             handle.write(json.dumps({"text": text}) + "\n")
             characters += len(text)
     partial.replace(path)

@@ -40,8 +40,8 @@ class Recall:
         k3 v3 . k1 v1 k2 v2 . . | k1 V1 k3 V3          (. is noise, capitals are answers)
 
     A key is ``key_tokens`` of ``symbols`` symbols and no two keys of a sequence are equal; likewise a value, which may
-    repeat. ``pairs`` leaves the rest of the sequence to noise, at random places; 0 fills it with as many as fit. Queries
-    are drawn independently, so that what was not asked for yet gives nothing away.
+    repeat. ``pairs`` leaves the rest of the sequence to noise, at random places; 0 fills it with as many as fit. The
+    queries are drawn independently, so that what was not asked for yet gives nothing away.
     """
 
     name: ClassVar[str] = "recall"

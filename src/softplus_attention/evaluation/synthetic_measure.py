@@ -31,13 +31,14 @@ from softplus_attention.training.run import model_config, trainer_of, training_a
 # Streams that never meet: what is tested was not trained on.
 TRAINING, TESTING = 0, 1
 TRAINED = "manifest.json"
-TRAINING_LENGTH = 64
 PRESETS: dict[str, dict[str, Any]] = {
-    # A minute or two on two cores.
-    "cpu": {"layers": 2, "width": 64, "heads": 1, "steps": 600, "batch_size": 64, "learning_rate": 3e-3},
-    # Minutes on one GPU.
-    "gpu": {"layers": 4, "width": 256, "heads": 4, "steps": 20000, "batch_size": 128, "learning_rate": 1e-3},
-}
+    # About a minute on one core: enough for copy and flip-flop, not for recall.
+    "cpu": {"layers": 2, "width": 64, "heads": 2, "steps": 600, "batch_size": 64, "learning_rate": 2e-3},
+    # For one GPU: five million sequences. Not a preset that has been measured.
+    "gpu": {
+        "layers": 2, "width": 128, "heads": 2, "steps": 20000, "batch_size": 256, "learning_rate": 1e-3, "workers": 4,
+    },
+}  # fmt: skip
 MULTIPLES = {"cpu": "1,2,4,8,16,32,64", "gpu": "1,2,4,8,16,32,64,128,256,512,1000"}
 RISING_POWER = "3,7@0.3,15@0.6"
 
