@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softplus_attention as package
-from softplus_attention import softplus_attention
+from softplus_attention import provenance, softplus_attention
 
 ROOT = Path(__file__).parents[1]
 HEADS, HEAD_DIM, POWER = 8, 64, 15
@@ -137,29 +136,6 @@ def measure_memory(lengths: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "capability": torch.backends.cpu.get_cpu_capability(),
-    }
-
-
-def commit() -> str:
-    """The commit of the working tree, marked where it holds uncommitted changes."""
-    try:
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def table(data: dict[str, Any]) -> str:
     lines = [
         f"B=1 H={HEADS} D={HEAD_DIM} float32 causal p={POWER}; {data['machine']['cpu']}; torch {torch.__version__}",
@@ -194,8 +170,8 @@ def main() -> None:
     data = {
         "command": shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "machine": machine(),
+        "commit": provenance.commit(),
+        "machine": {**provenance.machine(), "capability": torch.backends.cpu.get_cpu_capability()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

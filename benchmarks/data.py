@@ -15,7 +15,6 @@ import gzip
 import json
 import lzma
 import os
-import platform
 import resource
 import shlex
 import shutil
@@ -24,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from softplus_attention import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ("encode_batch_fast", "encode_batch")
@@ -72,13 +72,6 @@ def timed_elsewhere(method: str, options: argparse.Namespace) -> list[float]:
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="a .jsonl, .jsonl.xz or .jsonl.gz file with a field 'text'")
@@ -86,7 +79,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, help="workers, and threads of tokenizers (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--copies", type=int, default=0, help="also prepare a folder of so many copies, once")
-    parser.add_argument("--commit", default="unknown", help="of the code that runs")
+    parser.add_argument("--commit", help="of the code that runs (default: what git says)")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "data.json", help="the JSON file to write")
     parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -111,12 +104,9 @@ def main() -> int:
     data: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/data.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": options.commit,
-        "machine": {"cpu": processor(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
-        "versions": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("softplus-attention", "tokenizers", "numpy")},
-        },
+        "commit": options.commit or provenance.commit(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(("tokenizers", "numpy")),
         "threads": options.threads,
         "text": counts,
         "seconds_and_processor_seconds": seconds,

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+from softplus_attention import provenance
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -105,7 +104,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=("gpt", "llama"), default=("gpt", "llama"))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="tiny models: to try the script on a CPU")
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", help="default: what git says")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -132,9 +131,8 @@ def main() -> int:
                         flush=True,
                     )
     if options.output:
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or platform.machine()
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit, "machine": machine, **versions}
+        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit or provenance.commit()}
+        about |= {"machine": provenance.machine(device), "versions": provenance.versions()}
         threads = {} if device.type == "cuda" else {"threads": torch.get_num_threads()}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({**about, **threads, "rows": rows}, indent=1) + "\n")

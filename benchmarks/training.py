@@ -29,8 +29,9 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
+from softplus_attention import provenance
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
-from softplus_attention.training import metrics, provenance
+from softplus_attention.training import metrics
 from softplus_attention.training.configuration import TrainConfig, configured
 from softplus_attention.training.run import model_config, trainer_of, training_arguments
 
@@ -126,7 +127,7 @@ def timed(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
         "mfu_causal": peak and tokens / step * causal / (peak * 1e12),
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
         "training_loss": result.training_loss, "seconds": time.perf_counter() - begun,
-        "machine": provenance.machine(arguments.device, 1),
+        "machine": provenance.machine(arguments.device),
     }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from softplus_attention import provenance
 from softplus_attention.data import builtin_text
 from softplus_attention.evaluation.lengths import Texts, loss_by_length, texts_of
 from softplus_attention.huggingface import set_power, use_attention
@@ -81,7 +82,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=Path("retrofit"), help="for Trainer's files")
-    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--commit", help="default: what git says")
     parser.add_argument("--output", type=Path, help="results as JSON")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
@@ -115,9 +116,8 @@ def main() -> int:
     measure(f"LSSAR, {options.tune} steps, power 1 to 15", model, texts, rows)
 
     if options.output:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit, "machine": device}
-        about |= {"torch": torch.__version__, "transformers": transformers.__version__, "lengths": LENGTHS}
+        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit or provenance.commit()}
+        about |= {"machine": provenance.machine(), "versions": provenance.versions(), "lengths": LENGTHS}
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({**about, "texts": len(texts.rows), "rows": rows}, indent=1) + "\n")
     return 0

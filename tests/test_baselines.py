@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -211,8 +211,8 @@ def test_sdpa_is_the_reference(name: str, data: st.DataObject) -> None:
     options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": True}
     if is_causal:
         options["window"] = data.draw(st.none() | st.integers(1, 14))
-    elif attention(name).spec.window is not None:
-        return
+    else:
+        assume(attention(name).spec.window is None)
     if data.draw(st.booleans()):
         options["attn_mask"] = torch.rand(B, data.draw(st.sampled_from((1, H))), t_q, t_k, generator=generator) > 0.4
     if data.draw(st.booleans()):
@@ -476,11 +476,6 @@ def test_entmax_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DOCS = Path(__file__).parents[1] / "docs" / "baselines.md"
-
-
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL))
-def test_documentation_runs(block: str) -> None:
-    exec(compile(block, str(DOCS), "exec"), {})
 
 
 def test_documentation_names_them_all() -> None:

@@ -148,10 +148,7 @@ def conclusion(curves: dict[str, LengthCurve]) -> str:
 def write(
     folder: Path, curves: dict[str, LengthCurve], lengths: list[int], texts: Texts, options: argparse.Namespace
 ) -> list[Path]:
-    import torch
-    import transformers
-
-    from softplus_attention import __version__
+    from softplus_attention import provenance
     from softplus_attention.report import figures, page
 
     losses = {name: curve.loss for name, curve in curves.items()}
@@ -159,9 +156,10 @@ def write(
         losses, lengths, f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}", "bytes"
     )
     png, svg = figures.save(figure, folder / "loss-by-length")
-    versions = {"softplus-attention": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    versions = provenance.versions(("torch", "transformers"))
     settings = {**TRAINING, "steps": options.steps, "seed": options.seed, "arms": ARMS}
-    about = {"lengths": lengths, "texts": len(texts.rows), "documents": texts.documents, "versions": versions}
+    about: dict[str, Any] = {"lengths": lengths, "texts": len(texts.rows), "documents": texts.documents}
+    about |= {"commit": provenance.commit(), "versions": versions, "machine": provenance.machine()}
     errors = {name: curve.error for name, curve in curves.items()}
     results = {"command": f"softplus-attention demo --steps {options.steps} --seed {options.seed}", **about}
     results |= {"settings": settings, "loss": losses, "standard_error": errors}

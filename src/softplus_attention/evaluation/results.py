@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from softplus_attention import provenance
 from softplus_attention.data.files import write_json
-from softplus_attention.training import provenance
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
@@ -44,14 +44,12 @@ def plain(data: Any) -> Any:
 
 
 def made(device: torch.device) -> dict[str, Any]:
-    machine = provenance.machine(device, 1)
-    machine.pop("processes")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": provenance.commit(),
         "versions": provenance.versions(),
-        "machine": machine,
+        "machine": provenance.machine(device),
     }
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
-import torch
 
-from softplus_attention import __version__
+from softplus_attention import provenance
 from softplus_attention.physics.exponents import NAMES
 from softplus_attention.physics.laws import FACTOR
 from softplus_attention.physics.stages import Folder, read_json
@@ -24,42 +20,13 @@ RULES = {
 }
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "softplus_attention": __version__}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
-def machine() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
 def summary(folder: Folder, command: str, commit: str | None, seconds: float) -> dict[str, Any]:
     """Sections that each stand alone: a report can show any of them."""
     cells = [cell_summary(folder, cell) for cell in folder.all_cells() if (cell.folder / "tune.json").is_file()]
     return {
         "kind": "newton",
         "command": command,
-        "commit": commit,
+        "commit": commit or provenance.commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "seconds_of_this_call": seconds,
         "seconds_by_stage": {
@@ -68,8 +35,8 @@ def summary(folder: Folder, command: str, commit: str | None, seconds: float) ->
             "long": sum(run["seconds"] for run in by_run(folder, "long.json")),
             "laws": sum(cell.get("seconds", 0.0) for cell in cells),
         },
-        "machine": machine(),
-        "versions": versions(),
+        "machine": provenance.machine(),
+        "versions": provenance.versions(PACKAGES),
         "experiment": folder.experiment.to_json(),
         "selection_rules": RULES,
         "table": table(cells),

@@ -17,7 +17,7 @@ from transformers import PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
-from softplus_attention.training import checkpoints, parallel, provenance
+from softplus_attention.training import checkpoints, parallel, run_record
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped, RunWarning, is_disk_full
@@ -51,15 +51,15 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         trainer = build(config, arguments, folder)
         if parallel.is_first():
             keep_until(run, step)
-            starts = [*record.get("starts", []), provenance.start(device, parallel.world_size(), step)]
+            starts = [*record.get("starts", []), run_record.start(device, parallel.world_size(), step)]
             record |= {"starts": starts}
-            provenance.write(run, record)
+            run_record.write(run, record)
         if checkpoint is not None:
             say(f"continuing {run} from step {step}")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         save_model(run, config, trainer, folder)
         if parallel.is_first():
-            provenance.write(run, record | {"finished": True})
+            run_record.write(run, record | {"finished": True})
         say(f"the model is in {run / MODEL}")
     return run / MODEL
 
@@ -69,7 +69,7 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
 
     def compare() -> dict[str, Any]:
         now: dict[str, Any] = {"config": config.as_dict(), "data": folder.fingerprint}
-        before = provenance.read(run)
+        before = run_record.read(run)
         if before is None:
             return now
         if not checkpoints.checkpoints(run) and not (run / MODEL).exists():

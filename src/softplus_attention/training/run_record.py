@@ -5,49 +5,18 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from softplus_attention import __version__
+from softplus_attention import provenance
 from softplus_attention.training.errors import RunStopped
 
 RUN = "run.json"
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "tokenizers", "numpy", "safetensors")
-
-
-def commit() -> str:
-    """The commit that the package runs from, marked where files are changed; "unknown" outside a repository."""
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
-        )
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return result.stdout.strip() or "unknown"
-
-
-def versions() -> dict[str, str]:
-    found = {"softplus-attention": __version__, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def machine(device: torch.device, processes: int) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return {"device": name, "processes": processes, "system": f"{platform.system()} {platform.machine()}"}
 
 
 def start(device: torch.device, processes: int, step: int) -> dict[str, Any]:
@@ -56,9 +25,9 @@ def start(device: torch.device, processes: int, step: int) -> dict[str, Any]:
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": step,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": commit(),
-        "versions": versions(),
-        "machine": machine(device, processes),
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "machine": {**provenance.machine(device), "processes": processes},
     }
 
 

@@ -1,0 +1,56 @@
+"""What a number came from: the commit, the versions and the machine, for every file of results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softplus_attention import __version__
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "tokenizers", "numpy", "safetensors")
+
+
+def commit() -> str:
+    """The commit that the package runs from, marked where files are changed; "unknown" outside a repository."""
+    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    try:
+        result = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return result.stdout.strip() or "unknown"
+
+
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    found = {"softplus-attention": __version__, "python": platform.python_version(), "cuda": str(torch.version.cuda)}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """The processor, and the GPU where ``device`` is one, or where there is one and no device is named."""
+    found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count()}
+    found["system"] = f"{platform.system()} {platform.machine()}"
+    if device.type == "cuda" if device is not None else torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(device)
+    return found
