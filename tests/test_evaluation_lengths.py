@@ -38,17 +38,23 @@ class TestTokenLoss:
         monkeypatch.setattr("softplus_attention.evaluation.loss.LOGITS", 128 * 7)
         torch.testing.assert_close(TokenLoss(model)(token_rows(3, 20)), whole)
 
-    def test_a_model_that_caps_its_logits(self):
+    @pytest.mark.parametrize("cap", [0.5, 30.0])
+    def test_a_model_that_caps_its_logits(self, cap):
         size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-        config = Gemma2Config(**size, num_key_value_heads=2, intermediate_size=32, final_logit_softcapping=0.5)
+        config = Gemma2Config(**size, num_key_value_heads=2, intermediate_size=32, final_logit_softcapping=cap)
         torch.manual_seed(0)
         model, ids = AutoModelForCausalLM.from_config(config).eval(), token_rows(2, 12) % 64
         with torch.no_grad():
-            model.get_output_embeddings().weight.mul_(50)
+            model.get_output_embeddings().weight.mul_(5)
             expected = model(ids, labels=ids).loss
         losses = TokenLoss(model)
         torch.testing.assert_close(losses(ids).mean(), expected)
         assert losses.in_pieces is False
+
+    def test_models_that_do_not_are_read_in_pieces(self, model):
+        losses = TokenLoss(model)
+        losses(token_rows(1, 12))
+        assert losses.in_pieces is True
 
 
 class TestTexts:

@@ -331,12 +331,10 @@ AGAIN = """
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
 def test_loaded_with_its_code_and_saved_again(family, tmp_path):
     save_with_code(small_model(family), tmp_path / "a")
-    process = in_fresh_process(AGAIN, tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    assert process.communicate(timeout=240)[1] is not None
-    assert process.returncode == 0
-    second = in_fresh_process(AGAIN, tmp_path / "b", tmp_path / "d", tmp_path / "e")
-    error = second.communicate(timeout=240)[1]
-    assert second.returncode == 0, error
+    for folders in ("abc", "bde"):
+        process = in_fresh_process(AGAIN, *(tmp_path / name for name in folders))
+        error = process.communicate(timeout=240)[1]
+        assert process.returncode == 0, error
 
 
 class TestPipeline:
