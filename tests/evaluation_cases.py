@@ -31,8 +31,8 @@ def saved_model(folder: Path, **words: Any) -> Path:
     return folder
 
 
-def open_saved(text: str | Path, training_length: int = 16) -> Opened:
-    return opened(request_of(str(text)), training_length, device="cpu")
+def open_saved(text: str | Path, training_length: int = 16, dtype: str = "auto") -> Opened:
+    return opened(request_of(str(text)), training_length, dtype=dtype, device="cpu")
 
 
 class Copier:

@@ -15,7 +15,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from softplus_attention.data import DataError, TokenDataset, prepare
+from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare
 from softplus_attention.data.sources import Reading, Source, find
 from softplus_attention.data.token_files import TokenFile
 from softplus_attention.data.tokenizer import END, bytes_tokenizer
@@ -118,6 +118,18 @@ class TestEveryKind:
         assert (source.dataset, source.configuration) == ("HuggingFaceFW/fineweb", "sample-10BT")  # type: ignore[attr-defined]
         source = open_one("fineweb:sample-100BT")
         assert (source.dataset, source.configuration) == ("HuggingFaceFW/fineweb", "sample-100BT")  # type: ignore[attr-defined]
+
+    def test_the_text_of_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = open_one("builtin")
+        works = list(source.documents(None))
+        assert works == builtin_text()[0]
+        reading = source.documents(None)
+        assert [next(reading), next(reading)] == works[:2]
+        assert next(open_one("builtin").documents(source.position())) == works[2]
+        monkeypatch.chdir(tmp_path)
+        Path("builtin").mkdir()
+        Path("builtin/own.txt").write_text("mine")
+        assert list(open_one("builtin").documents(None)) == ["mine"]
 
     def test_a_dataset_that_is_not_there(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"`SOURCE` must be .*, got 'hub:.*missing', which datasets cannot open"):

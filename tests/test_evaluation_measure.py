@@ -13,6 +13,7 @@ import torch
 from evaluation_cases import SIZE, open_saved, saved_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 
+from softplus_attention.baselines import MOST_WEIGHTS
 from softplus_attention.data import prepare
 from softplus_attention.evaluation import length_measure, memory
 from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
@@ -134,6 +135,19 @@ class TestLengths:
         assert len(position_rows(results)[1]) == 2 * (1 + 3)
         assert [result["model"]["name"] for result in results_in(tmp_path)] == ["lssar power=3", "lssar"]
 
+    def test_mixed_precision_is_autocast(self, folder, documents, tmp_path):
+        found = open_saved(folder, dtype="mixed")
+        assert found.model.dtype == torch.float32
+        result = measure_lengths(found, documents, [16, 64], tmp_path)
+        assert result["model"]["dtype"] == "mixed"
+        exact = measure_lengths(open_saved(folder), documents, [16, 64], tmp_path / "exact")
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = transformers_loss(plain, rows)
+        assert result["results"]["lengths"][-1]["loss"] == pytest.approx(expected, rel=1e-4)
+        assert result["results"]["lengths"][-1]["loss"] != exact["results"]["lengths"][-1]["loss"]
+
 
 class TestInterruption:
     def test_goes_on(self, folder, documents, tmp_path, monkeypatch):
@@ -232,10 +246,14 @@ class TestMemory:
 
     def test_dense_attentions_need_more(self, folder, softmax):
         assert memory.free_bytes(torch.device("cpu")) > 0
-        assert memory.square_bytes(open_saved(folder).model.config) == 0
-        assert memory.square_bytes(open_saved(f"{folder}+window=4").model.config) == 0
-        assert memory.square_bytes(open_saved(softmax).model.config) == 0
-        assert memory.square_bytes(open_saved(f"{softmax}+window=4").model.config) == memory.MASK
+        cpu = torch.device("cpu")
+        for fused in (folder, f"{folder}+window=4", softmax, f"{softmax}+window=4"):
+            assert memory.weights_bytes(open_saved(fused).model.config, 1 << 20, cpu) == 0
+        composed = open_saved(softmax).model.config
+        composed._attn_implementation = "sigmoid"
+        assert memory.weights_bytes(composed, 10, cpu) == memory.DENSE_COPIES * 4 * 2 * 100
+        long = memory.weights_bytes(composed, 1 << 20, cpu)
+        assert long == memory.weights_bytes(composed, 1 << 16, cpu) == memory.DENSE_COPIES * 4 * MOST_WEIGHTS["cpu"]
         dense = open_saved(softmax).model
         dense.config._attn_implementation = "eager"
         extra = memory.sequence_bytes(dense, 1000) - memory.sequence_bytes(open_saved(softmax).model, 1000)

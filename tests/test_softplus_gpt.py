@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from typing import ClassVar
 
 import pytest
 import torch
@@ -325,6 +327,73 @@ AGAIN = """
     again = AutoModelForCausalLM.from_pretrained(sys.argv[2], trust_remote_code=True)
     assert again.config._attn_implementation == "lssar"
 """
+
+
+class TestGlobalEvery:
+    """Local layers with positions, and every n-th layer global without them."""
+
+    WORDS: ClassVar = {"num_hidden_layers": 4, "window": 4, "global_every": 2}
+
+    def test_layers(self):
+        model = tiny(**self.WORDS, local_attention="softmax")
+        found = [layer.self_attn.attention.spec for layer in model.model.layers]
+        assert found[0] == found[2] == attention("softmax", window=4).spec
+        assert found[1] == found[3] == attention("lssar", positions="none").spec
+        model.set_power(7)
+        assert model.model.layers[1].self_attn.attention.spec.sharpening == 7
+        assert model.model.layers[0].self_attn.attention.spec == found[0]
+        same = tiny(**self.WORDS, power=3)
+        assert same.model.layers[0].self_attn.attention.spec == attention("lssar", power=3, window=4).spec
+
+    def test_only_global_layers_see_far(self):
+        ids = token_rows(1, 30)
+        other = ids.clone()
+        other[0, 0] = (ids[0, 0] + 1) % SIZE["vocab_size"]
+        # Three local layers reach 3 * 3 tokens back, the global one all.
+        local = tiny(num_hidden_layers=3, window=4)
+        assert torch.equal(logits(local, ids)[0, 10:], logits(local, other)[0, 10:])
+        mixed = tiny(**self.WORDS)
+        assert not torch.allclose(logits(mixed, ids)[0, -1], logits(mixed, other)[0, -1])
+
+    def test_global_layers_have_no_positions(self):
+        model = tiny(num_hidden_layers=2, window=1, global_every=2)
+        ids = token_rows(1, 12)
+        turned = torch.cat([ids[:, :-1].flip(1), ids[:, -1:]], 1)
+        # With a window of one token nothing but the global layer mixes them, and it knows no order.
+        torch.testing.assert_close(logits(model, ids)[0, -1], logits(model, turned)[0, -1])
+
+    @pytest.mark.parametrize("local", [None, "softmax-qknorm-logn"])
+    def test_cache_and_saving(self, local, tmp_path):
+        model = tiny(**self.WORDS, local_attention=local)
+        ids = token_rows(2, 20)
+        whole = logits(model, ids)
+        with torch.no_grad():
+            first = model(ids[:, :13], use_cache=True)
+            steps = [first.logits]
+            for i in range(13, 20):
+                steps.append(model(ids[:, i : i + 1], past_key_values=first.past_key_values, use_cache=True).logits)
+        torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-5)
+        model.save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert torch.equal(logits(loaded, ids), whole)
+
+    def test_learned_power_only_where_there_is_one(self):
+        model = tiny(**self.WORDS, local_attention="softmax", power="learned")
+        assert [hasattr(layer.self_attn, "raw_power") for layer in model.model.layers] == [False, True, False, True]
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"global_every": 2}, "`window` must be a number of tokens where `global_every` is given"),
+            ({"global_every": 1, "window": 4}, "`global_every` must be from 2 to the number of layers"),
+            ({"global_every": 9, "window": 4}, "`global_every` must be from 2 to the number of layers"),
+            ({"local_attention": "softmax"}, "`local_attention` must be None without `global_every`"),
+            ({"global_every": 2, "window": 4, "local_attention": "sofmax"}, "did you mean 'softmax'"),
+        ],
+    )
+    def test_bad_input(self, words, message):
+        with pytest.raises(Exception, match=re.escape(message)):
+            SoftplusGPTConfig(**{**SIZE, **IDS, **words})
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import subprocess
@@ -12,18 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
 from training_runs import TINY, Run, running, text_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import softplus_attention.huggingface  # noqa: F401  registers the model with the Auto classes
 from softplus_attention.cli import main
-from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
-from softplus_attention.training import PRESETS, TrainConfig, configured, power_schedule
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
+from softplus_attention.training import PRESETS, TrainConfig, configured, optimizers, power_schedule
 from softplus_attention.training import run as runs
 from softplus_attention.training.data import Endless
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import flops_per_token
-from softplus_attention.training.optimizers import optimizer_of
+from softplus_attention.training.optimizers import StackedMuon, optimizer_of, stacks
 
 PLACES: dict[str, Any] = {"data": "data", "output": "output"}
 
@@ -264,6 +268,39 @@ class TestMuon:
             assert torch.equal(a, b), name
             assert torch.equal(a, c), name
 
+    @pytest.mark.parametrize(
+        ("most_stacked", "expected"), [(2**26, [4, 3, 3, 3, 1, 1, 1]), (2500, [2, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1])]
+    )
+    def test_stacks_give_torchs_bits_and_take_its_state(
+        self, monkeypatch: pytest.MonkeyPatch, most_stacked: int, expected: list[int]
+    ) -> None:
+        """On a CPU products of stacks and of single matrices round alike, so that nothing needs a tolerance."""
+        monkeypatch.setattr(optimizers, "MOST_STACKED", most_stacked)
+        chance = torch.Generator().manual_seed(0)
+        shapes = [(32, 32)] * 4 + [(96, 32), (7, 5), (32, 96)] * 3 + [(1, 9), (9, 1), (64, 48)]
+        first = [torch.randn(shape, generator=chance) for shape in shapes]
+        ours, theirs = ([torch.nn.Parameter(x.clone()) for x in first] for _ in range(2))
+        assert [len(stack) for stack in stacks(ours)] == expected
+        words: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
+        stacked = StackedMuon([{"params": ours, **words}])
+        torchs = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **words)
+        for step in range(5):
+            for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                a.grad = torch.randn(a.shape, generator=chance)
+                if number == step:
+                    a.grad = None  # as of a part of the model that was not used
+                b.grad = None if a.grad is None else a.grad.clone()
+            if step == 3:
+                stacked.load_state_dict(copy.deepcopy(torchs.state_dict()))
+            stacked.step()
+            torchs.step()
+            for a, b in zip(ours, theirs, strict=True):
+                assert torch.equal(a, b), (step, a.shape)
+        assert stacked.state_dict()["param_groups"] == torchs.state_dict()["param_groups"]
+        for a, b in zip(ours, theirs, strict=True):
+            assert stacked.state[a].keys() == torchs.state[b].keys()
+            assert torch.equal(stacked.state[a]["momentum_buffer"], torchs.state[b]["momentum_buffer"])
+
     def test_a_learning_rate_set_from_outside_is_the_one_used(self) -> None:
         model, optimizer = self.build()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -274,6 +311,38 @@ class TestMuon:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_equal_layers_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled depends on the powers, not on the number of layers, and the loss is not compiled anew."""
+    # Dynamo alone, which is what shares the code: the test takes seconds.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    config = TrainConfig(**PLACES, layers=6, power="3,7@0.3,15@0.6", steps=9)
+    ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
+    counts = []
+    for layers in (2, 6):
+        torch.compiler.reset()
+        counters.clear()
+        model = SoftplusGPTForCausalLM(
+            SoftplusGPTConfig(
+                vocab_size=96, hidden_size=32, num_hidden_layers=layers, num_attention_heads=2, use_cache=False,
+                bos_token_id=0, eos_token_id=0,
+            )
+        )  # fmt: skip
+        model.linear_loss = linear_loss("chunked")
+        runs.compile_model(model, config)
+        for power in (3, 7, 15):
+            set_power(model, power)
+            for _ in range(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+            with torch.no_grad():
+                model(input_ids=ids, labels=ids)
+        counts.append(counters["stats"]["unique_graphs"])
+    torch.compiler.reset()
+    # With and without gradients: the loss, a layer in at most four pieces, and one of these for each further power.
+    assert counts[0] == counts[1] <= 2 * (1 + 4 + 2)
 
 
 class Numbers:

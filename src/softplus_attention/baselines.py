@@ -49,6 +49,10 @@ DEFAULT_POWERS = {"none": None, "relu_power": 15, "exp": 1}
 # The value that Scalable-Softmax starts its learned scale from.
 SSMAX_START = 0.43
 IMPLS = ("auto", "sdpa", "reference")
+# Weights (B, H, rows, T_k) made at once where no gradient needs them all; a handful of such tensors are alive together.
+MOST_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 28}
+# Fewer rows than this would leave the tiles of torch's kernels part empty.
+LEAST_WINDOW_BLOCK = 64
 Parameters = Mapping[str, Tensor]
 
 
@@ -328,10 +332,50 @@ def composed_attention(
     normalized_keys: bool = False,
 ) -> Tensor:
     """Any spec by its equations; half precision is float32 inside, the weights and the output rounded once."""
+    rows = rows_at_once(q, k, v, parameters)
+    if rows < visibility.t_q:
+        return by_pieces(composed_attention, rows, spec, q, k, v, visibility, parameters, normalized_keys)
     dtype, visible = compute_dtype(q.dtype), visibility.dense()
     weights = weights_of_rows(spec, q, k, visibility, visible, parameters, normalized_keys).to(q.dtype).to(dtype)
     v = torch.where(seen_by_some_row(visible), v, 0)
     return weighted_sum(weights, expand_kv_heads(v, q.shape[1]).to(dtype)).to(q.dtype)
+
+
+def rows_at_once(q: Tensor, k: Tensor, v: Tensor, parameters: Parameters | None) -> int:
+    """How many rows may have their weights made together: all, where they are differentiated or traced."""
+    given = (q, k, v, *(parameters or {}).values())
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        return q.shape[2]
+    most = MOST_WEIGHTS.get(q.device.type, MOST_WEIGHTS["cuda"])
+    return max(1, most // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+
+
+def by_pieces(
+    attention: Callable[..., Tensor],
+    rows: int,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    parameters: Parameters | None,
+    normalized_keys: bool,
+) -> Tensor:
+    """``attention`` over ``rows`` rows at a time: a row needs no other row."""
+    pieces = []
+    for begin in range(0, visibility.t_q, rows):
+        end = min(begin + rows, visibility.t_q)
+        seen = visibility.rows(begin, end)
+        keys, values = k[:, :, : seen.t_k], v[:, :, : seen.t_k]
+        own = parameters_of_rows(parameters, begin, end)
+        pieces.append(attention(spec, q[:, :, begin:end], keys, values, seen, own, normalized_keys))
+    return torch.cat(pieces, 2)
+
+
+def parameters_of_rows(parameters: Parameters | None, begin: int, end: int) -> Parameters | None:
+    """A 1-D parameter belongs to the heads; of the others (B|1, H|1, T_q|1) the rows are cut out."""
+    by_row = {name: x for name, x in (parameters or {}).items() if x.dim() > 1 and x.shape[-1] > 1}
+    return {**(parameters or {}), **{name: x[..., begin:end] for name, x in by_row.items()}}
 
 
 def sdpa_attention(
@@ -349,9 +393,16 @@ def sdpa_attention(
     if t_k == 0:
         return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
     bounds = (visibility.mask, visibility.key_start, visibility.key_end, visibility.own_key)
-    whole = all(x is None for x in bounds) and (visibility.window is None or visibility.window >= t_k)
-    plain = whole and spec.positions != "alibi" and (not visibility.is_causal or t_q == 1 or t_q == t_k)
-    visible = None if plain else visibility.dense()
+    unbiased = all(x is None for x in bounds) and spec.positions != "alibi"
+    whole = unbiased and (visibility.window is None or visibility.window >= t_k)
+    plain = whole and (not visibility.is_causal or t_q == 1 or t_q == t_k)
+    window = visibility.window if unbiased and visibility.is_causal and t_q == t_k else None
+    if window is not None and t_k <= 2 * max(window, LEAST_WINDOW_BLOCK):
+        window = None  # two blocks see as much as a dense mask does
+    masked = not plain and window is None
+    if masked and (rows := rows_at_once(q, k, v, parameters)) < t_q:
+        return by_pieces(sdpa_attention, rows, spec, q, k, v, visibility, parameters, normalized_keys)
+    visible = visibility.dense() if masked else None
     if visible is not None:
         seen = seen_by_some_row(visible)
         k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
@@ -361,6 +412,8 @@ def sdpa_attention(
     q = scaled_queries(spec, q.to(work), visible_counts(visibility).to(work), parameters).to(run_in)
     k = unit(k.to(work)) if spec.qk_norm and not normalized_keys else k
     k, v = k.to(run_in), v.to(run_in)
+    if window is not None:
+        return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window)
     if visible is None:
         grouped = k.shape[1] != heads
         if visibility.is_causal and t_q == t_k:
@@ -375,6 +428,29 @@ def sdpa_attention(
     if spec.positions == "alibi":
         mask = torch.where(mask, alibi_bias(heads, visibility, run_in), -torch.inf)
     return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0), 0).to(dtype)
+
+
+def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal softmax attention of scaled queries over ``window`` keys, in memory and time of T * 2 * window.
+
+    The rows are cut into blocks of at least ``window``, which see keys of their own block and the one before. The
+    sequence is filled up to whole blocks behind its end, where no row of it looks.
+    """
+    batch, heads, length, _ = q.shape
+    block = max(window, LEAST_WINDOW_BLOCK)
+    blocks = (length + block - 1) // block
+    q, k, v = (
+        F.pad(x, (0, 0, 0, blocks * block - length)).reshape(batch * heads, blocks, block, x.shape[-1])
+        for x in (q, k, v)
+    )
+    key = torch.arange(2 * block, device=q.device)
+    row = key[block:, None]
+    visible = (key <= row) & (key > row - window)
+    first = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], attn_mask=visible[:, block:], scale=1.0)
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k, v))
+    later = F.scaled_dot_product_attention(q[:, 1:], k, v, attn_mask=visible, scale=1.0)
+    out = torch.cat([first, later], 1).reshape(batch, heads, blocks * block, v.shape[-1])
+    return out[:, :, :length]
 
 
 def visible_counts(visibility: Visibility) -> Tensor:

@@ -6,7 +6,7 @@ row, cut further by an optional boolean mask. N_i of the method is the number of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,6 +50,19 @@ class Visibility:
                 start = torch.maximum(start, self.positions() + 1 - self.window)
         start, end = torch.broadcast_tensors(start, end)
         return start, torch.maximum(start, end)
+
+    def rows(self, begin: int, end: int) -> Visibility:
+        """The rows from ``begin`` to ``end`` alone, over the first keys, as many as are sure to hold all they see."""
+        t_k = self.t_k
+        if self.is_causal and self.own_key is None:
+            t_k = max(0, min(t_k, t_k - self.t_q + end))
+        mask = self.mask
+        if mask is not None:
+            mask = mask[:, :, begin:end] if mask.shape[2] > 1 else mask
+            mask = mask[..., :t_k] if mask.shape[3] > 1 else mask
+        own_key = self.positions()[:, begin:end]
+        key_start, key_end = (None if x is None else x[:, begin:end] for x in (self.key_start, self.key_end))
+        return replace(self, t_q=end - begin, t_k=t_k, key_start=key_start, key_end=key_end, mask=mask, own_key=own_key)
 
     def given_ranges(self) -> tuple[Tensor | None, Tensor | None]:
         """(key_start, key_end) within the keys, both or neither, without what ``is_causal`` and ``window`` add."""

@@ -58,7 +58,12 @@ def measure_parser(
     parser.add_argument(
         "--train-length", type=int, metavar="N", help="tokens the models were trained at (default: from their config)"
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16", "mixed"),
+        default="auto",
+        help="mixed: float32 weights in bfloat16 arithmetic, as in training on a GPU (default: as saved)",
+    )
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
     change = parser.add_argument_group("changes at inference, for every model")
     change.add_argument("--power", metavar="P", help="another power: a number, or grow:BASE,SLOPE")

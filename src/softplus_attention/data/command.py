@@ -39,7 +39,8 @@ def add_prepare(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         nargs="+",
         metavar="SOURCE",
         help="files or folders of .txt, .jsonl (also .xz, .gz, .zst), .parquet, or token files .npy and .bin; "
-        "fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] to stream from the Hugging Face hub",
+        "fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] to stream from the Hugging Face hub; builtin, the training "
+        "text of the package",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")
     parser.add_argument(

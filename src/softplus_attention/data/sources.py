@@ -1,4 +1,4 @@
-"""Where documents come from: text, JSON lines and parquet files, and datasets of the Hugging Face hub.
+"""Where documents come from: text, JSON lines and parquet files, datasets of the Hugging Face hub, the package itself.
 
 A source gives its documents in a fixed order and knows after each where it stands, as a JSON value from which reading
 goes on later: a preparation that was stopped need not tokenise again what it has.
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from softplus_attention.data.builtin import builtin_text
 from softplus_attention.data.compression import BLOCK, COMPRESSIONS, opened
 from softplus_attention.data.files import DataError
 from softplus_attention.validation import fail
@@ -26,13 +27,14 @@ Position = Any
 TEXTS = (".txt", ".jsonl")
 TOKENS = (".npy", ".bin")
 SUFFIXES = (*TEXTS, *(text + packed for text in TEXTS for packed in COMPRESSIONS), ".parquet", *TOKENS)
+BUILTIN = "builtin"
 HUB = "hub:"
 FINEWEB = "fineweb"
 FINEWEB_DATASET = "HuggingFaceFW/fineweb"
 FINEWEB_SAMPLE = "sample-10BT"
 EXPECTED = (
     f"files or folders of {', '.join(SUFFIXES)}, {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for a dataset of "
-    "the Hugging Face hub"
+    f"the Hugging Face hub, or {BUILTIN} for the training text of the package"
 )
 # Enough of a file's ends to notice that it is another file, without reading it all.
 FINGERPRINT = 1 << 16
@@ -69,6 +71,9 @@ def find(names: Sequence[str], reading: Reading, output: Path) -> list[Source]:
     found: list[Source] = []
     seen: set[Path] = set()
     for name in names:
+        if name == BUILTIN and not Path(name).exists():
+            found.append(BuiltinText())
+            continue
         if name.startswith(HUB) or (name.partition(":")[0] == FINEWEB and not Path(name).exists()):
             found.append(hub_source(name, reading))
             continue
@@ -267,6 +272,29 @@ class ParquetFile(FileSource):
         kind = schema.field(field).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             fail("--text-field", f"a column of strings in {self.name}", f"{field!r} of {kind}", DataError)
+
+
+class BuiltinText:
+    """The training works of the package; its validation works are for evaluation alone."""
+
+    name = BUILTIN
+    holds_tokens = False
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def identity(self) -> str:
+        digest = hashlib.sha256("\0".join(builtin_text()[0]).encode())
+        return f"{self.name}, {digest.hexdigest()[:16]}"
+
+    def position(self) -> Position:
+        return self.given
+
+    def documents(self, position: Position) -> Iterator[str]:
+        self.given = position or 0
+        for text in builtin_text()[0][self.given :]:
+            self.given += 1
+            yield text
 
 
 def hub_source(name: str, reading: Reading) -> HubDataset:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.catalog import ABLATIONS, ATTENTIONS
+from softplus_attention.baselines import MOST_WEIGHTS
+from softplus_attention.catalog import KNOWN
 from softplus_attention.evaluation.loss import LOGITS
 
 # Of what is free: the estimate is rough, and others use the machine too.
@@ -58,20 +59,22 @@ def sequence_bytes(model: Any, length: int) -> int:
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
     # Residual stream, norm, q, k, v in float32 too on a CPU, the output, and the feed-forward layer before and after.
     need = length * (10 * width * max(element, 4) + 2 * inner * element)
-    return need + square_bytes(config) * length * length
+    return need + weights_bytes(config, length, model.device)
 
 
-def square_bytes(config: Any) -> int:
-    """Bytes for each pair of a row and a key: of dense weights, of a dense mask, or none."""
+def weights_bytes(config: Any, length: int, device: torch.device) -> int:
+    """Of weights or masks for each pair of a row and a key, where there are any."""
     name, heads = config._attn_implementation, config.num_attention_heads
-    spec = (ATTENTIONS | ABLATIONS).get(name)
-    if name == "eager" or (spec is not None and not spec.is_softmax and not spec.is_softplus_attention):
-        return DENSE_COPIES * heads * 4
-    if spec is not None and spec.positions == "alibi":
-        return 3 * heads * 4
-    window = getattr(config, "window", None) or getattr(config, "sliding_window", None) or (spec and spec.window)
-    # torch's fused softmax takes a window as a mask; ours takes it as a number.
-    return MASK if window and (spec is None or spec.is_softmax) else 0
+    if name == "eager":
+        return DENSE_COPIES * heads * 4 * length * length
+    spec = KNOWN.get(name)
+    if spec is None:
+        # torch's fused softmax takes the window of a model of transformers as a mask.
+        return MASK * length * length if getattr(config, "sliding_window", None) else 0
+    is_fused = spec.is_softplus_attention or (spec.is_softmax and spec.positions != "alibi")
+    most = MOST_WEIGHTS.get(device.type, MOST_WEIGHTS["cuda"])
+    # The others make the weights of some rows at a time.
+    return 0 if is_fused else DENSE_COPIES * 4 * min(most, heads * length * length)
 
 
 def sequences_at_once(model: Any, length: int, most_tokens: int = 16384) -> int:

@@ -26,6 +26,8 @@ OPTIONS = ("power", "reweight", "window", "rope")
 FORM = re.compile(rf"(.+?)((?:\+(?:{'|'.join(OPTIONS)})(?:=[^+]*)?)*)")
 ROPES = ("linear", "dynamic", "yarn")
 WEIGHTS = ("*.safetensors", "*.bin")
+# float32 weights in bfloat16 arithmetic, as a training run on a GPU has them.
+MIXED = "mixed"
 # Enough of a file's ends to tell it from another checkpoint without reading it all.
 ENDS = 1 << 16
 
@@ -85,6 +87,7 @@ class Opened:
     model: Any
     request: Request
     training_length: int
+    is_mixed: bool = False
 
     def description(self) -> dict[str, Any]:
         """The "model" of a result file."""
@@ -96,7 +99,7 @@ class Opened:
             "attention": attention_name(config),
             "power": power_of(config),
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": MIXED if self.is_mixed else str(self.model.dtype).removeprefix("torch."),
             "training_length": self.training_length,
             "fingerprint": fingerprint(self.request.source),
             "config": config.to_dict(),
@@ -153,11 +156,20 @@ def opened(request: Request, training_length: int, *, dtype: str = "auto", devic
     """The model on its device, in evaluation mode, with what is to be changed at inference."""
     config = load_config(request.source)
     changes = changes_of(config, request.options, training_length)
-    model = load(request.source, dtype, changes)
+    mixed = dtype == MIXED
+    model = load(request.source, "float32" if mixed else dtype, changes)
     if not isinstance(config, SoftplusGPTConfig):
         change_host(model, request.options, training_length)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return Opened(model.to(where).eval(), request, training_length)
+    if mixed:
+        run_in_bfloat16(model, where)
+    return Opened(model.to(where).eval(), request, training_length, mixed)
+
+
+def run_in_bfloat16(model: Any, device: str) -> None:
+    """Every part that a measure calls by itself goes through autocast, the model's own way."""
+    for part in (model, model.get_decoder(), model.get_output_embeddings()):
+        part.forward = torch.autocast(torch.device(device).type, torch.bfloat16)(part.forward)
 
 
 def load(source: str, dtype: str, changes: Mapping[str, Any]) -> Any:

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.data import Index, TokenDataset, builtin_text
-from softplus_attention.data.sources import Reading, find
+from softplus_attention.data.sources import BUILTIN, Reading, find
 from softplus_attention.validation import fail
-
-BUILTIN = "builtin"
 
 
 class Documents:

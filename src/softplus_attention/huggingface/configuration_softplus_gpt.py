@@ -40,6 +40,9 @@ class SoftplusGPTConfig(PreTrainedConfig):
             one that grows with the number of visible keys, or "learned", one per head and layer.
         score_scale: replaces log(head_dim) in the scores.
         window: each token sees itself and the ``window - 1`` before it.
+        global_every: every n-th layer sees all tokens and has no rotary positions, the others keep to the window. Only
+            layers without positions then meet distances that training did not show them.
+        local_attention: the attention of the layers that keep to the window, where it is another one.
         positions: "rope" or "none", where it is not to be the attention's own choice.
         rope_parameters: transformers' own dictionary: ``rope_theta``, and ``rope_type`` "default", "linear", "dynamic"
             (NTK), "yarn", ...
@@ -73,6 +76,8 @@ class SoftplusGPTConfig(PreTrainedConfig):
     power: int | float | dict | str | None = None
     score_scale: float | None = None
     window: int | None = None
+    global_every: int | None = None
+    local_attention: str | None = None
     positions: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -98,16 +103,42 @@ class SoftplusGPTConfig(PreTrainedConfig):
             check.fail("num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", kv_heads)
         if self.positions not in (None, "rope", "none"):
             check.fail("positions", "None, 'rope' or 'none'", repr(self.positions))
-        if self.head_dim % 2 and self.chosen_attention().spec.positions == "rope":
+        self.check_layers()
+        layers = [self.attention_of_layer(layer) for layer in range(self.num_hidden_layers)]
+        if self.head_dim % 2 and any(chosen.spec.positions == "rope" for chosen in layers):
             check.fail("head_dim", "even where rotary positions are used", self.head_dim)
-        self.chosen_attention()
+
+    def check_layers(self) -> None:
+        every = self.global_every
+        if every is None:
+            if self.local_attention is not None:
+                check.fail("local_attention", "None without `global_every`", repr(self.local_attention))
+            return
+        if not 2 <= every <= self.num_hidden_layers:
+            check.fail("global_every", f"from 2 to the number of layers, {self.num_hidden_layers}", every)
+        if self.window is None:
+            check.fail("window", "a number of tokens where `global_every` is given", None)
 
     def validate_output_attentions(self) -> None:
         """transformers would ask for "eager" here; every attention of this model can give its weights."""
 
+    def is_global(self, layer: int) -> bool:
+        return self.global_every is None or (layer + 1) % self.global_every == 0
+
+    def attention_of_layer(self, layer: int) -> Attention:
+        """What the layer, counted from 0, runs."""
+        chosen = self.chosen_attention()
+        if self.global_every is None:
+            return chosen
+        if self.is_global(layer):
+            return chosen.but(positions="none")
+        local = chosen if self.local_attention is None else attention(self.local_attention)
+        return local.but(window=self.window)
+
     def chosen_attention(self) -> Attention:
-        """The attention that the model's layers run."""
-        words: dict[str, Any] = {"scale": self.score_scale, "window": self.window, "positions": self.positions}
+        """What all layers run, or the global ones where only every n-th is global."""
+        window = self.window if self.global_every is None else None
+        words: dict[str, Any] = {"scale": self.score_scale, "window": window, "positions": self.positions}
         changes = {word: value for word, value in words.items() if value is not None}
         if isinstance(self.power, str) and self.power != LEARNED:
             check.fail("power", "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...} or 'learned'", repr(self.power))

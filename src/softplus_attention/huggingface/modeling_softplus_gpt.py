@@ -87,7 +87,8 @@ class SoftplusGPTAttention(nn.Module):
     def __init__(self, config: SoftplusGPTConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
-        self.attention = config.chosen_attention()
+        self.attention = config.attention_of_layer(layer_idx)
+        self.learns_power = config.power == LEARNED and self.attention.spec.second_stage != "none"
         width, heads = config.head_dim * config.num_attention_heads, config.num_attention_heads
         kv_width = config.head_dim * config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.bias)
@@ -97,7 +98,7 @@ class SoftplusGPTAttention(nn.Module):
         self.learned_names = tuple(self.attention.learned_parameters(heads))
         for name in self.learned_names:
             self.register_parameter(name, nn.Parameter(torch.empty(heads)))
-        if config.power == LEARNED:
+        if self.learns_power:
             self.raw_power = nn.Parameter(torch.empty(heads))
         self.reset_learned()
 
@@ -105,14 +106,14 @@ class SoftplusGPTAttention(nn.Module):
         """The first values of what the attention itself learns."""
         for name, start in self.attention.learned_parameters(self.config.num_attention_heads).items():
             init.copy_(getattr(self, name), start)
-        if self.config.power == LEARNED:
+        if self.learns_power:
             # softplus(raw) = p - 1; at p = 1 itself the parameter would be -inf and never move again.
             above_1 = max(first_power(self.attention.spec) - 1, 1e-2)
             init.constant_(self.raw_power, above_1 + math.log(-math.expm1(-above_1)))
 
     def attention_parameters(self) -> dict[str, Tensor]:
         parameters = {name: getattr(self, name) for name in self.learned_names}
-        if self.config.power == LEARNED:
+        if self.learns_power:
             parameters["power"] = 1 + F.softplus(self.raw_power.float())
         return parameters
 
@@ -140,8 +141,7 @@ class SoftplusGPTAttention(nn.Module):
         visibility = visibility_of(q, k, attention_mask, self.is_causal, self.attention.window(None))
         parameters = self.attention_parameters()
         out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=unit_keys)
-        wanted = output_attentions or attentions_are_recorded()
-        seen = weights(self.attention, q, k, visibility, parameters) if wanted else None
+        seen = weights(self.attention, q, k, visibility, parameters) if output_attentions else None
         return self.o_proj(out.transpose(1, 2).flatten(2)), seen
 
 
@@ -232,13 +232,13 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
             raise ValueError("`power` is learned in this model and cannot be set")
         before, self.config.power = self.config.power, power_to_json(power)
         try:
-            chosen = self.config.chosen_attention()
+            self.config.chosen_attention()
         except ValueError:
             self.config.power = before
             raise
         for module in self.modules():
             if isinstance(module, SoftplusGPTAttention):
-                module.attention = chosen
+                module.attention = self.config.attention_of_layer(module.layer_idx)
 
 
 class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
@@ -247,8 +247,9 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([SoftplusGPTBlock(config, i) for i in range(config.num_hidden_layers)])
         self.norm = layer_norm(config)
-        uses_rope = config.chosen_attention().spec.positions == "rope"
-        self.rotary_emb = SoftplusGPTRotaryEmbedding(config) if uses_rope else None
+        attentions = [config.attention_of_layer(layer) for layer in range(config.num_hidden_layers)]
+        self.uses_rope = [chosen.spec.positions == "rope" for chosen in attentions]
+        self.rotary_emb = SoftplusGPTRotaryEmbedding(config) if any(self.uses_rope) else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -277,9 +278,15 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
-        for layer in self.layers:
+        # Asked here and not in the layers: their graphs would break where it is looked up.
+        output_attentions = output_attentions or attentions_are_recorded()
+        for layer, uses_rope in zip(self.layers, self.uses_rope, strict=True):
             hidden_states = layer(
-                hidden_states, positions, mask, past_key_values=past_key_values, output_attentions=output_attentions
+                hidden_states,
+                positions if uses_rope else None,
+                mask,
+                past_key_values=past_key_values,
+                output_attentions=output_attentions,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 

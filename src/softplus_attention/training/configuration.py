@@ -55,6 +55,10 @@ class TrainConfig:
     vocab_size: int | None = option(MODEL, "default: the tokenizer's, padded to a multiple of 64", None)
     score_scale: float | None = option(MODEL, "replaces log(head width) in the scores", None)
     window: int | None = option(MODEL, "each token sees itself and the window - 1 before it", None)
+    global_every: int | None = option(
+        MODEL, "every n-th layer sees all tokens and has no rotary positions; the others keep to the window", None
+    )
+    local_attention: str | None = option(MODEL, "of the layers that keep to the window; default: the same", None)
     rope_theta: float = option(MODEL, "base of the rotary positions", 10000.0)
     bias: bool = option(MODEL, "biases in the linear layers and norms", False)
 

@@ -207,6 +207,8 @@ def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | No
         power=power,
         score_scale=config.score_scale,
         window=config.window,
+        global_every=config.global_every,
+        local_attention=config.local_attention,
         bias=config.bias,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         bos_token_id=end_of_document,
@@ -278,22 +280,26 @@ def trainer_of(
 
 
 def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
-    """In place. Each power is compiled once; beyond dynamo's limit it would go on uncompiled and say nothing."""
+    """In place, layer by layer: equal layers share their code, so a new power costs one layer's compilation, not all.
+
+    FSDP2 asks for it too: it gathers and frees each layer's weights around it, which a graph of the whole cannot hold.
+    Each power is compiled once; beyond dynamo's limit it would go on uncompiled and say nothing.
+    """
     import torch._dynamo
 
     schedule = config.power_schedule
     powers = 1 if schedule is None else schedule.distinct(config.steps)
     limits: Any = torch._dynamo.config
-    # Twice: with gradients and, for validation, without.
-    limits.recompile_limit = max(limits.recompile_limit, 2 * powers + 8)
+    # All layers count together: two kinds of them at most, each with gradients and, for validation, without, and with a
+    # mask of documents or, where a batch has one document per sequence, none.
+    limits.recompile_limit = max(limits.recompile_limit, 8 * powers + 8)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * limits.recompile_limit)
     limits.fail_on_recompile_limit_hit = True
-    if config.parallel == "fsdp":
-        # FSDP2 gathers and frees each layer's weights around it, which a graph of the whole model cannot hold.
-        for layer in model.model.layers:
-            layer.compile()
-    else:
-        model.compile()
+    for layer in model.model.layers:
+        layer.compile()
+    if model.linear_loss is not None:
+        # Uncompiled it would write and read the logits several times over.
+        model.linear_loss = torch.compile(model.linear_loss)
 
 
 def save_model(run: Path, config: TrainConfig, trainer: SoftplusTrainer, folder: Folder) -> None:

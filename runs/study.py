@@ -1,0 +1,206 @@
+"""Trains the arms of the study one after the other and measures each: one JSON file per run (docs/results.md).
+
+    python runs/study.py TRAIN_DATA VALIDATION_TEXT --output FOLDER [--arms NAME ...] [--seed N] [--seconds N]
+
+TRAIN_DATA is a folder of `softplus-attention data prepare`, VALIDATION_TEXT a file of long documents. Every arm has the
+same data, order, steps and size. What is finished is not done again, and a run that was cut goes on. It imports what
+torch and transformers need and nothing more, so that it runs where nothing can be installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softplus_attention import provenance
+from softplus_attention.evaluation.inside import WORDS
+from softplus_attention.evaluation.inside_measure import mean_of, measure_inside
+from softplus_attention.evaluation.length_measure import measure_lengths
+from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
+from softplus_attention.evaluation.passkey import prompt_of
+from softplus_attention.evaluation.passkey_measure import measure_passkey
+from softplus_attention.evaluation.texts import Documents, raw_texts, text_documents
+from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.training import TrainConfig, train
+from softplus_attention.training.metrics import METRICS
+from softplus_attention.training.run_record import RUN
+
+SIZES: dict[str, dict[str, Any]] = {
+    # Parameters without the embedding: 10.6M, 25.2M, 85.0M; with GPT-2's vocabulary 30M, 51M, 124M.
+    "10m": {"layers": 6, "width": 384, "heads": 6, "sequence_length": 512, "steps": 1500},
+    "25m": {"layers": 8, "width": 512, "heads": 8, "sequence_length": 512, "steps": 1500},
+    "85m": {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024, "steps": 1500},
+}
+RECIPE: dict[str, Any] = {
+    "batch_size": 64, "micro_batch_size": 64, "optimizer": "muon", "muon_learning_rate": 5e-3, "learning_rate": 3e-3,
+    "warmup": 0.05, "final_learning_rate": 0.05, "compile": True, "loss": "chunked", "workers": 4,
+    "log_every": 50, "save_every": 100_000,
+}  # fmt: skip
+RISING = "3,7@0.1,15@0.3"
+# Every third layer sees everything and knows no positions; the others look half a training length back.
+MIXED_LAYERS: dict[str, Any] = {"global_every": 3, "window": 256}
+LOGN = "softmax-qknorm-logn"
+ARMS: dict[str, dict[str, Any]] = {
+    LOGN: {"attention": LOGN},
+    "lssar-rising": {"attention": "lssar", "power": RISING},
+    "lssar-p15": {"attention": "lssar", "power": "15"},
+    "softmax": {"attention": "softmax"},
+    f"{LOGN}-global3": {"attention": LOGN, **MIXED_LAYERS},
+    "lssar-global3-local-softmax": {"attention": "lssar", "power": RISING, "local_attention": LOGN, **MIXED_LAYERS},
+    "lssar-global3": {"attention": "lssar", "power": RISING, **MIXED_LAYERS},
+    "lssar-p3": {"attention": "lssar", "power": "3"},
+    "lssa": {"attention": "lssa"},
+    "ssmax": {"attention": "ssmax"},
+    "sigmoid": {"attention": "sigmoid"},
+    "relu": {"attention": "relu"},
+}
+# What each arm is measured with beside its own form, at fewer lengths.
+VARIANTS: dict[str, list[str]] = {
+    "softmax": ["window=512", "rope=dynamic:16", "rope=yarn:16"],
+    LOGN: ["window=512", "rope=yarn:16"],
+    "lssar-rising": ["power=grow:15,2", "power=31"],
+    "lssar-p15": ["power=grow:15,2", "power=31"],
+    "lssar-global3-local-softmax": ["power=grow:15,2"],
+    "lssar-global3": ["power=grow:15,2"],
+    "lssa": ["reweight"],
+}
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+FEW_MULTIPLES = (1, 16, 32, 64)
+
+
+def main() -> int:
+    options = parsed()
+    began = time.monotonic()
+    tokenizer = load_tokenizer(options.tokenizer or str(options.data))
+    documents = text_documents(raw_texts([options.text]), [Path(options.text).name], tokenizer)
+    for arm in options.arms:
+        name = f"{options.size}-{arm}-seed{options.seed}"
+        result = options.output / f"{name}.json"
+        if result.exists():
+            print(f"{name}: found", flush=True)
+            continue
+        if options.seconds and time.monotonic() - began > options.seconds:
+            print(f"{name}: no time left", flush=True)
+            return 3
+        record = run(arm, name, options, documents, tokenizer)
+        result.write_text(json.dumps(record, indent=1) + "\n")
+        print(line_of(name, record), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
+    parser.add_argument("text", help="file of long documents to measure on")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="in place of the size's")
+    parser.add_argument("--tokenizer", help="default: the data's")
+    parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
+    return parser.parse_args()
+
+
+def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, tokenizer: Any) -> dict[str, Any]:
+    folder = options.output / "runs" / name
+    words = {**SIZES[options.size], **RECIPE, **ARMS[arm], "seed": options.seed}
+    if options.steps:
+        words["steps"] = options.steps
+    config = TrainConfig(data=str(options.data), output=str(folder), **words)
+    began = time.monotonic()
+    model = train(config)
+    trained = time.monotonic() - began
+    logged = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    losses = [entry for entry in logged if "loss" in entry]
+    record = {
+        "arm": arm,
+        "size": options.size,
+        "seed": options.seed,
+        "config": {word: value for word, value in config.as_dict().items() if word not in ("data", "output")},
+        "tokens": config.steps * config.batch_size * config.sequence_length,
+        "data": json.loads((folder / RUN).read_text())["data"],
+        "training": {
+            "seconds": round(trained, 1),
+            "step_seconds": sorted(entry["step_seconds"] for entry in losses)[len(losses) // 2],
+            "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
+        },
+        "command": " ".join(["runs/study.py", f"--size {options.size} --arms {arm} --seed {options.seed}"]),
+        "commit": provenance.commit(),
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+    }
+    measured = evaluation(arm, str(model), folder / "evaluation", config.sequence_length, options, documents, tokenizer)
+    return record | {"evaluation": measured, "seconds": round(time.monotonic() - began, 1)}
+
+
+def evaluation(
+    arm: str,
+    model: str,
+    folder: Path,
+    length: int,
+    options: argparse.Namespace,
+    documents: Documents,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    def open_as(option: str | None = None) -> Opened:
+        return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
+
+    def lengths(found: Opened, multiples: tuple[int, ...]) -> dict[str, Any]:
+        words = [multiple * length for multiple in multiples]
+        return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
+
+    own = open_as()
+    measured: dict[str, Any] = {"parameters": own.description()["parameters"], "lengths": lengths(own, MULTIPLES)}
+    prompt = prompt_of("compact")
+    cells = measure_passkey(
+        own, tokenizer, prompt, [length * m for m in (1, 2, 4, 16, 64)], [0.1, 0.5, 0.9], folder,
+        documents=documents, trials=options.trials,
+    )["results"]["cells"]  # fmt: skip
+    measured["passkey"] = [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
+    inside = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
+    measured["inside"] = [
+        {"length": entry["length"], "log_keys": entry["log_keys"], **{word: mean_of(entry, word) for word in WORDS}}
+        for entry in inside
+    ]
+    del own
+    measured["variants"] = {
+        option: lengths(open_as(option), FEW_MULTIPLES) for option in VARIANTS.get(arm, []) if options.steps is None
+    }
+    return measured
+
+
+def line_of(name: str, record: dict[str, Any]) -> str:
+    found = record["evaluation"]
+    losses = " ".join(f"{entry['loss']:.3f}" for entry in found["lengths"]["lengths"])
+    gain = found["lengths"]["lengths"][-1]["control"]
+    keys: dict[int, list[int]] = {}
+    for cell in found["passkey"]:
+        right = keys.setdefault(cell["length"], [0, 0])
+        right[0] += cell["correct"]
+        right[1] += cell["trials"]
+    passkey = " ".join(f"{100 * right // of}" for right, of in keys.values())
+    variants = "; ".join(
+        f"{option} " + " ".join(f"{entry['loss']:.3f}" for entry in variant["lengths"])
+        for option, variant in found["variants"].items()
+    )
+    training = record["training"]
+    return (
+        f"{name}: {losses}; gain {gain['gain'] if gain else 0:+.3f}; pass key % {passkey}; {variants}; "
+        f"{1000 * training['step_seconds']:.1f} ms a step, {training['seconds']} s of {record['seconds']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

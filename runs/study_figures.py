@@ -1,0 +1,157 @@
+"""The figures of a study: loss and gain by length, each as PNG, SVG and the CSV file of its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, loss_at, option_words
+
+from softplus_attention.report.charts import csv_text
+from softplus_attention.report.evaluation_figures import figure_of, length_axis
+from softplus_attention.report.figures import COLOURS, MARKERS, save
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    look: dict[str, Any]
+    points: dict[int, Spread]
+    bars: dict[int, float]  # half the range of the seeds, or the standard error of a gain
+
+
+def look_of(arm: str, size: Size) -> dict[str, Any]:
+    """Line styles by family; colour and marker by the arm's place in the study: the same in every figure."""
+    family, place = size.arms[arm][0].family, size.places[arm]
+    style = {"lssar": "-", "lssa": "-."}.get(family, "--" if "max" in arm else ":")
+    # A second round of colours has other markers.
+    marker = MARKERS[(place + 3 * (place // len(COLOURS))) % len(MARKERS)]
+    width = 2.2 if family == "lssar" else 1.6
+    return {
+        "color": COLOURS[place % len(COLOURS)], "linestyle": style, "marker": marker, "markersize": 5,
+        "linewidth": width,
+    }  # fmt: skip
+
+
+def points_of(
+    size: Size, curves: Sequence[Curve], value_at: Callable[[Sequence[Curve], int], Spread | None]
+) -> dict[int, Spread]:
+    return {multiple: found for multiple in size.multiples if (found := value_at(curves, multiple)) is not None}
+
+
+def loss_lines(size: Size) -> list[Line]:
+    """The arms, and in grey the softmaxes with a sliding window: the bar that counts."""
+    lines = []
+    for arm in size.arms:
+        points = points_of(size, size.curves(arm), loss_at)
+        bars = {multiple: found.half_range for multiple, found in points.items() if found.count > 1}
+        lines.append(Line(arm, look_of(arm, size), points, bars))
+    names = [(arm, option) for arm in size.of_family(BASELINE) for option in size.options(arm)]
+    windows = [(arm, option) for arm, option in names if option.startswith("window")]
+    for (arm, option), marker in zip(windows, "x+1234", strict=False):
+        points = points_of(size, size.curves(arm, option), loss_at)
+        look = {"color": "#777777", "linestyle": "--", "linewidth": 1, "marker": marker}
+        lines.append(Line(f"{arm}, {option_words(option)}", look, points, {}))
+    return [line for line in lines if line.points]
+
+
+def gain_lines(size: Size) -> list[Line]:
+    lines = []
+    for arm in size.arms:
+        curves = size.curves(arm)
+        points = points_of(size, curves, gain_at)
+        errors = points_of(size, curves, gain_error_at)
+        bars = {multiple: error.mean for multiple, error in errors.items()}
+        lines.append(Line(arm, look_of(arm, size), points, bars))
+    return [line for line in lines if line.points]
+
+
+FIGURES: dict[str, tuple[str, Callable[[Size], list[Line]]]] = {
+    "study-loss": ("Loss by length", loss_lines),
+    "study-gain": ("Gain of the context beyond the training length", gain_lines),
+}
+
+
+def csv_of(lines: Sequence[Line], length: int) -> str:
+    rows = [
+        [line.name, str(multiple * length), str(multiple), f"{found.mean:.5f}", str(found.count), error]
+        for line in lines
+        for multiple, found in line.points.items()
+        for error in [f"{line.bars[multiple]:.5f}" if multiple in line.bars else ""]
+    ]
+    return csv_text((["line", "tokens", "times", "nats", "seeds", "bar"], rows))
+
+
+def close_up(name: str, lines: Sequence[Line]) -> tuple[float, float] | None:
+    """Limits around the lines that stay near where they began, or near no gain; nothing where all do."""
+    values = [found.mean for line in lines for found in line.points.values() if math.isfinite(found.mean)]
+    if not values:
+        return None
+    if name == "study-gain":
+        return (-0.1, max(*values, 0.0) + 0.03) if min(values) < -0.3 else None
+    starts = [line.points[min(line.points)].mean for line in lines]
+    top = max((start for start in starts if math.isfinite(start)), default=min(values)) + 0.15
+    return (min(values) - 0.05, top) if max(values) > top + 0.3 else None
+
+
+def draw(name: str, size: Size, lines: Sequence[Line], path: Path) -> None:
+    length = size.any_run.config["sequence_length"]
+    words, _ = FIGURES[name]
+    near = close_up(name, lines)
+    canvas, grid = figure_of(13.6 if near else 8.6, 4.8, 1, 2 if near else 1)
+    for axes in grid.flat:
+        for line in lines:
+            x = [multiple * length for multiple in line.points]
+            y = [found.mean for found in line.points.values()]
+            bars = [line.bars.get(multiple, 0.0) for multiple in line.points]
+            axes.errorbar(x, y, bars if line.bars else None, capsize=2, label=line.name, **line.look)
+        shown = sorted({multiple * length for line in lines for multiple in line.points})
+        length_axis(axes, shown, length)
+        axes.set_ylabel(f"{'loss' if name == 'study-loss' else 'gain'} (nats per token)")
+        axes.set_title(f"{words}, {size.name}")
+        if name == "study-gain":
+            axes.axhline(0, color="#888888", linewidth=1)
+    if near:
+        grid[0, 1].set_ylim(*near)
+        grid[0, 1].set_title("the same, close up")
+    # The legend's order is that of the lines' right ends, from the top.
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    ends = [list(line.points.values())[-1].mean for line in lines]
+    order = sorted(range(len(lines)), key=lambda place: -ends[place] if math.isfinite(ends[place]) else -math.inf)
+    canvas.legend(
+        [handles[place] for place in order], [labels[place] for place in order],
+        loc="outside right center", frameon=False, fontsize=8, handlelength=3.5,
+    )  # fmt: skip
+    save(canvas, path)
+
+
+def figure_data(sizes: Sequence[Size]) -> dict[str, tuple[str, Size, list[Line], str]]:
+    """File name without its ending: the figure, its size, its lines and their CSV."""
+    found = {}
+    for size in sizes:
+        for name, (_, lines_of) in FIGURES.items():
+            lines = lines_of(size)
+            csv = csv_of(lines, size.any_run.config["sequence_length"])
+            if lines:
+                found[f"{name}-{size.name}"] = name, size, lines, csv
+    return found
+
+
+def stale_figures(folder: Path, data: Mapping[str, tuple[str, Size, list[Line], str]]) -> list[str]:
+    """Without a drawing, or with one of other numbers."""
+
+    def is_current(stem: str, csv: str) -> bool:
+        files = [folder / f"{stem}{suffix}" for suffix in (".csv", ".png", ".svg")]
+        return all(file.exists() for file in files) and files[0].read_text() == csv
+
+    return [stem for stem, (_, _, _, csv) in data.items() if not is_current(stem, csv)]
+
+
+def write_figures(folder: Path, data: Mapping[str, tuple[str, Size, list[Line], str]]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for stem, (name, size, lines, csv) in data.items():
+        draw(name, size, lines, folder / stem)
+        (folder / f"{stem}.csv").write_text(csv)

@@ -1,0 +1,378 @@
+"""Writes the tables and figures of docs/results.md from the files of runs/study.py.
+
+    python runs/study_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
+    python runs/study_page.py --check    writes nothing; exit status 1, naming what is out of date
+
+What people wrote outside of the markers stays as it is. Figures need matplotlib and are left alone without it; the CSV
+file beside a figure is written with it, so it says which numbers the drawing shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+
+from study_figures import FIGURES, figure_data, stale_figures, write_figures
+from study_runs import (
+    BASELINE,
+    Run,
+    Size,
+    Spread,
+    StudyError,
+    gain_at,
+    gain_error_at,
+    loss_at,
+    option_words,
+    read_study,
+    rise,
+    spread,
+)
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "study"
+MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
+NOTHING = "No runs yet."
+SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
+LEAST_PASSKEY = 0.9
+MOST_BEHIND = 0.01
+
+
+def plain(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}"
+
+
+def signed(value: float, digits: int = 3) -> str:
+    text = f"{value:+.{digits}f}"
+    return text[1:] if math.isfinite(value) and float(text) == 0 else text
+
+
+def cell(value: Spread | None, show: Callable[[float], str] = plain, *, bold: bool = False) -> str:
+    if value is None:
+        return "-"
+    mean = f"**{show(value.mean)}**" if bold else show(value.mean)
+    return f"{mean} ± {plain(value.half_range)}" if value.count > 1 else mean
+
+
+def column(
+    values: Sequence[Spread | None], show: Callable[[float], str] = plain, best: Callable[..., float] | None = min
+) -> list[str]:
+    """Cells with the best in bold; what reads the same as the best is as good."""
+    finite = [value.mean for value in values if value is not None and math.isfinite(value.mean)]
+    winner = show(best(finite)) if best is not None and finite else None
+    return [cell(value, show, bold=value is not None and show(value.mean) == winner) for value in values]
+
+
+def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> list[str]:
+    rows = [head, ["---", *[rule] * (len(head) - 1)], *zip(*columns, strict=True)]
+    return [*("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def title(size: Size) -> list[str]:
+    return [f"**{size.name}**, trained at {size.any_run.config['sequence_length']} tokens", ""]
+
+
+def distinct(values: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(values))
+
+
+def commit_words(commit: str) -> str:
+    name, dirty, _ = commit.partition("-dirty")
+    return f"`{name[:12]}`" + (" with changes" if dirty else "")
+
+
+def of_several_seeds(size: Size) -> list[str]:
+    several = [f"`{arm}` ({len(runs)})" for arm, runs in size.arms.items() if len(runs) > 1]
+    words = "± is half the range between the lowest and the highest seed, around the mean; seeds: "
+    return [words + ", ".join(several) + ".", ""] if several else []
+
+
+def runs_block(size: Size) -> list[str]:
+    run, config = size.any_run, size.any_run.config
+    parameters = sorted({other.parameters for other in size.runs})
+    between = " to ".join(f"{number:,}" for number in (parameters[:1] + parameters[1:][-1:]))
+    seeds = [f"`{arm}` ({', '.join(str(run.seed) for run in runs)})" for arm, runs in size.arms.items()]
+    packages = ("python", "torch", "cuda", "triton", "transformers")
+    versions = [", ".join(f"{name} {other.versions.get(name)}" for name in packages) for other in size.runs]
+    used = run.used
+    facts = {
+        "model": f"{config['layers']} layers, width {config['width']}, {config['heads']} heads; {between} parameters",
+        "training": f"{config['sequence_length']} tokens, {config['steps']:,} steps of {config['batch_size']} "
+        f"sequences: {run.tokens:,} tokens, the same in the same order for every arm",
+        "measured on": f"{used['sequences']} texts of {used['longest']:,} tokens; "
+        f"validation documents that are as long: {used['documents']}",
+        "arms (seeds)": ", ".join(seeds),
+        "machine": distinct(other.machine for other in size.runs),
+        "commit": distinct(commit_words(other.commit) for other in size.runs),
+        "versions": distinct(versions),
+    }
+    return table([size.name, ""], [list(facts), list(facts.values())], "---")
+
+
+def headline_block(size: Size) -> list[str]:
+    curves, longest = [size.curves(arm) for arm in size.arms], size.longest
+    columns = [[f"`{arm}`" for arm in size.arms]]
+    columns += [column([loss_at(own, multiple) for own in curves]) for multiple in size.multiples]
+    columns.append(column([rise(own, longest) for own in curves], signed))
+    columns.append(column([gain_at(own, longest) for own in curves], signed, max))
+    errors = [gain_error_at(own, longest) for own in curves]
+    columns.append(["-" if error is None else plain(error.mean) for error in errors])
+    head = ["arm", *(f"{multiple}x" for multiple in size.multiples)]
+    head += [f"{longest}x - 1x", f"gain at {longest}x", "standard error of the gain"]
+    return title(size) + table(head, columns) + of_several_seeds(size)
+
+
+def inference_block(size: Size) -> list[str]:
+    rows = []
+    for arm in size.arms:
+        options = size.options(arm)
+        if options:
+            rows += [(f"`{arm}`", size.curves(arm))]
+            rows += [(f"`{arm}`, {option_words(option)}", size.curves(arm, option)) for option in options]
+    if not rows:
+        return []
+    every = [curve for arm in size.arms for option in size.options(arm) for curve in size.curves(arm, option)]
+    multiples = sorted({multiple for curve in every for multiple in curve.loss})
+    columns = [[name for name, _ in rows]]
+    columns += [column([loss_at(curves, multiple) for _, curves in rows], best=None) for multiple in multiples]
+    columns.append(column([gain_at(curves, multiples[-1]) for _, curves in rows], signed, None))
+    head = ["", *(f"{multiple}x" for multiple in multiples), f"gain at {multiples[-1]}x"]
+    return title(size) + table(head, columns) + of_several_seeds(size)
+
+
+def best_baseline(size: Size, multiple: int) -> tuple[str, float] | None:
+    """The lowest mean loss there of any baseline, as trained or changed at inference."""
+    found = []
+    for arm in size.of_family(BASELINE):
+        for option in (None, *size.options(arm)):
+            loss = loss_at(size.curves(arm, option), multiple)
+            if loss is not None and math.isfinite(loss.mean):
+                found.append((f"`{arm}`" + (f", {option_words(option)}" if option else ""), loss.mean))
+    return min(found, key=lambda pair: pair[1], default=None)
+
+
+def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:
+    """The mean over depths and seeds, exact, since nine of ten have to count as 90%."""
+    cells = [Fraction(*cell) for run in runs for cell in run.passkey.get(multiple, [])]
+    return float(sum(cells) / len(cells)) if cells else None
+
+
+def verdict(met: bool, figures: str) -> str:
+    return f"{'met' if met else 'not met'}: {figures}"
+
+
+def targets_of(size: Size, arm: str) -> list[str]:
+    """One cell per target; "not measured" where a figure is missing."""
+    curves, longest = size.curves(arm), size.longest
+    cells = ["not measured"] * 5
+    own_rise, at_once, best_at_once = rise(curves, longest), loss_at(curves, 1), best_baseline(size, 1)
+    if own_rise is not None and longest > 1:
+        cells[0] = verdict(own_rise.mean <= 0, signed(own_rise.mean, 4))
+    if at_once is not None and best_at_once is not None:
+        behind = at_once.mean - best_at_once[1]
+        cells[1] = verdict(behind <= MOST_BEHIND, signed(behind, 4))
+    long = [multiple for multiple in size.multiples if multiple >= SHORTEST_LONG]
+    pairs = [(multiple, loss_at(curves, multiple), best_baseline(size, multiple)) for multiple in long]
+    ahead = {multiple: own.mean - best[1] for multiple, own, best in pairs if own is not None and best is not None}
+    if long and len(ahead) == len(long):
+        figures = ", ".join(f"{multiple}x {signed(value, 4)}" for multiple, value in ahead.items())
+        cells[2] = verdict(all(value <= 0 for value in ahead.values()), figures)
+    gain, error = gain_at(curves, longest), gain_error_at(curves, longest)
+    if gain is not None:
+        within = "" if error is None else f", standard error {plain(error.mean, 4)}"
+        cells[3] = verdict(gain.mean > 0, signed(gain.mean, 4) + within)
+    runs = size.arms[arm]
+    shares = {multiple: passkey_at(runs, multiple) for run in runs for multiple in sorted(run.passkey)}
+    found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
+    if SHORTEST_LONG in found:
+        lowest = min(found, key=lambda multiple: found[multiple])
+        cells[4] = verdict(found[lowest] >= LEAST_PASSKEY, f"lowest {100 * found[lowest]:.1f}% at {lowest}x")
+    return cells
+
+
+def targets_block(size: Size) -> list[str]:
+    arms = size.of_family("lssar")
+    if not arms:
+        return []
+    head = [
+        "arm", f"{size.longest}x - 1x at most 0.00", f"1x - best softmax's at most {MOST_BEHIND}",
+        f"at or below the best softmax from {SHORTEST_LONG}x on", f"full context better at {size.longest}x",
+        f"pass key at least {100 * LEAST_PASSKEY:.0f}% to {SHORTEST_LONG}x",
+    ]  # fmt: skip
+    cells = [targets_of(size, arm) for arm in arms]
+    lines = title(size) + table(head, [[f"`{arm}`" for arm in arms], *zip(*cells, strict=True)], "---")
+    places = [multiple for multiple in size.multiples if multiple == 1 or multiple >= SHORTEST_LONG]
+    bests = [(multiple, best_baseline(size, multiple)) for multiple in places]
+    named = [f"{multiple}x {best[0]} ({plain(best[1])})" for multiple, best in bests if best is not None]
+    return lines + ([f"The best softmax: {'; '.join(named)}.", ""] if named else [])
+
+
+def passkey_block(size: Size) -> list[str]:
+    multiples = sorted({multiple for run in size.runs for multiple in run.passkey})
+    if not multiples:
+        return []
+    columns = [[f"`{arm}`" for arm in size.arms]]
+    for multiple in multiples:
+        shares = [passkey_at(runs, multiple) for runs in size.arms.values()]
+        columns.append(["-" if share is None else f"{100 * share:.1f}" for share in shares])
+    counts = []
+    for runs in size.arms.values():
+        tried = {sum(n for run in runs for _, n in run.passkey.get(multiple, [])) for multiple in multiples}
+        counts.append(" to ".join(str(number) for number in sorted({min(tried), max(tried)})))
+    head = ["right, %", *(f"{multiple}x" for multiple in multiples), "trials at each length"]
+    return title(size) + table(head, [*columns, counts])
+
+
+INSIDE: dict[str, tuple[str, Callable[[float], str]]] = {
+    "log_keys": ("log N", lambda value: plain(value, 2)),
+    "stage1_entropy": ("entropy of stage 1", lambda value: plain(value, 2)),
+    "entropy": ("entropy of the weights", lambda value: plain(value, 2)),
+    "sink": ("mass on the first key", plain),
+    "effective_keys": ("effective keys", lambda value: plain(value, 1)),
+    "zeros": ("zeros, %", lambda value: plain(100 * value, 1)),
+}
+
+
+def inside_block(size: Size) -> list[str]:
+    multiples = sorted({multiple for run in size.runs for multiple in run.inside})
+    if not multiples:
+        return []
+    columns = [[f"`{arm}`" for arm in size.arms]]
+    for word, (_, show) in INSIDE.items():
+        cells = []
+        for runs in size.arms.values():
+            means = [spread(run.inside.get(multiple, {}).get(word) for run in runs) for multiple in multiples]
+            cells.append(" / ".join("-" if mean is None else show(mean.mean) for mean in means))
+        columns.append(cells)
+    shown = " / ".join(f"{multiple}x" for multiple in multiples)
+    return title(size) + table([f"at {shown}", *(words for words, _ in INSIDE.values())], columns)
+
+
+def speed_block(size: Size) -> list[str]:
+    times = [spread(1000 * run.step_seconds for run in runs) for runs in size.arms.values()]
+    base = spread(1000 * run.step_seconds for run in size.arms.get("softmax", []))
+    ratios = ["-" if base is None or time is None else plain(time.mean / base.mean, 2) for time in times]
+    milliseconds = ["-" if time is None else plain(time.mean, 1) for time in times]
+    lines = table(["arm", "ms a step", "times softmax's"], [[f"`{arm}`" for arm in size.arms], milliseconds, ratios])
+    return title(size) + lines
+
+
+def noise_block(size: Size) -> list[str]:
+    places = dict.fromkeys((1, size.longest))
+    several = [arm for arm, runs in size.arms.items() if len(runs) > 1]
+    errors = [error for run in size.runs for error in run.own.error.values() if error is not None]
+    over_texts = f"the standard error over texts is {plain(max(errors))} at most" if errors else ""
+    if several:
+        apart = []
+        for multiple in places:
+            spreads = [loss_at(size.curves(arm), multiple) for arm in several]
+            widest = max((2 * found.half_range for found in spreads if found is not None), default=None)
+            if widest is not None:
+                apart.append(f"{plain(widest)} at {multiple}x")
+        named = ", ".join(f"`{arm}`" for arm in several)
+        sentence = f"two seeds of one arm ({named}) are at most {' and '.join(apart)} apart"
+        sentence += f", and {over_texts}" if over_texts else ""
+    else:
+        sentence = f"each arm has one seed, so how far seeds differ is not known here; {over_texts or 'one text alone'}"
+    return [f"**{size.name}**: {sentence}.", ""]
+
+
+def figures_block(size: Size) -> list[str]:
+    shown = [(name, words) for name, (words, lines_of) in FIGURES.items() if lines_of(size)]
+    return [f"![{words}, {size.name}](figures/{name}-{size.name}.svg)" for name, words in shown] + [""]
+
+
+BLOCKS: dict[str, Callable[[Size], list[str]]] = {
+    "runs": runs_block,
+    "headline": headline_block,
+    "figures": figures_block,
+    "inference": inference_block,
+    "targets": targets_block,
+    "passkey": passkey_block,
+    "inside": inside_block,
+    "speed": speed_block,
+    "noise": noise_block,
+}
+
+
+def blocks_of(sizes: Sequence[Size]) -> dict[str, str]:
+    made = {name: "\n".join(line for size in sizes for line in block(size)).strip() for name, block in BLOCKS.items()}
+    return {name: text or NOTHING for name, text in made.items()}
+
+
+def parts_of(page: Path) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The page's text, and where the content of each block begins and ends."""
+    if not page.exists():
+        raise StudyError(f"{page} does not exist")
+    text = page.read_text()
+    places: dict[str, tuple[int, int]] = {}
+    markers = list(MARKER.finditer(text))
+    for begin, end in zip(markers[::2], [*markers[1::2], None], strict=False):
+        name = begin[2]
+        if begin[1] != "begin" or end is None or end.groups() != ("end", name):
+            raise StudyError(f"{page}: <!-- {begin[1]}: {name} --> is not one of a pair of begin and end")
+        if name not in BLOCKS or name in places:
+            raise StudyError(f"{page}: block {name!r} is {'there twice' if name in places else 'unknown'}")
+        places[name] = begin.end(), end.start()
+    for name in BLOCKS:
+        if name not in places:
+            raise StudyError(f"{page} has no <!-- begin: {name} -->")
+    return text, places
+
+
+def rewritten(text: str, places: Mapping[str, tuple[int, int]], blocks: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The page with its blocks, and the names of those that change."""
+    changed = []
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1], reverse=True):
+        content = f"\n{blocks[name]}\n"
+        if text[begin:end] != content:
+            changed.append(name)
+        text = text[:begin] + content + text[end:]
+    return text, changed[::-1]
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="files of runs/study.py")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    try:
+        # A clone without runs has no such folder: git keeps no empty ones. A folder that was named has to be there.
+        if options.results != RESULTS and not options.results.is_dir():
+            raise StudyError(f"{options.results} is not a folder")
+        sizes = read_study(options.results)
+        text, places = parts_of(options.page)
+    except StudyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text, changed = rewritten(text, places, blocks_of(sizes))
+    data = figure_data(sizes)
+    if options.check:
+        stale = [f"block {name}" for name in changed]
+        stale += [f"figure {stem}" for stem in stale_figures(options.figures, data)]
+        if stale:
+            print(f"{options.page} is out of date: {', '.join(stale)}; run python runs/study_page.py", file=sys.stderr)
+        return 1 if stale else 0
+    options.page.write_text(text)
+    print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")
+    if data and find_spec("matplotlib") is None:
+        print("the figures are left as they are: matplotlib is not installed")
+    elif data:
+        write_figures(options.figures, data)
+        print(f"{options.figures}: {', '.join(data)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

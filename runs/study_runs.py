@@ -1,0 +1,214 @@
+"""The runs of a study, read from the files of runs/study.py, and their numbers over seeds."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BASELINE = "baseline"
+STUDY = Path(__file__).with_name("study.py")
+
+
+class StudyError(Exception):
+    """A file that cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Losses and controls by multiple of the training length."""
+
+    loss: dict[int, float]
+    error: dict[int, float | None]
+    gain: dict[int, float]
+    gain_error: dict[int, float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    arm: str
+    size: str
+    seed: int
+    config: dict[str, Any]
+    tokens: int
+    data: str
+    step_seconds: float
+    commit: str
+    versions: dict[str, str]
+    machine: str
+    parameters: int
+    own: Curve
+    used: dict[str, int]
+    variants: dict[str, Curve]
+    passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) of each depth
+    inside: dict[int, dict[str, float | None]]
+
+    @property
+    def family(self) -> str:
+        attention = self.config["attention"]
+        return next((name for name in ("lssar", "lssa") if attention.startswith(name)), BASELINE)
+
+    def same_for_a_size(self) -> dict[str, Any]:
+        """What has to be equal for losses to stand in one table."""
+        words = ("layers", "width", "heads", "sequence_length", "steps", "batch_size")
+        return {**{word: self.config[word] for word in words}, "data": self.data, "texts": self.used}
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean over seeds and half the range between the lowest and the highest."""
+
+    mean: float
+    half_range: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Size:
+    name: str
+    arms: dict[str, list[Run]]  # in the order of the study
+    places: dict[str, int]  # of every arm of the study
+
+    @property
+    def any_run(self) -> Run:
+        return next(iter(self.arms.values()))[0]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for runs in self.arms.values() for run in runs]
+
+    @property
+    def multiples(self) -> list[int]:
+        return sorted({multiple for run in self.runs for multiple in run.own.loss})
+
+    @property
+    def longest(self) -> int:
+        return self.multiples[-1]
+
+    def of_family(self, family: str) -> list[str]:
+        return [arm for arm, runs in self.arms.items() if runs[0].family == family]
+
+    def options(self, arm: str) -> list[str]:
+        return list(dict.fromkeys(option for run in self.arms[arm] for option in run.variants))
+
+    def curves(self, arm: str, option: str | None = None) -> list[Curve]:
+        if option is None:
+            return [run.own for run in self.arms[arm]]
+        return [run.variants[option] for run in self.arms[arm] if option in run.variants]
+
+
+def curve_of(results: Mapping[str, Any], length: int) -> Curve:
+    entries = {entry["length"] // length: entry for entry in results["lengths"]}
+    controls = {multiple: entry["control"] for multiple, entry in entries.items() if entry["control"]}
+    return Curve(
+        {multiple: float(entry["loss"]) for multiple, entry in entries.items()},
+        {multiple: entry["standard_error"] for multiple, entry in entries.items()},
+        {multiple: float(control["gain"]) for multiple, control in controls.items()},
+        {multiple: control["standard_error"] for multiple, control in controls.items()},
+    )
+
+
+def run_of(record: Mapping[str, Any]) -> Run:
+    found, length = record["evaluation"], record["config"]["sequence_length"]
+    passkey: dict[int, list[tuple[int, int]]] = {}
+    for cell in found["passkey"]:
+        passkey.setdefault(cell["length"] // length, []).append((cell["correct"], cell["trials"]))
+    return Run(
+        **{word: record[word] for word in ("arm", "size", "seed", "config", "tokens", "data", "commit", "versions")},
+        step_seconds=float(record["training"]["step_seconds"]),
+        machine=record["machine"].get("gpu", record["machine"]["cpu"]),
+        parameters=int(found["parameters"]),
+        own=curve_of(found["lengths"], length),
+        used=found["lengths"]["used"],
+        variants={option: curve_of(results, length) for option, results in found["variants"].items()},
+        passkey=passkey,
+        inside={entry["length"] // length: entry for entry in found["inside"]},
+    )
+
+
+def read_run(path: Path, sizes: Iterable[str], arms: Iterable[str]) -> Run:
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise StudyError(f"{path} is damaged: {error}") from error
+    try:
+        run = run_of(record)
+        run.same_for_a_size()
+        run.config["attention"]
+    except KeyError as error:
+        raise StudyError(f"{path} is not a run of runs/study.py: it has no {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StudyError(f"{path} is not a run of runs/study.py: {error}") from error
+    if run.size not in sizes or run.arm not in arms:
+        raise StudyError(f"{path} is of an arm or size that runs/study.py does not have: {run.size}, {run.arm}")
+    if path.name != f"{run.size}-{run.arm}-seed{run.seed}.json":
+        raise StudyError(f"{path} holds another run than its name says: {run.size}, {run.arm}, seed {run.seed}")
+    if not run.own.loss:
+        raise StudyError(f"{path} has no length that was measured")
+    return run
+
+
+def read_study(folder: Path) -> list[Size]:
+    """The runs by size and arm, each in the order of runs/study.py."""
+    study = runpy.run_path(str(STUDY))
+    found: dict[tuple[str, str], list[Run]] = {}
+    first: dict[str, tuple[Path, Run]] = {}
+    for path in sorted(folder.glob("*.json")):
+        run = read_run(path, study["SIZES"], study["ARMS"])
+        other_path, other = first.setdefault(run.size, (path, run))
+        mine, theirs = run.same_for_a_size(), other.same_for_a_size()
+        unlike = [word for word in mine if mine[word] != theirs[word]]
+        if unlike:
+            raise StudyError(f"{path} cannot stand beside {other_path}: they differ in {', '.join(unlike)}")
+        found.setdefault((run.size, run.arm), []).append(run)
+    for runs in found.values():
+        runs.sort(key=lambda run: run.seed)
+    places = {arm: place for place, arm in enumerate(study["ARMS"])}
+    return [
+        Size(size, {arm: found[size, arm] for arm in places if (size, arm) in found}, places)
+        for size in study["SIZES"]
+        if size in first
+    ]
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Nothing where no run has the value."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return None
+    return Spread(sum(there) / len(there), (max(there) - min(there)) / 2, len(there))
+
+
+def loss_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
+    return spread(curve.loss.get(multiple) for curve in curves)
+
+
+def rise(curves: Sequence[Curve], longest: int) -> Spread | None:
+    both = [curve.loss for curve in curves if 1 in curve.loss and longest in curve.loss]
+    return spread(loss[longest] - loss[1] for loss in both)
+
+
+def gain_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
+    return spread(curve.gain.get(multiple) for curve in curves)
+
+
+def gain_error_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
+    """The mean over seeds: they are measured on the same texts, so more seeds do not make it smaller."""
+    return spread(curve.gain_error.get(multiple) for curve in curves)
+
+
+def option_words(option: str) -> str:
+    """An option of `softplus-attention evaluate` in words."""
+    name, _, value = option.partition("=")
+    kind, _, number = value.partition(":")
+    if name == "window":
+        return f"sliding window of {value}"
+    if name == "rope":
+        return {"yarn": "YaRN", "dynamic": "dynamic NTK"}.get(kind, kind) + f", factor {number}"
+    if name == "power" and kind == "grow":
+        first, _, growth = number.partition(",")
+        return f"power growing from {first}, {growth} for each factor e of keys"
+    return {"power": f"p = {value}", "reweight": "re-weighted at inference"}.get(name, option)
