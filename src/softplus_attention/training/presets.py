@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+# Of all that was tried nothing helps more at these sizes, any attention: a tenth of a nat for each byte (docs/log.md).
+MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
 PRESETS: dict[str, dict[str, Any]] = {
     # 0.8M parameters on bytes: minutes on two cores. Two heads of 64, since small heads extrapolate worse.
     "tiny": {
         "layers": 4, "width": 128, "heads": 2, "sequence_length": 128,
-        "steps": 400, "batch_size": 32, "learning_rate": 2e-3, "warmup": 0.05,
+        "steps": 400, "batch_size": 32, **MUON, "muon_learning_rate": 1e-2, "warmup": 0.05,
         "save_every": 100, "evaluate_every": 100,
     },
     # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU.
     "small": {
         "layers": 8, "width": 512, "heads": 8, "sequence_length": 512,
-        "steps": 3600, "batch_size": 64, "micro_batch_size": 64, "learning_rate": 1e-3, "warmup": 200,
+        "steps": 3600, "batch_size": 64, "micro_batch_size": 64, **MUON, "muon_learning_rate": 5e-3, "warmup": 200,
         "compile": True, "loss": "chunked", "workers": 2, "save_every": 600, "evaluate_every": 300,
     },
     # The paper: GPT-2 small with RoPE, 18,865 steps of 524,288 tokens of FineWeb-10B.
