@@ -22,12 +22,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import softplus_attention.huggingface  # noqa: F401  registers the model with the Auto classes
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
+from softplus_attention.power import PowerByLength
 from softplus_attention.training import PRESETS, TrainConfig, configured, optimizers, power_schedule
 from softplus_attention.training import run as runs
 from softplus_attention.training.data import Endless
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import flops_per_token
 from softplus_attention.training.optimizers import StackedMuon, optimizer_of, stacks
+from softplus_attention.training.schedules import logarithmic_power
 
 PLACES: dict[str, Any] = {"data": "data", "output": "output"}
 
@@ -70,9 +72,19 @@ class TestPowerSchedule:
         assert schedule.at(1, 101) == pytest.approx(3.12)
         assert schedule.final(101) == 15
 
+    def test_a_power_by_length_is_the_factor_times_the_log(self) -> None:
+        assert power_schedule("log:1.5") is None
+        power = logarithmic_power("log:1.5")
+        assert power is not None
+        counts = torch.tensor([1.0, 2.0, 10.0, 512.0, 32768.0], dtype=torch.float64)
+        torch.testing.assert_close(power.at(counts), (1.5 * counts.log()).clamp(min=1))
+
     @pytest.mark.parametrize(
         "text",
-        ["", "x", "0.5", "3,7", "3@0.1", "3,7@0.5,9@0.2", "3,7@1", "ramp:3", "ramp:3,15@0", "ramp:0,3", "nan", "3,7@x"],
+        [
+            *("", "x", "0.5", "3,7", "3@0.1", "3,7@0.5,9@0.2", "3,7@1", "ramp:3", "ramp:3,15@0", "ramp:0,3", "nan"),
+            *("3,7@x", "log:", "log:0", "log:-1", "log:1,2", "log:nan"),
+        ],
     )
     def test_others_are_refused_with_the_forms_there_are(self, text: str) -> None:
         with pytest.raises(ValueError, match="`power` must be"):
@@ -95,6 +107,8 @@ class TestConfiguration:
             ({"width": 100, "heads": 3}, "`width` must be a multiple of the 3 heads"),
             ({"power": "ramp:3,15", "power_rounding": False, "compile": True}, "`power_rounding` must be on"),
             ({"power": "learned", "power_growth": 4.0}, "`power_growth` must be left out"),
+            ({"power": "log:1.5", "power_growth": 4.0}, "the power 'log:1.5' grows by itself"),
+            ({"attention": "softmax", "power": "log:1.5"}, "has no second stage"),
             ({"learning_rate": 0.0}, "`learning_rate` must be above 0"),
         ],
     )
@@ -404,6 +418,14 @@ class TestRun:
         assert start["versions"]["torch"] == torch.__version__
         assert start["commit"]
         assert run.checkpoints() == [16, 20, 24]
+
+    def test_a_power_by_length_and_global_layers_are_the_saved_models(self, run: Run) -> None:
+        run.finish(power="log:2", global_every=2, window=6, local_attention="softmax", steps=4)
+        model = AutoModelForCausalLM.from_pretrained(run.output / "model")
+        local, everywhere = (layer.self_attn.attention.spec for layer in model.model.layers)
+        assert (local.positive, local.window, local.positions) == ("exp", 6, "rope")
+        assert (everywhere.window, everywhere.positions) == (None, "none")
+        assert everywhere.sharpening == PowerByLength(1, 2, math.exp(0.5))
 
     def test_the_loss_is_the_models(self, run: Run, data: Path) -> None:
         """The first step's, at the weights of the seed, beside a model built and sequences read by hand."""

@@ -66,7 +66,7 @@ def measure_parser(
     )
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
     change = parser.add_argument_group("changes at inference, for every model")
-    change.add_argument("--power", metavar="P", help="another power: a number, or grow:BASE,SLOPE")
+    change.add_argument("--power", metavar="P", help="another power: a number, grow:BASE,SLOPE, or log:FACTOR")
     change.add_argument("--reweight", action="store_true", help="the second stage on weights trained without it")
     change.add_argument("--window", metavar="N", help="each token sees itself and the N - 1 before it")
     change.add_argument("--rope", metavar="TYPE:FACTOR", help="linear:4, dynamic:4 (NTK) or yarn:4")

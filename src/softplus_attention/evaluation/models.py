@@ -18,7 +18,7 @@ from softplus_attention.huggingface.attention import attention_of, power_to_json
 from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED
 from softplus_attention.huggingface.loading import DTYPES, require
 from softplus_attention.power import PowerByLength
-from softplus_attention.training.schedules import as_number
+from softplus_attention.training.schedules import as_number, logarithmic_power
 from softplus_attention.validation import fail
 
 KNOWN = ATTENTIONS | ABLATIONS
@@ -242,7 +242,13 @@ def reweighted(name: str) -> str:
 
 
 def power_in(text: str, training_length: int) -> float | PowerByLength:
-    expected = "a number >= 1, or grow:BASE,SLOPE: BASE up to the training length, SLOPE more for each factor e beyond"
+    expected = (
+        "a number >= 1, grow:BASE,SLOPE (BASE up to the training length, SLOPE more for each factor e beyond), or "
+        "log:FACTOR (times the log of the number of keys)"
+    )
+    by_length = logarithmic_power(text)
+    if by_length is not None:
+        return by_length
     try:
         if text.startswith("grow:"):
             base, slope = (float(part) for part in text.removeprefix("grow:").split(","))

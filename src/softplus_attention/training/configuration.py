@@ -19,7 +19,7 @@ from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.parallel import PARALLEL
 from softplus_attention.training.presets import PRESETS
-from softplus_attention.training.schedules import LEARNED, PowerSchedule, power_schedule
+from softplus_attention.training.schedules import LEARNED, PowerSchedule, logarithmic_power, power_schedule
 from softplus_attention.validation import fail
 
 SCHEDULES = ("cosine", "wsd")
@@ -65,7 +65,7 @@ class TrainConfig:
     power: str | None = option(
         POWER,
         "15; steps: 3,7@0.1,15@0.3 (7 from 10%% of the steps on); ramp:3,15 (linear; ramp:3,15@0.5 ends at half); "
-        "learned; default: the attention's own",
+        "log:1.5 (1.5 log N for a row that sees N keys); learned; default: the attention's own",
         None,
     )
     power_rounding: bool = option(POWER, "a ramp goes through integers only: torch.compile compiles each anew", True)
@@ -150,14 +150,20 @@ class TrainConfig:
         if self.power_growth is not None:
             if self.power == LEARNED:
                 fail("power_growth", "left out where the power is learned", self.power_growth)
+            if self.power_by_length is not None:
+                fail("power_growth", f"left out: the power {self.power!r} grows by itself", self.power_growth)
             self.growth()
         if self.compile and schedule is not None and schedule.is_ramp and not schedule.rounded:
             fail("power_rounding", "on where the model is compiled: every power is compiled anew", "off")
 
     @property
     def power_schedule(self) -> PowerSchedule | None:
-        """None where the power does not change: the attention's own, or learned."""
+        """None where the power does not change with the step: the attention's own, by length, or learned."""
         return power_schedule(self.power, rounded=self.power_rounding)
+
+    @property
+    def power_by_length(self) -> PowerByLength | None:
+        return None if self.power is None else logarithmic_power(self.power)
 
     def growth(self) -> PowerByLength | None:
         """The power of the saved model, where it is to grow with the number of visible keys."""

@@ -17,6 +17,7 @@ from transformers import PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
+from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.training import checkpoints, parallel, run_record
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
@@ -195,8 +196,8 @@ def learning_rate_schedule(config: TrainConfig) -> tuple[str, dict[str, Any]]:
 
 
 def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | None) -> SoftplusGPTConfig:
-    schedule = config.power_schedule
-    power = config.power if schedule is None else schedule.at(0, config.steps)
+    schedule, by_length = config.power_schedule, config.power_by_length
+    power: Any = config.power if schedule is None else schedule.at(0, config.steps)
     return SoftplusGPTConfig(
         vocab_size=padded_vocabulary(vocabulary) if config.vocab_size is None else config.vocab_size,
         hidden_size=config.width,
@@ -204,7 +205,7 @@ def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | No
         num_attention_heads=config.heads,
         max_position_embeddings=config.sequence_length,
         attention=config.attention,
-        power=power,
+        power=power if by_length is None else power_to_json(by_length),
         score_scale=config.score_scale,
         window=config.window,
         global_every=config.global_every,

@@ -3,6 +3,7 @@
     15                  constant
     3,7@0.1,15@0.3      stepped: 3, from 10% of the steps on 7, from 30% on 15
     ramp:3,15           linear from the first step to the last; ramp:3,15@0.5 arrives at half of the steps and stays
+    log:1.5             1.5 log N for a row that sees N keys (1 where that is less), in training and after it
     learned             one power per head and layer, trained with the weights
 
 A power that follows from the step needs no place of its own in a checkpoint: a run that continues has it by
@@ -15,10 +16,15 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
+from softplus_attention.power import PowerByLength
 from softplus_attention.validation import fail
 
 LEARNED = "learned"
-FORMS = "a number >= 1, steps such as 3,7@0.1,15@0.3, a ramp such as ramp:3,15 or ramp:3,15@0.5, or learned"
+LOGARITHMIC = "log:"
+FORMS = (
+    "a number >= 1, steps such as 3,7@0.1,15@0.3, a ramp such as ramp:3,15 or ramp:3,15@0.5, log:1.5 (times the log of "
+    "the number of keys), or learned"
+)
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,8 @@ def as_number(power: float) -> float:
 
 
 def power_schedule(text: str | float | None, *, rounded: bool = True) -> PowerSchedule | None:
-    """The schedule that a text describes; None for the attention's own power and for "learned"."""
-    if text is None or text == LEARNED:
+    """The schedule that a text describes; None for the attention's own power, "learned", and one by length."""
+    if text is None or text == LEARNED or logarithmic_power(text) is not None:
         return None
     text = str(text).replace(" ", "")
     if text.startswith("ramp:"):
@@ -74,6 +80,17 @@ def power_schedule(text: str | float | None, *, rounded: bool = True) -> PowerSc
     if fractions != sorted(set(fractions)) or not 0 <= fractions[-1] < 1:
         fail("power", "of fractions of the steps that rise from 0 and stay below 1", repr(text))
     return PowerSchedule(tuple(points))
+
+
+def logarithmic_power(text: str | float) -> PowerByLength | None:
+    """The power of "log:1.5"; None for every other form."""
+    text = str(text).replace(" ", "")
+    if not text.startswith(LOGARITHMIC):
+        return None
+    slope = number_in(text.removeprefix(LOGARITHMIC), text)
+    if not 0.01 <= slope <= 100:
+        fail("power", "log: with a factor from 0.01 to 100", repr(text))
+    return PowerByLength(1, slope, math.exp(1 / slope))
 
 
 def ramp(text: str, rounded: bool) -> PowerSchedule:
