@@ -61,7 +61,7 @@ class Call:
 
         ``frozen_length`` asks also for stage 1 with log N held at that length, where the scores have a log N.
         """
-        visibility = self.visible_rows(first, end)
+        visibility = self.visibility.rows(first, end)
         q = self.q[:, heads, first:end]
         per_key_head = self.heads // self.k.shape[1]
         chosen = [head // per_key_head for head in range(*heads.indices(self.heads))]
@@ -70,17 +70,6 @@ class Call:
         stage1, final = self.stages(q, k, visibility, parameters)
         frozen = None if frozen_length is None else self.frozen_stage(q, k, visibility, parameters, frozen_length)
         return RowWeights(stage1, frozen, final, visibility.dense())
-
-    def visible_rows(self, first: int, end: int) -> Visibility:
-        start, stop = self.visibility.ranges()
-        rows = slice(first, end)
-        keys = max(1, int(stop[:, rows].max()))
-        mask = self.visibility.mask
-        if mask is not None:
-            mask = mask[..., rows if mask.shape[2] > 1 else slice(None), :keys]
-        own = self.visibility.positions()[:, rows]
-        bounds: dict[str, Any] = {"key_start": start[:, rows], "key_end": stop[:, rows], "mask": mask, "own_key": own}
-        return Visibility(end - first, keys, self.q.device, **bounds)
 
     def stages(
         self, q: Tensor, k: Tensor, visibility: Visibility, parameters: dict[str, Tensor]
