@@ -1,6 +1,6 @@
 """Trains the arms of the study one after the other and measures each: one JSON file per run (docs/results.md).
 
-    python runs/study.py TRAIN_DATA VALIDATION_TEXT --output FOLDER [--arms NAME ...] [--seed N] [--seconds N]
+    python runs/study.py TRAIN_DATA VALIDATION_TEXT --output FOLDER [--group NAME | --arms NAME ...] [--seed N]
 
 TRAIN_DATA is a folder of `softplus-attention data prepare`, VALIDATION_TEXT a file of long documents. Every arm has the
 same data, order, steps and size. What is finished is not done again, and a run that was cut goes on. It imports what
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from softplus_attention import provenance
+from softplus_attention import catalog, provenance
 from softplus_attention.evaluation.inside import WORDS
 from softplus_attention.evaluation.inside_measure import mean_of, measure_inside
 from softplus_attention.evaluation.length_measure import measure_lengths
@@ -33,6 +33,8 @@ from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run_record import RUN
 
 SIZES: dict[str, dict[str, Any]] = {
+    # On bytes: 4.7M parameters, for questions with many arms.
+    "bytes": {"layers": 6, "width": 256, "heads": 4, "sequence_length": 256, "steps": 1000},
     # Parameters without the embedding: 10.6M, 25.2M, 85.0M; with GPT-2's vocabulary 30M, 51M, 124M.
     "10m": {"layers": 6, "width": 384, "heads": 6, "sequence_length": 512, "steps": 1500},
     "25m": {"layers": 8, "width": 512, "heads": 8, "sequence_length": 512, "steps": 1500},
@@ -45,31 +47,49 @@ RECIPE: dict[str, Any] = {
 }  # fmt: skip
 RISING = "3,7@0.1,15@0.3"
 # Every third layer sees everything and knows no positions; the others look half a training length back.
-MIXED_LAYERS: dict[str, Any] = {"global_every": 3, "window": 256}
+MIX: dict[str, Any] = {"global_every": 3, "window": "half"}
 LOGN = "softmax-qknorm-logn"
-ARMS: dict[str, dict[str, Any]] = {
+HEADLINE: dict[str, dict[str, Any]] = {
     LOGN: {"attention": LOGN},
     "lssar-rising": {"attention": "lssar", "power": RISING},
     "lssar-p15": {"attention": "lssar", "power": "15"},
     "softmax": {"attention": "softmax"},
-    f"{LOGN}-global3": {"attention": LOGN, **MIXED_LAYERS},
-    "lssar-global3-local-softmax": {"attention": "lssar", "power": RISING, "local_attention": LOGN, **MIXED_LAYERS},
-    "lssar-global3": {"attention": "lssar", "power": RISING, **MIXED_LAYERS},
+    f"{LOGN}-global3": {"attention": LOGN, **MIX},
+    "lssar-global3-local-softmax": {"attention": "lssar", "power": RISING, "local_attention": LOGN, **MIX},
+    "lssar-global3": {"attention": "lssar", "power": RISING, **MIX},
     "lssar-p3": {"attention": "lssar", "power": "3"},
     "lssa": {"attention": "lssa"},
     "ssmax": {"attention": "ssmax"},
     "sigmoid": {"attention": "sigmoid"},
     "relu": {"attention": "relu"},
 }
-# What each arm is measured with beside its own form, at fewer lengths.
+# Ways to be as good as softmax at the training length and to stay so.
+RECIPES: dict[str, dict[str, Any]] = {
+    "lssar-p3-global3": {"attention": "lssar", "power": "3", **MIX},
+    "lssar-p7-global3": {"attention": "lssar", "power": "3,7@0.1", **MIX},
+    "lssar-log-global3": {"attention": "lssar", "power": "log:1", **MIX},
+    "lssar-log-global3-local-p3": {"attention": "lssar", "power": "log:1", "local_attention": "lssar-p3", **MIX},
+    "lssar-learned-global3": {"attention": "lssar-p3", "power": "learned", **MIX},
+    "lssar-log": {"attention": "lssar", "power": "log:2"},
+    "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
+}
+# Each part's own contribution, with the paper's power from the first step on.
+ABLATIONS: dict[str, dict[str, Any]] = {
+    name: {"attention": name} for name in catalog.ABLATIONS if "entmax" not in name and "by-length" not in name
+}
+GROUPS = {"headline": HEADLINE, "recipes": RECIPES, "ablations": ABLATIONS}
+ARMS = HEADLINE | RECIPES | ABLATIONS
+# What each arm is measured with beside its own form, at fewer lengths; 1x stands for the training length.
 VARIANTS: dict[str, list[str]] = {
-    "softmax": ["window=512", "rope=dynamic:16", "rope=yarn:16"],
-    LOGN: ["window=512", "rope=yarn:16"],
+    "softmax": ["window=1x", "rope=dynamic:16", "rope=yarn:16"],
+    LOGN: ["window=1x", "rope=yarn:16"],
     "lssar-rising": ["power=grow:15,2", "power=31"],
     "lssar-p15": ["power=grow:15,2", "power=31"],
     "lssar-global3-local-softmax": ["power=grow:15,2"],
     "lssar-global3": ["power=grow:15,2"],
     "lssa": ["reweight"],
+    "lssar-p3-global3": ["power=grow:3,1", "power=grow:3,2"],
+    "lssar-p7-global3": ["power=grow:7,1", "power=grow:7,2"],
 }
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 FEW_MULTIPLES = (1, 16, 32, 64)
@@ -80,7 +100,7 @@ def main() -> int:
     began = time.monotonic()
     tokenizer = load_tokenizer(options.tokenizer or str(options.data))
     documents = text_documents(raw_texts([options.text]), [Path(options.text).name], tokenizer)
-    for arm in options.arms:
+    for arm in options.arms or GROUPS[options.group]:
         name = f"{options.size}-{arm}-seed{options.seed}"
         result = options.output / f"{name}.json"
         if result.exists():
@@ -103,7 +123,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("text", help="file of long documents to measure on")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--group", choices=GROUPS, default="headline", help="of arms (default: %(default)s)")
+    chosen.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help=", ".join(ARMS).replace("%", "%%"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="in place of the size's")
     parser.add_argument("--tokenizer", help="default: the data's")
@@ -118,6 +140,8 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
     words = {**SIZES[options.size], **RECIPE, **ARMS[arm], "seed": options.seed}
     if options.steps:
         words["steps"] = options.steps
+    if words.get("window") == "half":
+        words["window"] = words["sequence_length"] // 2
     config = TrainConfig(data=str(options.data), output=str(folder), **words)
     began = time.monotonic()
     model = train(config)
@@ -175,9 +199,8 @@ def evaluation(
         for entry in inside
     ]
     del own
-    measured["variants"] = {
-        option: lengths(open_as(option), FEW_MULTIPLES) for option in VARIANTS.get(arm, []) if options.steps is None
-    }
+    variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
+    measured["variants"] = {option: lengths(open_as(option), FEW_MULTIPLES) for option in variants}
     return measured
 
 
