@@ -24,6 +24,8 @@ MODEL_HELP = (
     "[NAME=]FOLDER[+OPTION=VALUE...]: a folder with a saved model or a name on the hub, what to call it, and what to "
     "change at inference for it alone, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
 )
+PRESET_HELP = "cpu (a minute or two), mixed (the same with local and global layers) or gpu (default: %(default)s)"
+SIZES = ("layers", "width", "heads", "steps", "batch_size")
 RESUME = "The same command again reuses what is finished."
 
 
@@ -174,18 +176,23 @@ def add_synthetic(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results")
     parser.add_argument("--train-length", type=int, default=64, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x, preset gpu: to 1000x)")
+    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x, gpu: to 1000x)")
     parser.add_argument("--sequences", type=int, default=64, metavar="N", help="tested at each length, at most")
     parser.add_argument(
         "--test-tokens", type=int, default=1 << 18, metavar="N", help="tested at each length, about (default: 262144)"
     )
-    parser.add_argument("--preset", default="cpu", help="cpu (a minute or two) or gpu (default: %(default)s)")
+    parser.add_argument("--preset", default="cpu", help=PRESET_HELP)
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     replaced = parser.add_argument_group("in place of the preset's")
-    for name, kind in (("layers", int), ("width", int), ("heads", int), ("steps", int), ("batch-size", int)):
-        replaced.add_argument(f"--{name}", type=kind, metavar="N")
+    for name in SIZES:
+        replaced.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
     replaced.add_argument("--learning-rate", type=float, metavar="X")
+    replaced.add_argument("--optimizer", help="adamw or muon")
+    replaced.add_argument("--window", type=int, metavar="N", help="with --global-every: what the local layers see")
+    replaced.add_argument(
+        "--global-every", type=int, metavar="N", help="every n-th layer sees everything, without positions (see train)"
+    )
     replaced.add_argument("--power", help="for attentions with a second stage, as in train (default: 3,7@0.3,15@0.6)")
     task = parser.add_argument_group("the task")
     task.add_argument("--symbols", type=int, metavar="N", help="recall: of keys, of values; copy: of the string")
@@ -410,7 +417,7 @@ def run_synthetic(options: argparse.Namespace) -> int:
         if getattr(options, name) < 1:
             fail(f"--{name.replace('_', '-')}", "at least 1", getattr(options, name))
     settings = dict(measure.PRESETS[options.preset])
-    for word in ("layers", "width", "heads", "steps", "batch_size", "learning_rate", "power"):
+    for word in (*SIZES, "learning_rate", "power", "optimizer", "window", "global_every"):
         if getattr(options, word) is not None:
             settings[word] = getattr(options, word)
     if unknown := set(options.task) - set(TASKS):
