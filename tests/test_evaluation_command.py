@@ -112,6 +112,17 @@ def test_synthetic(run, tmp_path):
     assert (tmp_path / "synthetic.png").exists()
 
 
+def test_synthetic_with_local_and_global_layers(run, tmp_path):
+    words = ("--task", "copy", "--steps", "2", "--batch-size", "2", "--train-length", "16", "--lengths", "1")
+    words = (*words, "--preset", "mixed", "--window", "4", "--width", "32", "--optimizer", "adamw")
+    status, _, _ = run("synthetic", "softmax", *words, "--output", str(tmp_path))
+    assert status == 0
+    result = read(tmp_path / "synthetic--copy-softmax.json")
+    config = result["model"]["config"]
+    assert (config["window"], config["global_every"], config["hidden_size"]) == (4, 2, 32)
+    assert result["settings"]["training"]["optimizer"] == "adamw"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -134,7 +145,7 @@ def test_synthetic(run, tmp_path):
         (["maps", "lssar/model", "--file", "none"], "a readable UTF-8 file"),
         (["synthetic", "nothing"], "no attention is named 'nothing'"),
         (["synthetic", "lssar", "--task", "sort"], "`--task` must be of recall, copy, flip-flop, got sort"),
-        (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of cpu, gpu"),
+        (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of cpu, mixed, gpu"),
         (["synthetic", "lssar", "--task", "copy", "--writes", "3"], "`--writes` must be left out for copy"),
     ],
 )

@@ -232,9 +232,20 @@ class TestTraining:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", ["flip-flop", "copy"])
 def test_the_cpu_preset_learns(name, tmp_path):
-    """The preset of the command is enough for these at the training length; recall takes millions of sequences."""
+    """The preset of the command is enough for these at the training length; recall takes local and global layers."""
     task = task_of(name)
     settings = dict(measure.PRESETS["cpu"])
     config = measure.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
     result = measure.measure_synthetic(task, config, [64], tmp_path)
     assert result["results"]["lengths"][0]["accuracy"] > 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn"])
+def test_the_mixed_preset_recalls_at_64_times_the_length(attention, tmp_path):
+    task = task_of("recall")
+    settings = dict(measure.PRESETS["mixed"])
+    config = measure.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")
+    result = measure.measure_synthetic(task, config, [64, 4096], tmp_path)
+    assert [entry["accuracy"] > 0.95 for entry in result["results"]["lengths"]] == [True, True]
