@@ -65,6 +65,7 @@ HEADLINE: dict[str, dict[str, Any]] = {
 }
 # Ways to be as good as softmax at the training length and to stay so.
 RECIPES: dict[str, dict[str, Any]] = {
+    "lssar-p2-global3": {"attention": "lssar", "power": "2", **MIX},
     "lssar-p3-global3": {"attention": "lssar", "power": "3", **MIX},
     "lssar-p7-global3": {"attention": "lssar", "power": "3,7@0.1", **MIX},
     "lssar-log-global3": {"attention": "lssar", "power": "log:1", **MIX},
@@ -88,6 +89,7 @@ VARIANTS: dict[str, list[str]] = {
     "lssar-global3-local-softmax": ["power=grow:15,2"],
     "lssar-global3": ["power=grow:15,2"],
     "lssa": ["reweight"],
+    "lssar-p2-global3": ["power=grow:2,1"],
     "lssar-p3-global3": ["power=grow:3,1", "power=grow:3,2"],
     "lssar-p7-global3": ["power=grow:7,1", "power=grow:7,2"],
 }
