@@ -67,9 +67,7 @@ HEADLINE: dict[str, dict[str, Any]] = {
 RECIPES: dict[str, dict[str, Any]] = {
     "lssar-p2-global3": {"attention": "lssar", "power": "2", **MIX},
     "lssar-p3-global3": {"attention": "lssar", "power": "3", **MIX},
-    "lssar-p7-global3": {"attention": "lssar", "power": "3,7@0.1", **MIX},
-    "lssar-log-global3": {"attention": "lssar", "power": "log:1", **MIX},
-    "lssar-log-global3-local-p3": {"attention": "lssar", "power": "log:1", "local_attention": "lssar-p3", **MIX},
+    "lssar-log-global3": {"attention": "lssar", "power": "log:0.6", **MIX},
     "lssar-learned-global3": {"attention": "lssar-p3", "power": "learned", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
@@ -91,7 +89,6 @@ VARIANTS: dict[str, list[str]] = {
     "lssa": ["reweight"],
     "lssar-p2-global3": ["power=grow:2,1"],
     "lssar-p3-global3": ["power=grow:3,1", "power=grow:3,2"],
-    "lssar-p7-global3": ["power=grow:7,1", "power=grow:7,2"],
 }
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 FEW_MULTIPLES = (1, 16, 32, 64)
