@@ -198,6 +198,24 @@ def test_results_of_this_repository_are_shown():
     page, problems = html_of(REPOSITORY / "results")
     assert problems == []
     assert "NVIDIA H200" in page
+    assert "Study, 10m: loss by length" in page
+
+
+def test_a_run_of_the_study(tmp_path):
+    row = {"length": 64, "loss": 2.5, "standard_error": 0.1, "control": {"gain": 0.25, "standard_error": 0.01}}
+    run = {"arm": "lssar-p3", "size": "10m", "seed": 3, "config": {"sequence_length": 32}, "command": "runs/study.py"}
+    run["evaluation"] = {"lengths": {"lengths": [{**row, "length": 32, "control": None}, row]}}
+    (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
+    page, problems = html_of(tmp_path)
+    assert problems == []
+    assert "Study, 10m: what the far context is worth" in page
+    assert "lssar-p3, seed 3" in page
+    assert "0.25" in page
+    row["loss"] = "low"
+    (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
+    (tmp_path / "other.json").write_text(json.dumps({**run, "seed": 4, "evaluation": {"lengths": {"lengths": []}}}))
+    _, problems = html_of(tmp_path)
+    assert problems == [("10m-lssar-p3-seed3.json", 'a result of kind study, but `loss` must be a number, got "low"')]
 
 
 def luminance(colour: str) -> float:

@@ -31,7 +31,7 @@ class UnreadableError(ValueError):
 @dataclass(frozen=True)
 class Result:
     path: str  # relative to the folder, cleaned
-    kind: str  # a measure, or "demo", "newton", "speed", "training"
+    kind: str  # a measure, or "demo", "study", "newton", "speed", "training"
     data: dict[str, Any]
 
     @property
@@ -104,6 +104,8 @@ def kind_of(data: dict[str, Any]) -> str:
         return str(data["measure"])
     if data.get("kind") == "newton":
         return "newton"
+    if {"arm", "size", "evaluation"} <= set(data):
+        return "study"
     if isinstance(data.get("config"), dict) and is_table(data.get("sessions")):
         return "training"
     if {"lengths", "loss", "settings"} <= set(data) and isinstance(data["loss"], dict):
