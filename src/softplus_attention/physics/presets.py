@@ -168,7 +168,8 @@ class Experiment:
 
 
 GPU_ARMS = ("softmax", "softmax-window2", "softmax-qknorm-logn", "lssar-p3", "lssar")
-CPU = Experiment("cpu", law_scales=("ln_force",), law_restarts=1)
+# One restart of the regression missed the law in the true force of one seed in three.
+CPU = Experiment("cpu", law_scales=("ln_force",))
 GPU = Experiment(
     "gpu",
     arms=GPU_ARMS,
