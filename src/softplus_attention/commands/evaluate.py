@@ -307,6 +307,22 @@ def open_model(options: argparse.Namespace, request: Request, training_length: i
     return opened(request, training_length, dtype=options.dtype, device=options.device)
 
 
+def measure_each(
+    options: argparse.Namespace,
+    requests: Sequence[Request],
+    training_length: int,
+    measure: Callable[[Opened], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """One model in memory at a time."""
+    return [measure(open_model(options, request, training_length)) for request in requests]
+
+
+def check_positive(options: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        if getattr(options, name) < 1:
+            fail(f"--{name.replace('_', '-')}", "at least 1", getattr(options, name))
+
+
 def documents_for(options: argparse.Namespace, request: Request) -> Documents:
     from softplus_attention.evaluation.texts import folder_documents, raw_texts, text_documents
     from softplus_attention.huggingface.loading import load_tokenizer
@@ -346,17 +362,15 @@ def finish(folder: Path, measure: str, results: list[dict[str, Any]]) -> None:
 def run_lengths(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.length_measure import lengths_in, measure_lengths, table_of
 
-    if options.sequences < 1:
-        fail("--sequences", "at least 1", options.sequences)
+    check_positive(options, "sequences")
     requests, training_length = asked(options)
     lengths = lengths_in(options.lengths, training_length)
-    results = []
-    for request in requests:
-        documents = documents_for(options, request)
+
+    def measure(opened: Opened) -> dict[str, Any]:
         words = {"sequences": options.sequences, "control": options.control}
-        results.append(
-            measure_lengths(open_model(options, request, training_length), documents, lengths, options.output, **words)
-        )
+        return measure_lengths(opened, documents_for(options, opened.request), lengths, options.output, **words)
+
+    results = measure_each(options, requests, training_length, measure)
     print(table_of(results))
     note_tokenizers(results)
     finish(options.output, "lengths", results)
@@ -369,20 +383,19 @@ def run_passkey(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.passkey_measure import depths_in, measure_passkey, table_of
     from softplus_attention.huggingface.loading import load_tokenizer
 
-    if options.trials < 1:
-        fail("--trials", "at least 1", options.trials)
+    check_positive(options, "trials")
     prompt, depths = prompt_of(options.form, options.prompt, options.digits), depths_in(options.depths)
     requests, training_length = asked(options)
     lengths = lengths_in(options.lengths, training_length)
-    results = []
-    for request in requests:
+
+    def measure(opened: Opened) -> dict[str, Any]:
         given = options.data is not None or options.text is not None
-        documents = documents_for(options, request) if given else None
-        tokenizer = load_tokenizer(options.tokenizer or request.source)
-        opened = open_model(options, request, training_length)
+        documents = documents_for(options, opened.request) if given else None
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
         words = {"documents": documents, "trials": options.trials, "seed": options.seed}
-        results.append(measure_passkey(opened, tokenizer, prompt, lengths, depths, options.output, **words))
-        del opened  # before the next one is loaded
+        return measure_passkey(opened, tokenizer, prompt, lengths, depths, options.output, **words)
+
+    results = measure_each(options, requests, training_length, measure)
     print(table_of(results))
     finish(options.output, "passkey", results)
     return 0
@@ -393,8 +406,7 @@ def run_passkey_data(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.passkey_measure import write_documents
     from softplus_attention.evaluation.texts import raw_texts
 
-    if options.documents < 1:
-        fail("--documents", "at least 1", options.documents)
+    check_positive(options, "documents")
     prompt = prompt_of(options.form, options.prompt, options.digits)
     texts = raw_texts(options.text)
     path = options.output / "passkey.jsonl"
@@ -413,9 +425,7 @@ def run_synthetic(options: argparse.Namespace) -> int:
 
     if options.preset not in measure.PRESETS:
         fail("--preset", f"one of {', '.join(measure.PRESETS)}", repr(options.preset))
-    for name in ("sequences", "test_tokens"):
-        if getattr(options, name) < 1:
-            fail(f"--{name.replace('_', '-')}", "at least 1", getattr(options, name))
+    check_positive(options, "sequences", "test_tokens")
     settings = dict(measure.PRESETS[options.preset])
     for word in (*SIZES, "learning_rate", "power", "optimizer", "window", "global_every"):
         if getattr(options, word) is not None:
@@ -452,18 +462,15 @@ def run_inside(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.inside_measure import measure_inside, table_of
     from softplus_attention.evaluation.length_measure import lengths_in
 
-    for name in ("sequences", "blocks"):
-        if getattr(options, name) < 1:
-            fail(f"--{name}", "at least 1", getattr(options, name))
+    check_positive(options, "sequences", "blocks")
     requests, training_length = asked(options)
     lengths = lengths_in(options.lengths, training_length)
-    results = []
-    for request in requests:
-        documents = documents_for(options, request)
-        opened = open_model(options, request, training_length)
+
+    def measure(opened: Opened) -> dict[str, Any]:
         words = {"sequences": options.sequences, "blocks": options.blocks}
-        results.append(measure_inside(opened, documents, lengths, options.output, **words))
-        del opened  # before the next one is loaded
+        return measure_inside(opened, documents_for(options, opened.request), lengths, options.output, **words)
+
+    results = measure_each(options, requests, training_length, measure)
     print(table_of(results))
     finish(options.output, "inside", results)
     return 0
@@ -477,12 +484,12 @@ def run_maps(options: argparse.Namespace) -> int:
         fail("--map-size", "at least 2", options.map_size)
     text = options.text if options.file is None else read(options.file)
     requests, training_length = asked(options)
-    results = []
-    for request in requests:
-        tokenizer = load_tokenizer(options.tokenizer or request.source)
-        opened = open_model(options, request, training_length)
-        results.append(measure_maps(opened, tokenizer, text, options.output, size=options.map_size))
-        del opened  # before the next one is loaded
+
+    def measure(opened: Opened) -> dict[str, Any]:
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
+        return measure_maps(opened, tokenizer, text, options.output, size=options.map_size)
+
+    results = measure_each(options, requests, training_length, measure)
     for result in results:
         maps = result["results"]
         layers = len({found["layer"] for found in maps["maps"]})
