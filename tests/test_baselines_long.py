@@ -327,11 +327,13 @@ class TestPieces:
         torch._dynamo.reset()
 
     def test_plain_softmax_is_never_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        q, k, v = inputs(1, 1, 200)
+        forms: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "window": 3}]
+        expected = [attention(SOFTMAX)(q, k, v, impl="reference", **options) for options in forms]
         monkeypatch.setitem(baselines.MOST_WEIGHTS, "cpu", 1)
         monkeypatch.setattr(baselines, "by_pieces", forbid("pieces"))
-        q, k, v = inputs(1, 1, 200)
-        for options in ({}, {"is_causal": True}, {"is_causal": True, "window": 3}):
-            attention(SOFTMAX)(q, k, v, **options)
+        for options, whole in zip(forms, expected, strict=True):
+            torch.testing.assert_close(attention(SOFTMAX)(q, k, v, **options), whole)
 
 
 @settings(max_examples=60)

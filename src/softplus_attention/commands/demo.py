@@ -71,9 +71,10 @@ def run(options: argparse.Namespace) -> int:
     lengths = [TRAINING["sequence_length"] * multiple for multiple in MULTIPLES]
     curves = {name: evaluate_arm(name, path, texts, lengths) for name, path in models.items()}
 
-    written = write(folder, curves, lengths, texts, options)
+    seconds = time.perf_counter() - started
+    written = write(folder, curves, lengths, texts, options, seconds)
     print("\n" + text_table(curves, lengths))
-    print(f"\n{conclusion(curves)}\n\n{time.perf_counter() - started:.0f} seconds. Look at:")
+    print(f"\n{conclusion(curves)}\n\n{seconds:.0f} seconds. Look at:")
     for path in written:
         print(f"  {path}")
     return 0
@@ -146,7 +147,12 @@ def conclusion(curves: dict[str, LengthCurve]) -> str:
 
 
 def write(
-    folder: Path, curves: dict[str, LengthCurve], lengths: list[int], texts: Texts, options: argparse.Namespace
+    folder: Path,
+    curves: dict[str, LengthCurve],
+    lengths: list[int],
+    texts: Texts,
+    options: argparse.Namespace,
+    seconds: float,
 ) -> list[Path]:
     from softplus_attention import provenance
     from softplus_attention.report import figures, page
@@ -162,7 +168,8 @@ def write(
     about |= {"commit": provenance.commit(), "versions": versions, "machine": provenance.machine()}
     errors = {name: curve.error for name, curve in curves.items()}
     results = {"command": f"softplus-attention demo --steps {options.steps} --seed {options.seed}", **about}
-    results |= {"settings": settings, "loss": losses, "standard_error": errors}
+    # Of this call: what an earlier one finished took none of them.
+    results |= {"seconds": round(seconds, 1), "settings": settings, "loss": losses, "standard_error": errors}
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     with (folder / "loss-by-length.csv").open("w", newline="") as handle:
         writer = csv.writer(handle)
