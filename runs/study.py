@@ -28,6 +28,7 @@ from softplus_attention.evaluation.passkey import prompt_of
 from softplus_attention.evaluation.passkey_measure import measure_passkey
 from softplus_attention.evaluation.texts import Documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run_record import RUN
@@ -69,6 +70,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lssar-p3-global3": {"attention": "lssar", "power": "3", **MIX},
     "lssar-log-global3": {"attention": "lssar", "power": "log:0.6", **MIX},
     "lssar-learned-global3": {"attention": "lssar-p3", "power": "learned", **MIX},
+    "lssar-learned-log-global3": {"attention": "lssar", "power": "learned-log", **MIX},
+    # What a learned sharpness does for softmax.
+    f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
 }
@@ -131,6 +135,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="such processes that share the GPU: step times then mean nothing"
+    )
     return parser.parse_args()
 
 
@@ -138,7 +145,7 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
     folder = options.output / "runs" / name
     words = {**SIZES[options.size], **RECIPE, **ARMS[arm], "seed": options.seed}
     if options.steps:
-        words["steps"] = options.steps
+        words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
     if words.get("window") == "half":
         words["window"] = words["sequence_length"] // 2
     config = TrainConfig(data=str(options.data), output=str(folder), **words)
@@ -156,6 +163,7 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
         "data": json.loads((folder / RUN).read_text())["data"],
         "training": {
             "seconds": round(trained, 1),
+            "processes": options.processes,
             "step_seconds": sorted(entry["step_seconds"] for entry in losses)[len(losses) // 2],
             "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
         },
@@ -186,6 +194,7 @@ def evaluation(
 
     own = open_as()
     measured: dict[str, Any] = {"parameters": own.description()["parameters"], "lengths": lengths(own, MULTIPLES)}
+    measured["learned"] = learned_by_layer(own.model)
     prompt = prompt_of("compact")
     cells = measure_passkey(
         own, tokenizer, prompt, [length * m for m in (1, 2, 4, 16, 64)], [0.1, 0.5, 0.9], folder,
@@ -201,6 +210,15 @@ def evaluation(
     variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
     measured["variants"] = {option: lengths(open_as(option), FEW_MULTIPLES) for option in variants}
     return measured
+
+
+def learned_by_layer(model: Any) -> list[dict[str, list[float]]]:
+    """What the attentions themselves have learned, a power or a scale per head; nothing for most."""
+    layers = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
+    return [
+        {name: [round(number, 4) for number in value.tolist()] for name, value in layer.attention_parameters().items()}
+        for layer in layers
+    ]
 
 
 def line_of(name: str, record: dict[str, Any]) -> str:

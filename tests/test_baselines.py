@@ -449,7 +449,7 @@ def test_bad_calls() -> None:
         attention("softmax")(q, k, v, impl="chunked")
     with pytest.raises(ValueError, match="`parameters` may hold nothing"):
         attention("softmax")(q, k, v, parameters={"ssmax_scale": torch.ones(H)})
-    with pytest.raises(ValueError, match=r"`parameters` may hold \['power'\]"):
+    with pytest.raises(ValueError, match=r"`parameters` may hold \['power', 'power_per_log'\]"):
         attention("lssar")(q, k, v, parameters={"ssmax_scale": torch.ones(H)})
     with pytest.raises(ValueError, match=r"shape \(H,\) = \(4,\)"):
         attention("ssmax")(q, k, v, parameters={"ssmax_scale": torch.ones(3)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from softplus_attention import PowerByLength, softplus_attention
-from softplus_attention.catalog import LSSAR
+from softplus_attention.catalog import LSSAR, attention
 from softplus_attention.nn import KeyValueCache, RotaryEmbedding, SoftplusAttention
 
 B, T, DIM, HEADS = 2, 13, 32, 4
@@ -261,6 +262,34 @@ def test_learned_power() -> None:
         close(other, torch.full((HEADS,), max(start, 1.01)), 1e-4)
 
 
+def test_learned_factor_of_log_n() -> None:
+    """Starts as 0.6 log N in every row of a window, in steps over a cache as in one pass, and moves by its gradient."""
+    layer, x = module(power="learned-log", window=9), tokens()
+    constant = module(power=PowerByLength(1, 0.6, math.exp(1 / 0.6)), window=9)
+    close(layer(x), constant(x))
+    with torch.no_grad():
+        close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))
+    layer(x).square().sum().backward()
+    assert layer.raw_power is not None
+    assert layer.raw_power.grad is not None
+    assert (layer.raw_power.grad != 0).all()
+    factors = torch.tensor([0.1, 0.5, 1.0, 4.0])
+    with torch.no_grad():
+        layer.raw_power.copy_(torch.log(torch.expm1(factors)))
+    assert layer.learned_power is not None
+    close(layer.learned_power, factors)
+    keys = torch.arange(1, T + 1).clamp(max=9)
+    powers = torch.tensor([[max(1.0, factor * math.log(n)) for n in keys.tolist()] for factor in factors.tolist()])
+    q, k, v = (torch.randn(2, HEADS, T, 8) for _ in range(3))
+    words: dict[str, Any] = {"is_causal": True, "window": 9}
+    expected = attention("lssar")(q, k, v, parameters={"power": powers[None]}, **words)
+    close(attention("lssar")(q, k, v, parameters={"power_per_log": factors}, **words), expected)
+    with pytest.raises(ValueError, match="got both"):
+        attention("lssar")(q, k, v, parameters={"power_per_log": factors, "power": powers[None]})
+    with pytest.raises(ValueError, match="is learned"):
+        layer.set_power(3)
+
+
 def test_powers_that_are_set() -> None:
     layer, x = module(power=3), tokens()
     close(layer(x), module("lssar-p3")(x))
@@ -283,7 +312,9 @@ def test_the_scale_of_ssmax_is_a_parameter() -> None:
     assert (layer(tokens()) - before).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("options", [{"power": "learned"}, {"name": "ssmax", "bias": True}, {}])
+@pytest.mark.parametrize(
+    "options", [{"power": "learned"}, {"power": "learned-log"}, {"name": "ssmax", "bias": True}, {}]
+)
 def test_state_dict(options: dict[str, Any]) -> None:
     layer = module(seed=0, **options)
     file = io.BytesIO()
@@ -314,7 +345,7 @@ def test_autocast() -> None:
 def test_compiles_whole(name: str) -> None:
     """Traced into one graph, forward and backward, at any length; the code generator would only cost time here."""
     torch._dynamo.reset()
-    layer = module(name, power="learned" if name == "lssar" else None, num_kv_heads=2)
+    layer = module(name, power="learned-log" if name == "lssar" else None, num_kv_heads=2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for length in (T, 2 * T):
         x = tokens(length=length)

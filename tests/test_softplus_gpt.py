@@ -225,6 +225,7 @@ class TestSaved:
         {"attention": "lssar", "power": {"base": 9, "slope": 2, "n0": 16}},
         {"attention": "ssmax"},
         {"power": "learned"},
+        {"power": "learned-log", "window": 6, "global_every": 2},
     )
 
     @pytest.mark.parametrize("words", WORDS, ids=str)
@@ -362,9 +363,13 @@ class TestGlobalEvery:
         # With a window of one token nothing but the global layer mixes them, and it knows no order.
         torch.testing.assert_close(logits(model, ids)[0, -1], logits(model, turned)[0, -1])
 
-    @pytest.mark.parametrize("local", [None, "softmax-qknorm-logn"])
-    def test_cache_and_saving(self, local, tmp_path):
-        model = tiny(**self.WORDS, local_attention=local)
+    @pytest.mark.parametrize(
+        "words",
+        [{}, {"local_attention": "softmax-qknorm-logn"}, {"power": "learned-log"}],
+        ids=["same", "local", "log"],
+    )
+    def test_cache_and_saving(self, words, tmp_path):
+        model = tiny(**self.WORDS, **words)
         ids = token_rows(2, 20)
         whole = logits(model, ids)
         with torch.no_grad():

@@ -456,6 +456,7 @@ class TestRun:
             {"attention": "softmax", "power": None},
             {"attention": "ssmax", "power": None, "precision": "bf16"},
             {"power": "learned"},
+            {"power": "learned-log", "document_mask": True},
             {"gradient_checkpointing": True},
             {"workers": 2, "document_mask": True},
             {"attention": "softmax-window", "power": None, "window": 8},

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softplus_attention import validation as check
-from softplus_attention.power import Power, PowerByLength, power_of_rows
+from softplus_attention.power import Power, PowerByLength, power_by_log, power_of_rows
 from softplus_attention.reference import (
     compute_dtype,
     expand_kv_heads,
@@ -46,7 +46,7 @@ CHOICES = {
     "positions": get_args(Positions),
 }
 DEFAULT_POWERS = {"none": None, "relu_power": 15, "exp": 1}
-# The value that Scalable-Softmax starts its learned scale from.
+# The value that Scalable-Softmax starts its learned scale from; where log d sets the size already, it starts at 1.
 SSMAX_START = 0.43
 IMPLS = ("auto", "sdpa", "reference")
 # Weights (B, H, rows, T_k) made at once where no gradient needs them all; a handful of such tensors are alive together.
@@ -195,11 +195,18 @@ POSITIVE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def learned_parameters(spec: AttentionSpec, num_heads: int) -> dict[str, Tensor]:
     """The initial values of what the attention itself learns, by name."""
-    return {"ssmax_scale": torch.full((num_heads,), SSMAX_START)} if spec.learned_scale else {}
+    return {"ssmax_scale": torch.full((num_heads,), first_scale(spec))} if spec.learned_scale else {}
+
+
+def first_scale(spec: AttentionSpec) -> float:
+    return 1.0 if spec.log_d else SSMAX_START
 
 
 def check_parameters(spec: AttentionSpec, parameters: Parameters | None, q: Tensor, validate: bool = False) -> None:
-    known = (["ssmax_scale"] if spec.learned_scale else []) + (["power"] if spec.second_stage != "none" else [])
+    known = ["ssmax_scale"] if spec.learned_scale else []
+    known += ["power", "power_per_log"] if spec.second_stage != "none" else []
+    if {"power", "power_per_log"} <= set(parameters or {}):
+        raise ValueError("`parameters` may hold 'power' or 'power_per_log', got both")
     for name, value in (parameters or {}).items():
         if name not in known:
             raise ValueError(f"`parameters` may hold {known or 'nothing'} for this attention ({spec}), got {name!r}")
@@ -232,7 +239,7 @@ def scaled_queries(spec: AttentionSpec, q: Tensor, counts: Tensor, parameters: P
     scale = spec.score_scale(q.shape[-1]) * (counts.clamp(min=1).log() if spec.log_n else torch.ones_like(counts))
     if spec.learned_scale:
         learned = (parameters or {}).get("ssmax_scale")
-        scale = scale * (SSMAX_START if learned is None else learned.to(q.dtype)[:, None])
+        scale = scale * (first_scale(spec) if learned is None else learned.to(q.dtype)[:, None])
     return (unit(q) if spec.qk_norm else q) * scale[..., None]
 
 
@@ -319,7 +326,9 @@ def weights_of_rows(
     a = first_stage(spec, scores, visible, counts)
     if spec.second_stage == "none":
         return a
-    return second_stage(spec, a, visible, counts, (parameters or {}).get("power", spec.sharpening))
+    given = parameters or {}
+    power = power_by_log(given["power_per_log"], counts) if "power_per_log" in given else given.get("power")
+    return second_stage(spec, a, visible, counts, spec.sharpening if power is None else power)
 
 
 def composed_attention(

@@ -12,7 +12,7 @@ from softplus_attention import baselines
 from softplus_attention import functional as ours
 from softplus_attention import validation as check
 from softplus_attention.baselines import AttentionSpec, Parameters
-from softplus_attention.power import Power, PowerByLength
+from softplus_attention.power import Power, PowerByLength, power_by_log
 from softplus_attention.reference import attention_stages, without_autocast
 from softplus_attention.visibility import Visibility
 
@@ -57,6 +57,7 @@ ABLATIONS: dict[str, AttentionSpec] = {
     "softmax-reweighted": SOFTMAX.but(second_stage="relu_power"),
     "softmax-qknorm": SOFTMAX.but(qk_norm=True, log_d=True),
     "softmax-logn": SOFTMAX.but(log_n=True),
+    "softmax-qknorm-logn-learned": SOFTMAX.but(qk_norm=True, log_d=True, log_n=True, learned_scale=True),
     "sigmoid-l1": SIGMOID.but(normaliser="l1"),
     "sigmoid-l1-reweighted": SIGMOID.but(normaliser="l1", second_stage="relu_power"),
     "relu-l1-reweighted": SOFTMAX.but(positive="relu", second_stage="relu_power"),
@@ -103,8 +104,9 @@ class Attention:
     """An attention with a name. Call it like ``softplus_attention``; LSSA and LSSAR run through exactly that function.
 
     ``parameters`` holds tensors the attention learns (``learned_parameters`` gives their first values, which also stand
-    for those not passed) and, for attentions with a second stage, optionally "power", (H,) or (B, H, T_q). ``impl`` is
-    that of ``softplus_attention`` for LSSA and LSSAR, and "auto", "sdpa" (softmax only) or "reference" for the others.
+    for those not passed) and, for attentions with a second stage, optionally "power", (H,) or (B, H, T_q), or
+    "power_per_log", (H,), which is multiplied with the log of the number of keys that a row sees. ``impl`` is that of
+    ``softplus_attention`` for LSSA and LSSAR, and "auto", "sdpa" (softmax only) or "reference" for the others.
     """
 
     name: str
@@ -221,14 +223,18 @@ class Attention:
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
                 score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2])
-                return attention_stages(q, k, visibility, self.power(parameters), score_scale).sharpened
+                return attention_stages(q, k, visibility, self.power(parameters, visibility), score_scale).sharpened
             return baselines.composed_weights(self.spec, q, k, visibility, parameters)
 
     def window(self, window: int | None) -> int | None:
         return self.spec.window if window is None else window
 
-    def power(self, parameters: Parameters | None) -> Power:
-        return (parameters or {}).get("power", self.spec.sharpening)
+    def power(self, parameters: Parameters | None, visibility: Visibility) -> Power:
+        """What the rows are sharpened with: a parameter where there is one, else the attention's own."""
+        given = parameters or {}
+        if "power_per_log" in given:
+            return power_by_log(given["power_per_log"], visibility.counts())
+        return given.get("power", self.spec.sharpening)
 
     @property
     def score_scale(self) -> float | None:
@@ -262,7 +268,7 @@ class Attention:
             k,
             v,
             visibility,
-            self.power(parameters),
+            self.power(parameters, visibility),
             self.score_scale,
             cast(ours.Impl, impl),
             validate=validate,

@@ -6,13 +6,17 @@ import math
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softplus_attention import validation as check
 from softplus_attention.baselines import AttentionSpec
 from softplus_attention.catalog import Attention, attention
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import (
+    PowerByLength,
+    first_raw_power,
+    is_learned,
+    learned_parameter,
+)
 from softplus_attention.reference import compute_dtype, unit
 
 
@@ -167,8 +171,8 @@ class SoftplusAttention(nn.Module):
         head_dim: dim / num_heads by default.
         source_dim: the width of ``source`` in cross attention; ``dim`` by default.
         attention: a name ("lssar", "softmax", ...), an ``AttentionSpec`` or an ``Attention``.
-        power: replaces the attention's power: a number, a ``PowerByLength``, or "learned", one per head that starts at
-            the attention's own and stays >= 1.
+        power: replaces the attention's power: a number, a ``PowerByLength``, "learned", one per head that starts at the
+            attention's own and stays >= 1, or "learned-log", one factor per head of log N.
         rope: True rotates queries and keys where the attention asks for it (its ``positions``); a ``RotaryEmbedding``
             does so in its own way; None or False never. Cross attention is not rotated.
         window: replaces the attention's window.
@@ -184,7 +188,7 @@ class SoftplusAttention(nn.Module):
         head_dim: int | None = None,
         source_dim: int | None = None,
         attention: str | AttentionSpec | Attention = "lssar",
-        power: float | PowerByLength | Literal["learned"] | None = None,
+        power: float | PowerByLength | Literal["learned", "learned-log"] | None = None,
         rope: bool | RotaryEmbedding | None = True,
         window: int | None = None,
         bias: bool = False,
@@ -216,20 +220,25 @@ class SoftplusAttention(nn.Module):
         for name, start in learned.items():
             self.register_parameter(name, nn.Parameter(start.to(device)))
         self.raw_power: nn.Parameter | None = None
-        if power == "learned":
-            # softplus(raw) = p - 1; at p = 1 itself the parameter would be -inf and never move again.
-            above_1 = torch.full((num_heads,), max(first_power(self.attention.spec) - 1, 1e-2), device=device)
-            self.raw_power = nn.Parameter(above_1 + torch.log(-torch.expm1(-above_1)))
+        self.learned_kind = power if isinstance(power, str) else ""
+        if self.learned_kind:
+            raw = first_raw_power(self.learned_kind, self.attention.spec.sharpening)
+            self.raw_power = nn.Parameter(torch.full((num_heads,), raw, device=device))
+
+    def attention_parameters(self) -> dict[str, Tensor]:
+        """What the attention learns, as it takes it: "power" (H,) where that is "learned", and so on."""
+        parameters = {name: getattr(self, name) for name in self.learned_names}
+        if self.raw_power is not None:
+            parameters |= learned_parameter(self.learned_kind, self.raw_power)
+        return parameters
 
     @property
     def learned_power(self) -> Tensor | None:
-        """(H,) and at least 1, where ``power`` is "learned"."""
-        return None if self.raw_power is None else 1 + F.softplus(self.raw_power.float())
-
-    def attention_parameters(self) -> dict[str, Tensor]:
-        parameters = {name: getattr(self, name) for name in self.learned_names}
-        power = self.learned_power
-        return parameters if power is None else {**parameters, "power": power}
+        """(H,), where ``power`` is learned: the powers themselves, or the factors of log N."""
+        if self.raw_power is None:
+            return None
+        (power,) = learned_parameter(self.learned_kind, self.raw_power).values()
+        return power
 
     def set_power(self, power: float | PowerByLength) -> None:
         """Another power from here on: a schedule during training, or a sharper one at inference."""
@@ -335,7 +344,7 @@ class SoftplusAttention(nn.Module):
         words += [f"kv_heads={self.num_kv_heads}"] if self.num_kv_heads != self.num_heads else []
         words += [f"source_dim={self.source_dim}"] if self.source_dim != self.dim else []
         words += [f"attention={self.attention.name!r}"]
-        words += ["power='learned'"] if self.raw_power is not None else []
+        words += [f"power={self.learned_kind!r}"] if self.learned_kind else []
         return ", ".join(words)
 
 
@@ -343,13 +352,13 @@ def chosen_attention(
     choice: str | AttentionSpec | Attention, power: float | PowerByLength | str | None, window: int | None
 ) -> Attention:
     changes: dict[str, Any] = {} if window is None else {"window": window}
-    if isinstance(power, str) and power != "learned":
-        check.fail("power", "None, a number, a PowerByLength or 'learned'", repr(power))
-    if power is not None and power != "learned":
+    if isinstance(power, str) and not is_learned(power):
+        check.fail("power", "None, a number, a PowerByLength, 'learned' or 'learned-log'", repr(power))
+    if power is not None and not is_learned(power):
         changes["power"] = power
     chosen = attention(choice, **changes)
-    if power == "learned" and chosen.spec.second_stage == "none":
-        check.fail("power", f"None: {chosen.name} has no second stage whose power could be learned", "'learned'")
+    if is_learned(power) and chosen.spec.second_stage == "none":
+        check.fail("power", f"None: {chosen.name} has no second stage whose power could be learned", repr(power))
     return chosen
 
 
@@ -363,11 +372,6 @@ def chosen_rope(rope: bool | RotaryEmbedding | None, spec: AttentionSpec, head_d
     if rope.head_dim != head_dim:
         check.fail("rope", f"of the module's head dimension, {head_dim}", rope.head_dim)
     return rope
-
-
-def first_power(spec: AttentionSpec) -> float:
-    power = spec.sharpening
-    return float(power.base if isinstance(power, PowerByLength) else power or 1)
 
 
 def check_positions(name: str, positions: Tensor, batch: int, length: int) -> None:

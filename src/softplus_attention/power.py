@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -57,3 +59,36 @@ def by_head_or_row(power: Tensor) -> Tensor:
 
 def shape_of_power(power: Tensor) -> torch.Size:
     return by_head_or_row(power).shape
+
+
+# A power that is trained with the weights, one per head: a number, or a factor of log N.
+LEARNED = "learned"
+LEARNED_LOG = "learned-log"
+# Where the factor begins: of those tried as constants the best at the training length (docs/log.md).
+FIRST_FACTOR = 0.6
+
+
+def is_learned(power: object) -> bool:
+    return isinstance(power, str) and power in (LEARNED, LEARNED_LOG)
+
+
+def first_raw_power(kind: str, power: float | PowerByLength | None) -> float:
+    """The parameter from which training starts, for a head of the attention's own ``power``."""
+    if kind == LEARNED_LOG:
+        start = FIRST_FACTOR
+    else:
+        first = power.base if isinstance(power, PowerByLength) else power or 1
+        # At p = 1 itself the parameter would be -inf and never move again.
+        start = max(float(first) - 1, 1e-2)
+    return start + math.log(-math.expm1(-start))
+
+
+def learned_parameter(kind: str, raw: Tensor) -> dict[str, Tensor]:
+    """An attention's parameter for the trained ``raw`` (H,), which may be any number."""
+    positive = F.softplus(raw.float())
+    return {"power_per_log": positive} if kind == LEARNED_LOG else {"power": 1 + positive}
+
+
+def power_by_log(per_log: Tensor, counts: Tensor) -> Tensor:
+    """(B|1, H, T_q): ``per_log`` (H,) times log N, at least 1; ``counts`` is (B|1, H|1, T_q)."""
+    return (per_log[:, None] * counts.clamp(min=1).log()).clamp(min=1)

@@ -70,6 +70,13 @@ class Visibility:
             return None, None
         return Visibility(self.t_q, self.t_k, self.device, key_start=self.key_start, key_end=self.key_end).ranges()
 
+    def counts(self) -> Tensor:
+        """N_i of every row, (B|1, H|1, t_q)."""
+        if self.mask is not None:
+            return self.dense().sum(-1)
+        start, end = self.ranges()
+        return (end - start)[:, None]
+
     def dense(self) -> Tensor:
         """(B|1, H|1, t_q, t_k), True = visible."""
         start, end = self.ranges()

@@ -77,7 +77,7 @@ class Call:
         spec = self.attention.spec
         if spec.is_softplus_attention:
             scale = check_score_scale(self.attention.score_scale, q.shape[-1], k.shape[2])
-            found = attention_stages(q, k, visibility, self.attention.power(parameters), scale)
+            found = attention_stages(q, k, visibility, self.attention.power(parameters, visibility), scale)
             return found.normalised, found.sharpened
         final = baselines.composed_weights(spec, q, k, visibility, parameters)
         if spec.second_stage == "none":
@@ -87,7 +87,7 @@ class Call:
     def first_stage(
         self, spec: Any, q: Tensor, k: Tensor, visibility: Visibility, parameters: dict[str, Tensor]
     ) -> Tensor:
-        learned = {name: value for name, value in parameters.items() if name != "power"}
+        learned = {name: value for name, value in parameters.items() if name not in ("power", "power_per_log")}
         return baselines.composed_weights(spec.but(second_stage="none", power=None), q, k, visibility, learned)
 
     def frozen_stage(

@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from softplus_attention.catalog import ABLATIONS, ATTENTIONS, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_to_json, settings_of
-from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED
 from softplus_attention.huggingface.loading import DTYPES, require
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, logarithmic_power
 from softplus_attention.validation import fail
 
@@ -113,8 +112,8 @@ def attention_name(config: Any) -> str:
 
 def power_of(config: Any) -> Any:
     if isinstance(config, SoftplusGPTConfig):
-        if config.power == LEARNED:
-            return LEARNED
+        if is_learned(config.power):
+            return config.power
         sharpening = config.chosen_attention().spec.sharpening
     else:
         name = config._attn_implementation
@@ -207,7 +206,7 @@ def changes_of(config: Any, options: Mapping[str, str], training_length: int) ->
     if "reweight" in options:
         changes["attention"] = reweighted(config.attention)
     if "power" in options:
-        if config.power == LEARNED:
+        if is_learned(config.power):
             fail("--power", "left out for a model whose power is learned", options["power"])
         if attention(changes.get("attention", config.attention)).spec.second_stage == "none":
             hint = f"left out for {config.attention!r}, which has no second stage (--reweight switches one on)"

@@ -11,8 +11,8 @@ from transformers.modeling_rope_utils import RopeParameters
 from softplus_attention import validation as check
 from softplus_attention.catalog import Attention, attention
 from softplus_attention.huggingface.attention import power_from_json
+from softplus_attention.power import is_learned
 
-LEARNED = "learned"
 # What other models' configs call things that this one does not have, or has under another name.
 FOREIGN = {
     "attention_dropout": "0: this model has no dropout",
@@ -37,7 +37,8 @@ class SoftplusGPTConfig(PreTrainedConfig):
             ``head_dim`` the width over the heads and ``num_key_value_heads`` as many as the heads, where not given.
         attention: a name of ``softplus_attention.catalog`` ("lssar", "lssa", "softmax", "softmax-qknorm-logn", ...).
         power: replaces the attention's sharpening power: a number >= 1, ``{"base": 15, "slope": 4, "n0": 1024}`` for
-            one that grows with the number of visible keys, or "learned", one per head and layer.
+            one that grows with the number of visible keys, "learned", one per head and layer, or "learned-log", one
+            factor of log N per head and layer.
         score_scale: replaces log(head_dim) in the scores.
         window: each token sees itself and the ``window - 1`` before it.
         global_every: every n-th layer sees all tokens and has no rotary positions, the others keep to the window. Only
@@ -140,15 +141,15 @@ class SoftplusGPTConfig(PreTrainedConfig):
         window = self.window if self.global_every is None else None
         words: dict[str, Any] = {"scale": self.score_scale, "window": window, "positions": self.positions}
         changes = {word: value for word, value in words.items() if value is not None}
-        if isinstance(self.power, str) and self.power != LEARNED:
-            check.fail("power", "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...} or 'learned'", repr(self.power))
-        if self.power is not None and self.power != LEARNED:
+        if isinstance(self.power, str) and not is_learned(self.power):
+            forms = "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...}, 'learned' or 'learned-log'"
+            check.fail("power", forms, repr(self.power))
+        if self.power is not None and not is_learned(self.power):
             changes["power"] = power_from_json(self.power)
         chosen = attention(self.attention, **changes)
-        if self.power == LEARNED and chosen.spec.second_stage == "none":
-            check.fail(
-                "power", f"None: {self.attention!r} has no second stage whose power could be learned", "'learned'"
-            )
+        if is_learned(self.power) and chosen.spec.second_stage == "none":
+            expected = f"None: {self.attention!r} has no second stage whose power could be learned"
+            check.fail("power", expected, repr(self.power))
         return chosen
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -31,9 +30,9 @@ from softplus_attention.huggingface.attention import (
     visibility_of,
     weights,
 )
-from softplus_attention.huggingface.configuration_softplus_gpt import LEARNED, SoftplusGPTConfig
-from softplus_attention.nn import first_power, rotate
-from softplus_attention.power import PowerByLength
+from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.nn import rotate
+from softplus_attention.power import PowerByLength, first_raw_power, is_learned, learned_parameter
 from softplus_attention.reference import compute_dtype, unit
 
 
@@ -88,7 +87,7 @@ class SoftplusGPTAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.attention = config.attention_of_layer(layer_idx)
-        self.learns_power = config.power == LEARNED and self.attention.spec.second_stage != "none"
+        self.learns_power = is_learned(config.power) and self.attention.spec.second_stage != "none"
         width, heads = config.head_dim * config.num_attention_heads, config.num_attention_heads
         kv_width = config.head_dim * config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.bias)
@@ -107,14 +106,12 @@ class SoftplusGPTAttention(nn.Module):
         for name, start in self.attention.learned_parameters(self.config.num_attention_heads).items():
             init.copy_(getattr(self, name), start)
         if self.learns_power:
-            # softplus(raw) = p - 1; at p = 1 itself the parameter would be -inf and never move again.
-            above_1 = max(first_power(self.attention.spec) - 1, 1e-2)
-            init.constant_(self.raw_power, above_1 + math.log(-math.expm1(-above_1)))
+            init.constant_(self.raw_power, first_raw_power(self.config.power, self.attention.spec.sharpening))
 
     def attention_parameters(self) -> dict[str, Tensor]:
         parameters = {name: getattr(self, name) for name in self.learned_names}
         if self.learns_power:
-            parameters["power"] = 1 + F.softplus(self.raw_power.float())
+            parameters |= learned_parameter(self.config.power, self.raw_power)
         return parameters
 
     def forward(
@@ -228,7 +225,7 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
 
     def set_power(self, power: float | PowerByLength) -> None:
         """Another sharpening power from here on, in the config too: a schedule, or a sharper one at inference."""
-        if self.config.power == LEARNED:
+        if is_learned(self.config.power):
             raise ValueError("`power` is learned in this model and cannot be set")
         before, self.config.power = self.config.power, power_to_json(power)
         try:

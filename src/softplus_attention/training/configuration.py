@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from softplus_attention.catalog import attention
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.parallel import PARALLEL
 from softplus_attention.training.presets import PRESETS
-from softplus_attention.training.schedules import LEARNED, PowerSchedule, logarithmic_power, power_schedule
+from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
 from softplus_attention.validation import fail
 
 SCHEDULES = ("cosine", "wsd")
@@ -65,7 +65,8 @@ class TrainConfig:
     power: str | None = option(
         POWER,
         "15; steps: 3,7@0.1,15@0.3 (7 from 10%% of the steps on); ramp:3,15 (linear; ramp:3,15@0.5 ends at half); "
-        "log:1.5 (1.5 log N for a row that sees N keys); learned; default: the attention's own",
+        "log:1.5 (1.5 log N for a row that sees N keys); learned; learned-log (a factor of log N); default: the "
+        "attention's own",
         None,
     )
     power_rounding: bool = option(POWER, "a ramp goes through integers only: torch.compile compiles each anew", True)
@@ -148,7 +149,7 @@ class TrainConfig:
         if chosen.spec.second_stage == "none" and (self.power is not None or self.power_growth is not None):
             fail("power", f"left out: {self.attention!r} has no second stage that a power sharpens", repr(self.power))
         if self.power_growth is not None:
-            if self.power == LEARNED:
+            if is_learned(self.power):
                 fail("power_growth", "left out where the power is learned", self.power_growth)
             if self.power_by_length is not None:
                 fail("power_growth", f"left out: the power {self.power!r} grows by itself", self.power_growth)

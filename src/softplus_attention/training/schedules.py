@@ -5,6 +5,7 @@
     ramp:3,15           linear from the first step to the last; ramp:3,15@0.5 arrives at half of the steps and stays
     log:1.5             1.5 log N for a row that sees N keys (1 where that is less), in training and after it
     learned             one power per head and layer, trained with the weights
+    learned-log         one factor of log N per head and layer, trained with the weights
 
 A power that follows from the step needs no place of its own in a checkpoint: a run that continues has it by
 construction.
@@ -16,14 +17,13 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.validation import fail
 
-LEARNED = "learned"
 LOGARITHMIC = "log:"
 FORMS = (
     "a number >= 1, steps such as 3,7@0.1,15@0.3, a ramp such as ramp:3,15 or ramp:3,15@0.5, log:1.5 (times the log of "
-    "the number of keys), or learned"
+    "the number of keys), learned, or learned-log"
 )
 
 
@@ -64,8 +64,8 @@ def as_number(power: float) -> float:
 
 
 def power_schedule(text: str | float | None, *, rounded: bool = True) -> PowerSchedule | None:
-    """The schedule that a text describes; None for the attention's own power, "learned", and one by length."""
-    if text is None or text == LEARNED or logarithmic_power(text) is not None:
+    """The schedule that a text describes; None for the attention's own power, a learned one, and one by length."""
+    if text is None or is_learned(text) or logarithmic_power(text) is not None:
         return None
     text = str(text).replace(" ", "")
     if text.startswith("ramp:"):
