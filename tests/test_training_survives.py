@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from training_runs import TINY, Run, running, text_folder
+from transformers import TrainerControl, TrainerState
+
+from softplus_attention.training.termination import Terminated, Termination
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +93,51 @@ class TestKilled:
             run.finish()
             assert run.losses() == whole.losses()
             assert weights(run) == weights(whole)
+
+
+class TestAskedToStop:
+    """The step is finished, a checkpoint written, and the same command goes on as if nothing had happened."""
+
+    @pytest.mark.parametrize(
+        ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+    )
+    def test_one_process(self, run: Run, uninterrupted: Run, number: int, status: int) -> None:
+        run.start(save_every=1000)
+        run.wait_until(lambda: run.last_step() >= 6)
+        run.signal(number)
+        assert run.wait() == status
+        (step,) = run.checkpoints()
+        assert 6 <= step < 24
+        assert f"stopped by {signal.Signals(number).name} after step {step} of 24, with a checkpoint" in run.words()
+        assert not (run.output / "model").exists()
+        run.finish(save_every=1000)
+        assert f"from step {step}" in run.words()
+        assert run.losses() == uninterrupted.losses()
+        assert weights(run) == weights(uninterrupted)
+
+    @pytest.mark.slow
+    def test_two_processes_stop_after_the_same_step(self, run: Run) -> None:
+        """Only one of them is asked; they agree where they log."""
+        run.start(save_every=1000, log_every=4, processes=2)
+        run.wait_until(lambda: run.last_step() >= 8)
+        run.signal(signal.SIGTERM, first=1)
+        assert run.wait() == 143
+        (step,) = run.checkpoints()
+        assert step % 4 == 0
+        run.finish(save_every=1000, log_every=4, processes=2)
+        assert [process.exitcode for process in run.processes] == [0, 0]
+        assert max(run.losses()) == 24
+
+    def test_in_the_last_step_it_finishes(self) -> None:
+        asked = Termination()
+        asked.asked = signal.SIGTERM
+        for step, stops in ((2, True), (3, False)):
+            control, state = TrainerControl(), TrainerState(global_step=step, max_steps=3)
+            asked.on_step_end(None, state, control)
+            assert control.should_training_stop == control.should_save == stops
+        asked.leave_if_asked(3, 3)
+        with pytest.raises(Terminated, match="stopped by SIGTERM after step 2 of 3"):
+            asked.leave_if_asked(2, 3)
 
 
 def truncated(path: Path) -> None:

@@ -106,6 +106,11 @@ class Run:
                 raise AssertionError(f"not finished after {seconds} s:\n{self.words()}")
         return max(abs(process.exitcode) for process in self.processes)
 
+    def signal(self, number: int, first: int = 0) -> None:
+        """To the processes from the ``first`` on."""
+        for process in self.processes[first:]:
+            os.kill(process.pid, number)
+
     def kill(self) -> None:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):

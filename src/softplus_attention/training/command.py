@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         if parallel.is_first():
             print(f"softplus-attention: {stopped}", file=sys.stderr)
         parallel.leave()
-        return 1
+        return stopped.exit_status
     # Not after other errors: the processes may wait for each other in the middle of something.
     parallel.leave()
     return 0

@@ -12,6 +12,8 @@ FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large"
 class RunStopped(RuntimeError):  # noqa: N818  it says what happened to the run, not what is wrong with the code
     """The run cannot go on. The message says what to do; everything written before is intact."""
 
+    exit_status = 1
+
 
 class RunWarning(UserWarning):
     """Something went wrong that the run can do without."""

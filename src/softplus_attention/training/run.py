@@ -25,6 +25,7 @@ from softplus_attention.training.errors import RunStopped, RunWarning, is_disk_f
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, keep_until, peak_tflops
 from softplus_attention.training.power_callback import PowerCallback
+from softplus_attention.training.termination import Termination
 from softplus_attention.training.trainer import SoftplusTrainer
 from softplus_attention.validation import fail
 
@@ -57,7 +58,11 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
             run_record.write(run, record)
         if checkpoint is not None:
             say(f"continuing {run} from step {step}")
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        termination = Termination()
+        trainer.add_callback(termination)
+        with termination.listening():
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        termination.leave_if_asked(trainer.state.global_step, config.steps)
         save_model(run, config, trainer, folder)
         if parallel.is_first():
             run_record.write(run, record | {"finished": True})
