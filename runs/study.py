@@ -34,6 +34,16 @@ from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run_record import RUN
 
 SIZES: dict[str, dict[str, Any]] = {
+    # Learns nothing: to see that all of it runs.
+    "smoke": {
+        "layers": 3,
+        "width": 32,
+        "heads": 2,
+        "sequence_length": 128,
+        "steps": 4,
+        "batch_size": 4,
+        "log_every": 2,
+    },
     # On bytes: 4.7M parameters, for questions with many arms.
     "bytes": {"layers": 6, "width": 256, "heads": 4, "sequence_length": 256, "steps": 1000},
     # Parameters without the embedding: 10.6M, 25.2M, 85.0M; with GPT-2's vocabulary 30M, 51M, 124M.
@@ -43,7 +53,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 RECIPE: dict[str, Any] = {
     "batch_size": 64, "micro_batch_size": 64, "optimizer": "muon", "muon_learning_rate": 5e-3, "learning_rate": 3e-3,
-    "warmup": 0.05, "final_learning_rate": 0.05, "compile": True, "loss": "chunked", "workers": 4,
+    "warmup": 0.05, "final_learning_rate": 0.05, "compile": torch.cuda.is_available(), "loss": "chunked", "workers": 4,
     "log_every": 50, "save_every": 100_000,
 }  # fmt: skip
 RISING = "3,7@0.1,15@0.3"
@@ -143,7 +153,7 @@ def parsed() -> argparse.Namespace:
 
 def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, tokenizer: Any) -> dict[str, Any]:
     folder = options.output / "runs" / name
-    words = {**SIZES[options.size], **RECIPE, **ARMS[arm], "seed": options.seed}
+    words = {**RECIPE, **SIZES[options.size], **ARMS[arm], "seed": options.seed}
     if options.steps:
         words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
     if words.get("window") == "half":

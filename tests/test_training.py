@@ -116,6 +116,21 @@ class TestConfiguration:
         with pytest.raises(ValueError, match=words):
             TrainConfig(**PLACES, **changes)
 
+    def test_the_power_of_a_preset_is_for_lssar(self) -> None:
+        assert configured(PLACES, preset="small").power == "learned-log"
+        assert configured({**PLACES, "power": "3"}, preset="small").power == "3"
+        for words in ({"attention": "softmax"}, {"attention": "lssar-p3"}, {"power_growth": 2.0}):
+            config = configured({**PLACES, **words}, preset="small")
+            assert config.power is None
+            assert config.global_every == 3
+        assert configured(PLACES, preset="gpt2-small").power is None
+
+    def test_layers_of_a_preset_can_be_left_out(self) -> None:
+        mixed, plain = ({**PLACES, **words} for words in ({}, {"global_every": 0, "window": 0}))
+        for settings, windows in ((mixed, [64, 64, None, 64]), (plain, [None] * 4)):
+            config = runs.model_config(configured(settings, preset="tiny"), 256, None)
+            assert [config.attention_of_layer(layer).window(None) for layer in range(4)] == windows
+
     @pytest.mark.parametrize("preset", PRESETS)
     def test_presets_are_whole(self, preset: str) -> None:
         config = configured(PLACES, preset=preset)

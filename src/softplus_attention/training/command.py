@@ -23,7 +23,8 @@ same command again goes on from the last whole checkpoint. One process, or under
 """
 EXAMPLES = """\
 examples:
-  softplus-attention train --preset tiny --data data/book --output runs/tiny --power 3,7@0.1,15@0.3
+  softplus-attention train --preset tiny --data data/book --output runs/tiny
+  softplus-attention train --preset small --data data/web --output runs/rising --power 3,7@0.1,15@0.3
   softplus-attention train --config run.yaml --attention softmax --output runs/softmax
   torchrun --nproc-per-node 8 -m softplus_attention.cli train --preset gpt2-small --data fineweb --output runs/paper
 

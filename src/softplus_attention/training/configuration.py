@@ -54,9 +54,11 @@ class TrainConfig:
     sequence_length: int = option(MODEL, "tokens of a training sequence", 128)
     vocab_size: int | None = option(MODEL, "default: the tokenizer's, padded to a multiple of 64", None)
     score_scale: float | None = option(MODEL, "replaces log(head width) in the scores", None)
-    window: int | None = option(MODEL, "each token sees itself and the window - 1 before it", None)
+    window: int | None = option(MODEL, "each token sees itself and the window - 1 before it; 0: everything", None)
     global_every: int | None = option(
-        MODEL, "every n-th layer sees all tokens and has no rotary positions; the others keep to the window", None
+        MODEL,
+        "every n-th layer sees all tokens and has no rotary positions; the others keep to the window; 0: no layer does",
+        None,
     )
     local_attention: str | None = option(MODEL, "of the layers that keep to the window; default: the same", None)
     rope_theta: float = option(MODEL, "base of the rotary positions", 10000.0)
@@ -240,6 +242,14 @@ def read_yaml(text: str) -> Any:
     return yaml.load(text, Loader=Loader)
 
 
+def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset says. Its power is that of LSSAR: other attentions have their own, or none."""
+    settings = {} if preset is None else dict(PRESETS[preset])
+    if given.get("attention", "lssar") != "lssar" or given.get("power_growth") is not None:
+        settings.pop("power", None)
+    return settings
+
+
 def configured(
     options: Mapping[str, Any] | None = None, *, preset: str | None = None, file: str | Path | None = None
 ) -> TrainConfig:
@@ -250,7 +260,7 @@ def configured(
     settings.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         fail("preset", f"one of {', '.join(PRESETS)}", repr(preset))
-    settings = dict(PRESETS[preset] if preset is not None else {}) | settings
+    settings = preset_settings(preset, settings) | settings
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in settings:
         if name not in known:
