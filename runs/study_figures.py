@@ -13,6 +13,14 @@ from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, lo
 from softplus_attention.report.charts import csv_text
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
 from softplus_attention.report.figures import COLOURS, MARKERS, save
+from softplus_attention.report.study import MIX, ROTARY
+
+WINDOW_COLOUR = "#777777"
+# The last of COLOURS is too near to the windows' grey.
+ARM_COLOURS = (*COLOURS[:-1], "#8C510A", "#7B3294")
+ARM_MARKERS = (*MARKERS, "<")
+NEAR_NO_GAIN = 0.5
+APART = 0.04  # of two arms' bars at one length, as a power of two
 
 
 @dataclass(frozen=True)
@@ -24,15 +32,14 @@ class Line:
 
 
 def look_of(arm: str, size: Size) -> dict[str, Any]:
-    """Line styles by family; colour and marker by the arm's place in the study: the same in every figure."""
-    family, place = size.arms[arm][0].family, size.places[arm]
+    """Line styles by family; colour and marker by the arm's place among those of its size and kind."""
+    family, place = size.arms[arm][0].family, list(size.of_kind(size.arms[arm][0].kind).arms).index(arm)
     style = {"lssar": "-", "lssa": "-."}.get(family, "--" if "max" in arm else ":")
     # A second round of colours has other markers.
-    marker = MARKERS[(place + 3 * (place // len(COLOURS))) % len(MARKERS)]
-    width = 2.2 if family == "lssar" else 1.6
+    marker = ARM_MARKERS[(place + place // len(ARM_COLOURS)) % len(ARM_MARKERS)]
     return {
-        "color": COLOURS[place % len(COLOURS)], "linestyle": style, "marker": marker, "markersize": 5,
-        "linewidth": width,
+        "color": ARM_COLOURS[place % len(ARM_COLOURS)], "linestyle": style, "marker": marker, "markersize": 5,
+        "linewidth": 2.2 if family == "lssar" else 1.6,
     }  # fmt: skip
 
 
@@ -42,25 +49,40 @@ def points_of(
     return {multiple: found for multiple in size.multiples if (found := value_at(curves, multiple)) is not None}
 
 
-def loss_lines(size: Size) -> list[Line]:
-    """The arms, and in grey the softmaxes with a sliding window: the bar that counts."""
-    lines = []
-    for arm in size.arms:
-        points = points_of(size, size.curves(arm), loss_at)
-        bars = {multiple: found.half_range for multiple, found in points.items() if found.count > 1}
-        lines.append(Line(arm, look_of(arm, size), points, bars))
+def window_lines(size: Size) -> list[Line]:
+    """In grey, the softmaxes with a sliding window."""
     names = [(arm, option) for arm in size.of_family(BASELINE) for option in size.options(arm)]
     windows = [(arm, option) for arm, option in names if option.startswith("window")]
+    lines = []
     for (arm, option), marker in zip(windows, "x+1234", strict=False):
         points = points_of(size, size.curves(arm, option), loss_at)
-        look = {"color": "#777777", "linestyle": "--", "linewidth": 1, "marker": marker}
+        look = {"color": WINDOW_COLOUR, "linestyle": "--", "linewidth": 1, "marker": marker}
         lines.append(Line(f"{arm}, {option_words(option)}", look, points, {}))
     return [line for line in lines if line.points]
 
 
-def gain_lines(size: Size) -> list[Line]:
+def best_at_the_end(lines: Sequence[Line]) -> list[Line]:
+    """The one with the lowest loss at the longest length that any of them has."""
+    longest = max((max(line.points) for line in lines), default=0)
+    there = [line for line in lines if longest in line.points and math.isfinite(line.points[longest].mean)]
+    return sorted(there, key=lambda line: line.points[longest].mean)[:1]
+
+
+def loss_lines(size: Size, kind: str) -> list[Line]:
+    """The arms, and the windows: the bar that counts. Beside a mix of layers the best of them is enough."""
     lines = []
-    for arm in size.arms:
+    for arm in size.of_kind(kind).arms:
+        points = points_of(size, size.curves(arm), loss_at)
+        bars = {multiple: found.half_range for multiple, found in points.items() if found.count > 1}
+        lines.append(Line(arm, look_of(arm, size), points, bars))
+    shown = [line for line in lines if line.points]
+    windows = window_lines(size) if kind == ROTARY else best_at_the_end(window_lines(size))
+    return shown + windows if shown else []
+
+
+def gain_lines(size: Size, kind: str) -> list[Line]:
+    lines = []
+    for arm in size.of_kind(kind).arms:
         curves = size.curves(arm)
         points = points_of(size, curves, gain_at)
         errors = points_of(size, curves, gain_error_at)
@@ -69,9 +91,24 @@ def gain_lines(size: Size) -> list[Line]:
     return [line for line in lines if line.points]
 
 
-FIGURES: dict[str, tuple[str, Callable[[Size], list[Line]]]] = {
-    "study-loss": ("Loss by length", loss_lines),
-    "study-gain": ("Gain of the context beyond the training length", gain_lines),
+@dataclass(frozen=True)
+class StudyFigure:
+    quantity: str  # "loss" or "gain"
+    kind: str
+
+    def title(self, size: Size, between: str = ", ") -> str:
+        words = {"loss": "Loss by length", "gain": "Gain of the context beyond the training length"}
+        return f"{words[self.quantity]}{between}{size.name}, {self.kind}"
+
+    def lines(self, size: Size) -> list[Line]:
+        return {"loss": loss_lines, "gain": gain_lines}[self.quantity](size, self.kind)
+
+
+FIGURES = {
+    "study-loss": StudyFigure("loss", ROTARY),
+    "study-gain": StudyFigure("gain", ROTARY),
+    "study-loss-mix": StudyFigure("loss", MIX),
+    "study-gain-mix": StudyFigure("gain", MIX),
 }
 
 
@@ -85,13 +122,15 @@ def csv_of(lines: Sequence[Line], length: int) -> str:
     return csv_text((["line", "tokens", "times", "nats", "seeds", "bar"], rows))
 
 
-def close_up(name: str, lines: Sequence[Line]) -> tuple[float, float] | None:
-    """Limits around the lines that stay near where they began, or near no gain; nothing where all do."""
+def close_up(quantity: str, lines: Sequence[Line]) -> tuple[float, float] | None:
+    """Limits around the lines that stay near where they began, or near no gain; nothing where all do or none does."""
     values = [found.mean for line in lines for found in line.points.values() if math.isfinite(found.mean)]
     if not values:
         return None
-    if name == "study-gain":
-        return (-0.1, max(*values, 0.0) + 0.03) if min(values) < -0.3 else None
+    if quantity == "gain":
+        lowest = [min(found.mean for found in line.points.values()) for line in lines]
+        near = [value for value in lowest if value >= -NEAR_NO_GAIN]
+        return (min(near) - 0.05, max(*values, 0.0) + 0.03) if 0 < len(near) < len(lowest) else None
     starts = [line.points[min(line.points)].mean for line in lines]
     top = max((start for start in starts if math.isfinite(start)), default=min(values)) + 0.15
     return (min(values) - 0.05, top) if max(values) > top + 0.3 else None
@@ -99,20 +138,22 @@ def close_up(name: str, lines: Sequence[Line]) -> tuple[float, float] | None:
 
 def draw(name: str, size: Size, lines: Sequence[Line], path: Path) -> None:
     length = size.any_run.config["sequence_length"]
-    words, _ = FIGURES[name]
-    near = close_up(name, lines)
+    figure = FIGURES[name]
+    near = close_up(figure.quantity, lines)
     canvas, grid = figure_of(13.6 if near else 8.6, 4.8, 1, 2 if near else 1)
     for axes in grid.flat:
-        for line in lines:
-            x = [multiple * length for multiple in line.points]
+        for place, line in enumerate(lines):
+            # Standard errors are wide: side by side they can be read.
+            aside = APART * (place - (len(lines) - 1) / 2) if figure.quantity == "gain" else 0.0
+            x = [multiple * length * 2**aside for multiple in line.points]
             y = [found.mean for found in line.points.values()]
             bars = [line.bars.get(multiple, 0.0) for multiple in line.points]
-            axes.errorbar(x, y, bars if line.bars else None, capsize=2, label=line.name, **line.look)
+            axes.errorbar(x, y, bars if line.bars else None, capsize=2, elinewidth=1, label=line.name, **line.look)
         shown = sorted({multiple * length for line in lines for multiple in line.points})
         length_axis(axes, shown, length)
-        axes.set_ylabel(f"{'loss' if name == 'study-loss' else 'gain'} (nats per token)")
-        axes.set_title(f"{words}, {size.name}")
-        if name == "study-gain":
+        axes.set_ylabel(f"{figure.quantity} (nats per token)")
+        axes.set_title(figure.title(size, between="\n"))
+        if figure.quantity == "gain":
             axes.axhline(0, color="#888888", linewidth=1)
     if near:
         grid[0, 1].set_ylim(*near)
@@ -132,8 +173,8 @@ def figure_data(sizes: Sequence[Size]) -> dict[str, tuple[str, Size, list[Line],
     """File name without its ending: the figure, its size, its lines and their CSV."""
     found = {}
     for size in sizes:
-        for name, (_, lines_of) in FIGURES.items():
-            lines = lines_of(size)
+        for name, figure in FIGURES.items():
+            lines = figure.lines(size)
             csv = csv_of(lines, size.any_run.config["sequence_length"])
             if lines:
                 found[f"{name}-{size.name}"] = name, size, lines, csv

@@ -73,6 +73,10 @@ def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "--
     return [*("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
+def caption(size: Size, kind: str) -> list[str]:
+    return [f"**{size.name}, trained at {size.any_run.config['sequence_length']} tokens, {kind}**", ""]
+
+
 def title(size: Size) -> list[str]:
     return [f"**{size.name}**, trained at {size.any_run.config['sequence_length']} tokens", ""]
 
@@ -86,8 +90,8 @@ def commit_words(commit: str) -> str:
     return f"`{name[:12]}`" + (" with changes" if dirty else "")
 
 
-def of_several_seeds(size: Size) -> list[str]:
-    several = [f"`{arm}` ({len(runs)})" for arm, runs in size.arms.items() if len(runs) > 1]
+def of_several_seeds(size: Size, arms: Iterable[str]) -> list[str]:
+    several = [f"`{arm}` ({len(size.arms[arm])})" for arm in arms if len(size.arms[arm]) > 1]
     words = "± is half the range between the lowest and the highest seed, around the mean; seeds: "
     return [words + ", ".join(several) + ".", ""] if several else []
 
@@ -115,6 +119,11 @@ def runs_block(size: Size) -> list[str]:
 
 
 def headline_block(size: Size) -> list[str]:
+    parts = [(kind, size.of_kind(kind)) for kind in size.kinds]
+    return [line for kind, part in parts for line in caption(part, kind) + headline_table(part)]
+
+
+def headline_table(size: Size) -> list[str]:
     curves, longest = [size.curves(arm) for arm in size.arms], size.longest
     columns = [[f"`{arm}`" for arm in size.arms]]
     columns += [column([loss_at(own, multiple) for own in curves]) for multiple in size.multiples]
@@ -124,7 +133,7 @@ def headline_block(size: Size) -> list[str]:
     columns.append(["-" if error is None else plain(error.mean) for error in errors])
     head = ["arm", *(f"{multiple}x" for multiple in size.multiples)]
     head += [f"{longest}x - 1x", f"gain at {longest}x", "standard error of the gain"]
-    return title(size) + table(head, columns) + of_several_seeds(size)
+    return table(head, columns) + of_several_seeds(size, size.arms)
 
 
 def inference_block(size: Size) -> list[str]:
@@ -142,7 +151,7 @@ def inference_block(size: Size) -> list[str]:
     columns += [column([loss_at(curves, multiple) for _, curves in rows], best=None) for multiple in multiples]
     columns.append(column([gain_at(curves, multiples[-1]) for _, curves in rows], signed, None))
     head = ["", *(f"{multiple}x" for multiple in multiples), f"gain at {multiples[-1]}x"]
-    return title(size) + table(head, columns) + of_several_seeds(size)
+    return title(size) + table(head, columns) + of_several_seeds(size, filter(size.options, size.arms))
 
 
 def best_baseline(size: Size, multiple: int) -> tuple[str, float] | None:
@@ -185,7 +194,9 @@ def targets_of(size: Size, arm: str) -> list[str]:
     gain, error = gain_at(curves, longest), gain_error_at(curves, longest)
     if gain is not None:
         within = "" if error is None else f", standard error {plain(error.mean, 4)}"
-        cells[3] = verdict(gain.mean > 0, signed(gain.mean, 4) + within)
+        figures = signed(gain.mean, 4) + within
+        unsure = error is not None and abs(gain.mean) < 2 * error.mean
+        cells[3] = f"not told from 0: {figures}" if unsure else verdict(gain.mean > 0, figures)
     runs = size.arms[arm]
     shares = {multiple: passkey_at(runs, multiple) for run in runs for multiple in sorted(run.passkey)}
     found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
@@ -253,12 +264,61 @@ def inside_block(size: Size) -> list[str]:
     return title(size) + table([f"at {shown}", *(words for words, _ in INSIDE.values())], columns)
 
 
+QUANTITIES = {"power": "power", "power_per_log": "factor of log N", "ssmax_scale": "scale"}
+
+
+def learned_rows(run: Run) -> list[list[str]]:
+    """One row, or one for each quantity where layers have learned different ones."""
+    names = dict.fromkeys(name for layer in run.learned for name in layer)
+    return [
+        [f"`{run.arm}`, seed {run.seed}", QUANTITIES.get(name, name)]
+        + [range_of(layer.get(name, [])) for layer in run.learned]
+        for name in names
+    ]
+
+
+def range_of(heads: Sequence[float]) -> str:
+    if not heads:
+        return "-"
+    return " to ".join(dict.fromkeys((plain(min(heads), 2), plain(max(heads), 2))))
+
+
+def layer_heads(runs: Sequence[Run]) -> list[str]:
+    """Those that see everything are marked where they are the same in every run."""
+    every = {run.config.get("global_every") for run in runs}
+    step = every.pop() if len(every) == 1 else None
+    layers = range(1, len(runs[0].learned) + 1)
+    return [f"layer {layer}" + (", sees everything" if step and layer % step == 0 else "") for layer in layers]
+
+
+def learned_block(size: Size) -> list[str]:
+    lines = []
+    for kind in size.kinds:
+        runs = [run for run in size.of_kind(kind).runs if learned_rows(run)]
+        rows = [row for run in runs for row in learned_rows(run)]
+        if rows:
+            head = ["lowest to highest head", "learned", *layer_heads(runs)]
+            lines += caption(size, kind) + table(head, list(zip(*rows, strict=True)))
+    return lines
+
+
+def timed(size: Size) -> dict[str, Spread]:
+    """Milliseconds of a step, of runs beside one of softmax: alone on the GPU, and the same code on the same day."""
+    alone = {arm: [run for run in runs if run.processes == 1] for arm, runs in size.arms.items()}
+    commits = [run.commit for run in alone.get("softmax", [])][:1]
+    times = {
+        arm: spread(1000 * run.step_seconds for run in runs if run.commit in commits) for arm, runs in alone.items()
+    }
+    return {arm: time for arm, time in times.items() if time is not None}
+
+
 def speed_block(size: Size) -> list[str]:
-    times = [spread(1000 * run.step_seconds for run in runs) for runs in size.arms.values()]
-    base = spread(1000 * run.step_seconds for run in size.arms.get("softmax", []))
-    ratios = ["-" if base is None or time is None else plain(time.mean / base.mean, 2) for time in times]
-    milliseconds = ["-" if time is None else plain(time.mean, 1) for time in times]
-    lines = table(["arm", "ms a step", "times softmax's"], [[f"`{arm}`" for arm in size.arms], milliseconds, ratios])
+    times = timed(size)
+    if not times:
+        return []
+    milliseconds = [plain(time.mean, 1) for time in times.values()]
+    ratios = [plain(time.mean / times["softmax"].mean, 2) for time in times.values()]
+    lines = table(["arm", "ms a step", "times softmax's"], [[f"`{arm}`" for arm in times], milliseconds, ratios])
     return title(size) + lines
 
 
@@ -283,8 +343,8 @@ def noise_block(size: Size) -> list[str]:
 
 
 def figures_block(size: Size) -> list[str]:
-    shown = [(name, words) for name, (words, lines_of) in FIGURES.items() if lines_of(size)]
-    return [f"![{words}, {size.name}](figures/{name}-{size.name}.svg)" for name, words in shown] + [""]
+    shown = [(name, figure.title(size)) for name, figure in FIGURES.items() if figure.lines(size)]
+    return [f"![{words}](figures/{name}-{size.name}.svg)" for name, words in shown] + [""]
 
 
 BLOCKS: dict[str, Callable[[Size], list[str]]] = {
@@ -295,6 +355,7 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
     "targets": targets_block,
     "passkey": passkey_block,
     "inside": inside_block,
+    "learned": learned_block,
     "speed": speed_block,
     "noise": noise_block,
 }

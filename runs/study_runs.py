@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.report.study import KINDS, kind_of
+
 BASELINE = "baseline"
 STUDY = Path(__file__).with_name("study.py")
 
@@ -36,6 +38,7 @@ class Run:
     tokens: int
     data: str
     step_seconds: float
+    processes: int  # that shared the GPU
     commit: str
     versions: dict[str, str]
     machine: str
@@ -45,6 +48,11 @@ class Run:
     variants: dict[str, Curve]
     passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) of each depth
     inside: dict[int, dict[str, float | None]]
+    learned: list[dict[str, list[float]]]  # by layer: what each head has, by the name of the quantity
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self.config)
 
     @property
     def family(self) -> str:
@@ -69,8 +77,7 @@ class Spread:
 @dataclass(frozen=True)
 class Size:
     name: str
-    arms: dict[str, list[Run]]  # in the order of the study
-    places: dict[str, int]  # of every arm of the study
+    arms: dict[str, list[Run]]  # kind by kind, in the order of the study
 
     @property
     def any_run(self) -> Run:
@@ -87,6 +94,13 @@ class Size:
     @property
     def longest(self) -> int:
         return self.multiples[-1]
+
+    @property
+    def kinds(self) -> list[str]:
+        return [kind for kind in KINDS if any(run.kind == kind for run in self.runs)]
+
+    def of_kind(self, kind: str) -> Size:
+        return Size(self.name, {arm: runs for arm, runs in self.arms.items() if runs[0].kind == kind})
 
     def of_family(self, family: str) -> list[str]:
         return [arm for arm, runs in self.arms.items() if runs[0].family == family]
@@ -119,6 +133,7 @@ def run_of(record: Mapping[str, Any]) -> Run:
     return Run(
         **{word: record[word] for word in ("arm", "size", "seed", "config", "tokens", "data", "commit", "versions")},
         step_seconds=float(record["training"]["step_seconds"]),
+        processes=int(record["training"].get("processes", 1)),
         machine=record["machine"].get("gpu", record["machine"]["cpu"]),
         parameters=int(found["parameters"]),
         own=curve_of(found["lengths"], length),
@@ -126,6 +141,10 @@ def run_of(record: Mapping[str, Any]) -> Run:
         variants={option: curve_of(results, length) for option, results in found["variants"].items()},
         passkey=passkey,
         inside={entry["length"] // length: entry for entry in found["inside"]},
+        learned=[
+            {name: [float(number) for number in heads] for name, heads in layer.items()}
+            for layer in found.get("learned", [])
+        ],
     )
 
 
@@ -152,7 +171,7 @@ def read_run(path: Path, sizes: Iterable[str], arms: Iterable[str]) -> Run:
 
 
 def read_study(folder: Path) -> list[Size]:
-    """The runs by size and arm, each in the order of runs/study.py."""
+    """The runs by size, kind of layers and arm, sizes and arms in the order of runs/study.py."""
     study = runpy.run_path(str(STUDY))
     found: dict[tuple[str, str], list[Run]] = {}
     first: dict[str, tuple[Path, Run]] = {}
@@ -166,12 +185,12 @@ def read_study(folder: Path) -> list[Size]:
         found.setdefault((run.size, run.arm), []).append(run)
     for runs in found.values():
         runs.sort(key=lambda run: run.seed)
-    places = {arm: place for place, arm in enumerate(study["ARMS"])}
-    return [
-        Size(size, {arm: found[size, arm] for arm in places if (size, arm) in found}, places)
-        for size in study["SIZES"]
-        if size in first
-    ]
+    sizes = []
+    for size in filter(first.__contains__, study["SIZES"]):
+        arms = [arm for arm in study["ARMS"] if (size, arm) in found]
+        arms.sort(key=lambda arm: KINDS.index(found[size, arm][0].kind))
+        sizes.append(Size(size, {arm: found[size, arm] for arm in arms}))
+    return sizes
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

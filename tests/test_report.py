@@ -198,7 +198,8 @@ def test_results_of_this_repository_are_shown():
     page, problems = html_of(REPOSITORY / "results")
     assert problems == []
     assert "NVIDIA H200" in page
-    assert "Study, 10m: loss by length" in page
+    for kind in ("rotary positions in every layer", "mix of layers"):
+        assert f"Study, 10m: loss by length, {kind}" in page
 
 
 def test_a_run_of_the_study(tmp_path):
@@ -208,7 +209,8 @@ def test_a_run_of_the_study(tmp_path):
     (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
     page, problems = html_of(tmp_path)
     assert problems == []
-    assert "Study, 10m: what the far context is worth" in page
+    assert "Study, 10m: what the far context is worth, rotary positions in every layer" in page
+    assert "mix of layers" not in page
     assert "lssar-p3, seed 3" in page
     assert "0.25" in page
     row["loss"] = "low"
@@ -216,6 +218,28 @@ def test_a_run_of_the_study(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({**run, "seed": 4, "evaluation": {"lengths": {"lengths": []}}}))
     _, problems = html_of(tmp_path)
     assert problems == [("10m-lssar-p3-seed3.json", 'a result of kind study, but `loss` must be a number, got "low"')]
+
+
+def test_kinds_of_the_study_are_apart(tmp_path):
+    """A chart of its own for each, and no two lines of a chart look the same."""
+    row = {"length": 32, "loss": 2.5, "standard_error": 0.1, "control": None}
+    for kind, count in {None: 10, 3: 12}.items():
+        config = {"sequence_length": 32, "global_every": kind}
+        run = {"arm": f"every {kind}", "size": "10m", "config": config, "command": "runs/study.py"}
+        run["evaluation"] = {"lengths": {"lengths": [row]}}
+        for seed in range(count):
+            (tmp_path / f"{kind}-{seed}.json").write_text(json.dumps({**run, "seed": seed}))
+    (section,) = build.all_sections(find_results(tmp_path))
+    charts = {chart.title: chart.series for chart in section.figures()}
+    rotary, mix = ({f"every {kind}, seed {seed}" for seed in range(count)} for kind, count in ((None, 10), (3, 12)))
+    assert {title: {series.name for series in lines} for title, lines in charts.items()} == {
+        "Study, 10m: loss by length, rotary positions in every layer": rotary,
+        "Study, 10m: what the far context is worth, rotary positions in every layer": rotary,
+        "Study, 10m: loss by length, mix of layers": mix,
+        "Study, 10m: what the far context is worth, mix of layers": mix,
+    }
+    for lines in charts.values():
+        assert len({(series.look % 8, series.dashed) for series in lines}) == len(lines)
 
 
 def luminance(colour: str) -> float:
