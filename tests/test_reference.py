@@ -21,6 +21,8 @@ from softplus_attention import (
     softplus_attention_decode,
     softplus_attention_varlen,
 )
+from softplus_attention.reference import unit, unit_keys
+from softplus_attention.visibility import Visibility
 
 D, T = 5, 7
 
@@ -441,3 +443,38 @@ def test_the_written_out_backward_equals_autograd(mode: Mode, power: float) -> N
     for name, ours, theirs in zip(("out", "dq", "dk", "dv", "dp"), written, autograd, strict=True):
         scale = max(1.0, float(theirs.detach().abs().max()))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_unit_keys_of_every_size() -> None:
+    """As ``unit`` gives them, to a rounding, also where squares leave float32; zero stays zero, and what is not finite
+    spoils its own key alone."""
+    k = torch.randn(2, 3, 5, 8)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for size in (1.0, 1e-35, 1e30) if dtype != torch.float16 else (1.0, 1e-3, 1e3):
+            keys = (k * size).to(dtype)
+            expected = unit(keys.double())
+            found = unit_keys(keys)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=float(torch.finfo(dtype).eps))
+    k[0, 0, 0], k[0, 0, 1, 2], k[0, 0, 2, 3] = 0.0, math.inf, math.nan
+    found = unit_keys(k)
+    assert found[0, 0, 0].eq(0).all()
+    assert [bool(found[0, 0, row].isnan().any()) for row in range(5)] == [False, True, True, False, False]
+    assert found[1].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("given", ["nothing", "ranges", "mask", "own key"])
+@pytest.mark.parametrize(("t_q", "t_k"), [(5, 5), (1, 7), (3, 9), (6, 2)])
+def test_counts_of_visible_keys(t_q: int, t_k: int, given: str, is_causal: bool, window: int | None) -> None:
+    start = torch.arange(t_q, dtype=torch.int32)[None] % 3
+    words: dict[str, Any] = {
+        "nothing": {},
+        "ranges": {"key_start": start, "key_end": start + 4},
+        "mask": {"mask": torch.arange(t_q * t_k).reshape(1, 1, t_q, t_k) % 3 > 0},
+        "own key": {"own_key": start + 1},
+    }[given]
+    visibility = Visibility(t_q, t_k, torch.device("cpu"), is_causal, window if is_causal else None, **words)
+    dense = visibility.dense().sum(-1)
+    assert torch.equal(visibility.counts().expand_as(dense).long(), dense)

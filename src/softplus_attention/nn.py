@@ -17,7 +17,7 @@ from softplus_attention.power import (
     is_learned,
     learned_parameter,
 )
-from softplus_attention.reference import compute_dtype, unit
+from softplus_attention.reference import compute_dtype, unit_keys
 
 
 class RotaryEmbedding(nn.Module):
@@ -319,7 +319,7 @@ class SoftplusAttention(nn.Module):
         """Prefill too reads the keys as the cache rounds them, so that it agrees with the decode steps."""
         normalized = self.attention.spec.qk_norm
         if normalized:
-            k = unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
+            k = unit_keys(k)
         keys, values, lengths = cache.append(k, v, counts)
         starts = None if cache.starts is None else cache.starts.to(k.device)
         return self.attention.decode(

@@ -47,6 +47,17 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.where(square == 0, 0, torch.where(square == 0, 1, square).rsqrt())
 
 
+def unit_keys(k: Tensor) -> Tensor:
+    """Keys as a cache holds them, in their own dtype.
+
+    float64 holds the squares of every smaller dtype, so this needs few operations: a decode step waits for the launch
+    of each.
+    """
+    if k.dtype == torch.float64 or k.device.type == "mps":
+        return unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
+    return F.normalize(k.double(), dim=-1, eps=1e-300).to(k.dtype)
+
+
 def softplus(s: Tensor) -> Tensor:
     """log(1 + e^s); torch's own is linear above 20, which float64 can see."""
     return torch.logaddexp(s, s.new_zeros(())) if s.dtype == torch.float64 else F.softplus(s)

@@ -33,7 +33,7 @@ from softplus_attention.huggingface.attention import (
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.nn import rotate
 from softplus_attention.power import PowerByLength, first_raw_power, is_learned, learned_parameter
-from softplus_attention.reference import compute_dtype, unit
+from softplus_attention.reference import compute_dtype, unit_keys
 
 
 class SoftplusGPTRotaryEmbedding(nn.Module):
@@ -130,14 +130,14 @@ class SoftplusGPTAttention(nn.Module):
             q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
         # Unit keys in the cache: a decode step then normalises one key, not all of them. Without a cache the op does it
         # in float32, which keeps more digits.
-        unit_keys = past_key_values is not None and self.attention.spec.qk_norm
-        if unit_keys:
-            k = unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
+        normalized = past_key_values is not None and self.attention.spec.qk_norm
+        if normalized:
+            k = unit_keys(k)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         visibility = visibility_of(q, k, attention_mask, self.is_causal, self.attention.window(None))
         parameters = self.attention_parameters()
-        out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=unit_keys)
+        out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=normalized)
         seen = weights(self.attention, q, k, visibility, parameters) if output_attentions else None
         return self.o_proj(out.transpose(1, 2).flatten(2)), seen
 
