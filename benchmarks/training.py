@@ -113,8 +113,8 @@ def timed(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     stretch = max(1, options.steps // 3)
     seconds = [(b - a) / stretch for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
     step = statistics.median(seconds)
-    flops = metrics.flops_per_token(count, config.layers, config.width, config.sequence_length)
-    causal = flops - 6 * config.layers * config.width * config.sequence_length
+    flops = metrics.flops_per_token(count, config.width, config.spans())
+    causal = flops - 6 * config.width * sum(config.spans())
     peak = options.peak_tflops or metrics.peak_tflops(arguments.device)
     cuda = arguments.device.type == "cuda"
     return {

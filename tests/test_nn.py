@@ -270,12 +270,11 @@ def test_learned_factor_of_log_n() -> None:
     with torch.no_grad():
         close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))
     layer(x).square().sum().backward()
-    assert layer.raw_power is not None
-    assert layer.raw_power.grad is not None
-    assert (layer.raw_power.grad != 0).all()
+    assert layer.raw_parameter.grad is not None
+    assert (layer.raw_parameter.grad != 0).all()
     factors = torch.tensor([0.1, 0.5, 1.0, 4.0])
     with torch.no_grad():
-        layer.raw_power.copy_(torch.log(torch.expm1(factors)))
+        layer.raw_parameter.copy_(torch.log(torch.expm1(factors)))
     assert layer.learned_power is not None
     close(layer.learned_power, factors)
     keys = torch.arange(1, T + 1).clamp(max=9)
@@ -288,6 +287,8 @@ def test_learned_factor_of_log_n() -> None:
         attention("lssar")(q, k, v, parameters={"power_per_log": factors, "power": powers[None]})
     with pytest.raises(ValueError, match="is learned"):
         layer.set_power(3)
+    with pytest.raises(RuntimeError, match="raw_power_per_log"):
+        layer.load_state_dict(module(power="learned").state_dict())
 
 
 def test_powers_that_are_set() -> None:
@@ -341,11 +342,11 @@ def test_autocast() -> None:
     assert layer.q_proj.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["lssar", "softmax"])
-def test_compiles_whole(name: str) -> None:
+@pytest.mark.parametrize(("name", "power"), [("lssar", "learned"), ("lssar", "learned-log"), ("softmax", None)])
+def test_compiles_whole(name: str, power: Any) -> None:
     """Traced into one graph, forward and backward, at any length; the code generator would only cost time here."""
     torch._dynamo.reset()
-    layer = module(name, power="learned-log" if name == "lssar" else None, num_kv_heads=2)
+    layer = module(name, power=power, num_kv_heads=2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for length in (T, 2 * T):
         x = tokens(length=length)

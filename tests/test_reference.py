@@ -456,6 +456,10 @@ def test_unit_keys_of_every_size() -> None:
             found = unit_keys(keys)
             assert found.dtype == dtype
             torch.testing.assert_close(found.double(), expected, rtol=0, atol=float(torch.finfo(dtype).eps))
+    zero = torch.zeros(1, 1, 2, 8, requires_grad=True)
+    unit_keys(zero).sum().backward()
+    assert zero.grad is not None
+    assert zero.grad.isfinite().all()
     k[0, 0, 0], k[0, 0, 1, 2], k[0, 0, 2, 3] = 0.0, math.inf, math.nan
     found = unit_keys(k)
     assert found[0, 0, 0].eq(0).all()

@@ -121,6 +121,24 @@ class TestModel:
         with pytest.raises(ValueError, match="learned"):
             model.set_power(3)
 
+    def test_kinds_of_learned_powers_are_not_taken_for_each_other(self, tmp_path):
+        tiny(power="learned").save_pretrained(tmp_path)
+        other = AutoModelForCausalLM.from_pretrained(tmp_path, power="learned-log")
+        factors = other.model.layers[0].self_attn.attention_parameters()["power_per_log"]
+        torch.testing.assert_close(factors, torch.full((4,), 0.6))
+
+    def test_global_layers_see_everything(self):
+        model = tiny(attention="softmax-window", window=3, global_every=2)
+        assert [layer.self_attn.attention.window(None) for layer in model.model.layers] == [3, None]
+
+    def test_gradients_with_a_key_that_is_zero(self):
+        """A padding token's embedding is zero, and so is its key in the first layer; with a cache it is normalised."""
+        model = tiny(pad_token_id=0).train()
+        ids = token_rows(1, 12)
+        ids[0, 5] = 0
+        model(ids, labels=ids, use_cache=True).loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
     def test_power_can_be_raised(self):
         model = tiny(power=3)
         three = logits(model)

@@ -126,10 +126,27 @@ class TestConfiguration:
         assert configured(PLACES, preset="gpt2-small").power is None
 
     def test_layers_of_a_preset_can_be_left_out(self) -> None:
-        mixed, plain = ({**PLACES, **words} for words in ({}, {"global_every": 0, "window": 0}))
+        mixed, plain = ({**PLACES, **words} for words in ({}, {"global_every": 0}))
         for settings, windows in ((mixed, [64, 64, None, 64]), (plain, [None] * 4)):
-            config = runs.model_config(configured(settings, preset="tiny"), 256, None)
-            assert [config.attention_of_layer(layer).window(None) for layer in range(4)] == windows
+            config = configured(settings, preset="tiny")
+            model = runs.model_config(config, 256, None)
+            assert [model.attention_of_layer(layer).window(None) for layer in range(4)] == windows
+            assert config.spans() == [window or 128 for window in windows]
+        assert config.power is None
+        assert not config.changes(configured({**plain, "window": 0}, preset="tiny").as_dict())
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            ({"layers": 2}, r"`global_every` must be from 2 to the 2 layers .*or 0 for none.*got 3"),
+            ({"window": 0}, "`window` must be a number of tokens where `global_every` is given"),
+            ({"window": -1}, "`window` must be at least 1, or 0 for everything, got -1"),
+            ({"global_every": 0, "local_attention": "softmax"}, "`local_attention` must be left out without"),
+        ],
+    )
+    def test_layers_that_cannot_be(self, words: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            configured({**PLACES, **words}, preset="tiny")
 
     @pytest.mark.parametrize("preset", PRESETS)
     def test_presets_are_whole(self, preset: str) -> None:
@@ -400,7 +417,7 @@ def test_endless_data_is_every_epoch_in_its_order_from_any_place() -> None:
 
 
 def test_flops_of_gpt2_small() -> None:
-    assert flops_per_token(124_000_000, 12, 768, 1024) == 6 * 124_000_000 + 12 * 12 * 768 * 1024
+    assert flops_per_token(124_000_000, 768, [1024] * 12) == 6 * 124_000_000 + 12 * 12 * 768 * 1024
 
 
 class TestRun:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -115,6 +118,22 @@ class TestAskedToStop:
         assert run.losses() == uninterrupted.losses()
         assert weights(run) == weights(uninterrupted)
 
+    def test_with_processes_that_read_data_all_signalled(self, run: Run, uninterrupted: Run) -> None:
+        """As clusters and torchrun do it: the signal goes to the whole group."""
+        words = run.arguments([], save_every=1000, workers=1)
+        command = [sys.executable, "-m", "softplus_attention.cli", "train", *words]
+        with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as process:
+            wait_for(process, lambda: run.last_step() >= 3)
+            for child in children_of(process.pid):
+                os.kill(child, signal.SIGTERM)
+            wait_for(process, lambda: run.last_step() >= 12)  # beyond what was read before
+            os.killpg(process.pid, signal.SIGTERM)
+            _, said = process.communicate(timeout=60)
+        assert process.returncode == 143, said
+        assert "stopped by SIGTERM" in said
+        run.finish(save_every=1000)
+        assert run.losses() == uninterrupted.losses()
+
     @pytest.mark.slow
     def test_two_processes_stop_after_the_same_step(self, run: Run) -> None:
         """Only one of them is asked; they agree where they log."""
@@ -138,6 +157,20 @@ class TestAskedToStop:
         asked.leave_if_asked(3, 3)
         with pytest.raises(Terminated, match="stopped by SIGTERM after step 2 of 3"):
             asked.leave_if_asked(2, 3)
+
+
+def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool], seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not happened():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end, f"it did not happen in {seconds} s"
+        time.sleep(0.01)
+
+
+def children_of(process: int) -> list[int]:
+    found = [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    assert found, "the process has no children"
+    return found
 
 
 def truncated(path: Path) -> None:

@@ -35,12 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from softplus_attention.data import command as data
     from softplus_attention.physics import command as newton
     from softplus_attention.training import command as training
+    from softplus_attention.training.errors import RunStopped
 
     for command in (demo, data, training, evaluate, report, convert, generate, newton, info):
         command.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
+    except RunStopped as stopped:
+        print(f"softplus-attention: {stopped}", file=sys.stderr)
+        return stopped.exit_status
     except ValueError as error:
         print(f"softplus-attention: {error}", file=sys.stderr)
         return 2

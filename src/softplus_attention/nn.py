@@ -12,6 +12,7 @@ from softplus_attention import validation as check
 from softplus_attention.baselines import AttentionSpec
 from softplus_attention.catalog import Attention, attention
 from softplus_attention.power import (
+    RAW_NAMES,
     PowerByLength,
     first_raw_power,
     is_learned,
@@ -219,32 +220,37 @@ class SoftplusAttention(nn.Module):
         self.learned_names = tuple(learned)
         for name, start in learned.items():
             self.register_parameter(name, nn.Parameter(start.to(device)))
-        self.raw_power: nn.Parameter | None = None
         self.learned_kind = power if isinstance(power, str) else ""
         if self.learned_kind:
             raw = first_raw_power(self.learned_kind, self.attention.spec.sharpening)
-            self.raw_power = nn.Parameter(torch.full((num_heads,), raw, device=device))
+            parameter = nn.Parameter(torch.full((num_heads,), raw, device=device))
+            self.register_parameter(RAW_NAMES[self.learned_kind], parameter)
 
     def attention_parameters(self) -> dict[str, Tensor]:
         """What the attention learns, as it takes it: "power" (H,) where that is "learned", and so on."""
         parameters = {name: getattr(self, name) for name in self.learned_names}
-        if self.raw_power is not None:
-            parameters |= learned_parameter(self.learned_kind, self.raw_power)
+        if self.learned_kind:
+            parameters |= learned_parameter(self.learned_kind, self.raw_parameter)
         return parameters
+
+    @property
+    def raw_parameter(self) -> nn.Parameter:
+        """What is trained where ``power`` is learned: any number, from which the power follows."""
+        return getattr(self, RAW_NAMES[self.learned_kind])
 
     @property
     def learned_power(self) -> Tensor | None:
         """(H,), where ``power`` is learned: the powers themselves, or the factors of log N."""
-        if self.raw_power is None:
+        if not self.learned_kind:
             return None
-        (power,) = learned_parameter(self.learned_kind, self.raw_power).values()
+        (power,) = learned_parameter(self.learned_kind, self.raw_parameter).values()
         return power
 
     def set_power(self, power: float | PowerByLength) -> None:
         """Another power from here on: a schedule during training, or a sharper one at inference."""
         if power is None:
             check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
-        if self.raw_power is not None:
+        if self.learned_kind:
             raise ValueError("SoftplusAttention: `power` is learned in this module and cannot be set")
         self.attention = attention(self.attention.spec.but(power=power))
 

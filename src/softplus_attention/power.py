@@ -9,6 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# A power that is trained with the weights, one per head: a number, or a factor of log N. Their parameters have other
+# names, so that weights of one kind are not taken for the other's.
+LEARNED = "learned"
+LEARNED_LOG = "learned-log"
+RAW_NAMES = {LEARNED: "raw_power", LEARNED_LOG: "raw_power_per_log"}
+# Where the factor begins: of those tried as constants the best at the training length (docs/log.md).
+FIRST_FACTOR = 0.6
+
 
 @dataclass(frozen=True)
 class PowerByLength:
@@ -61,15 +69,8 @@ def shape_of_power(power: Tensor) -> torch.Size:
     return by_head_or_row(power).shape
 
 
-# A power that is trained with the weights, one per head: a number, or a factor of log N.
-LEARNED = "learned"
-LEARNED_LOG = "learned-log"
-# Where the factor begins: of those tried as constants the best at the training length (docs/log.md).
-FIRST_FACTOR = 0.6
-
-
 def is_learned(power: object) -> bool:
-    return isinstance(power, str) and power in (LEARNED, LEARNED_LOG)
+    return isinstance(power, str) and power in RAW_NAMES
 
 
 def first_raw_power(kind: str, power: float | PowerByLength | None) -> float:

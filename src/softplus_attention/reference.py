@@ -53,7 +53,8 @@ def unit_keys(k: Tensor) -> Tensor:
     float64 holds the squares of every smaller dtype, so this needs few operations: a decode step waits for the launch
     of each.
     """
-    if k.dtype == torch.float64 or k.device.type == "mps":
+    wants_gradient = torch.is_grad_enabled() and k.requires_grad  # that of a zero key would be infinite
+    if k.dtype == torch.float64 or k.device.type == "mps" or wants_gradient:
         return unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
     return F.normalize(k.double(), dim=-1, eps=1e-300).to(k.dtype)
 

@@ -132,7 +132,7 @@ class SoftplusGPTConfig(PreTrainedConfig):
         if self.global_every is None:
             return chosen
         if self.is_global(layer):
-            return chosen.but(positions="none")
+            return chosen.but(positions="none", window=None)
         local = chosen if self.local_attention is None else attention(self.local_attention)
         return local.but(window=self.window)
 

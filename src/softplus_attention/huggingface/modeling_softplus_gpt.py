@@ -32,7 +32,7 @@ from softplus_attention.huggingface.attention import (
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.nn import rotate
-from softplus_attention.power import PowerByLength, first_raw_power, is_learned, learned_parameter
+from softplus_attention.power import RAW_NAMES, PowerByLength, first_raw_power, is_learned, learned_parameter
 from softplus_attention.reference import compute_dtype, unit_keys
 
 
@@ -98,7 +98,7 @@ class SoftplusGPTAttention(nn.Module):
         for name in self.learned_names:
             self.register_parameter(name, nn.Parameter(torch.empty(heads)))
         if self.learns_power:
-            self.raw_power = nn.Parameter(torch.empty(heads))
+            self.register_parameter(RAW_NAMES[config.power], nn.Parameter(torch.empty(heads)))
         self.reset_learned()
 
     def reset_learned(self) -> None:
@@ -106,12 +106,13 @@ class SoftplusGPTAttention(nn.Module):
         for name, start in self.attention.learned_parameters(self.config.num_attention_heads).items():
             init.copy_(getattr(self, name), start)
         if self.learns_power:
-            init.constant_(self.raw_power, first_raw_power(self.config.power, self.attention.spec.sharpening))
+            first = first_raw_power(self.config.power, self.attention.spec.sharpening)
+            init.constant_(getattr(self, RAW_NAMES[self.config.power]), first)
 
     def attention_parameters(self) -> dict[str, Tensor]:
         parameters = {name: getattr(self, name) for name in self.learned_names}
         if self.learns_power:
-            parameters |= learned_parameter(self.config.power, self.raw_power)
+            parameters |= learned_parameter(self.config.power, getattr(self, RAW_NAMES[self.config.power]))
         return parameters
 
     def forward(

@@ -20,7 +20,7 @@ KINDS = (ROTARY, MIX)
 
 def kind_of(config: Mapping[str, Any]) -> str:
     """In a mix of layers some see everything and have no positions, the others look back a window."""
-    return ROTARY if config.get("global_every") is None else MIX
+    return MIX if config.get("global_every") else ROTARY
 
 
 @dataclass(frozen=True)

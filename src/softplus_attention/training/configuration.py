@@ -117,6 +117,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             check_type(field, getattr(self, field.name))
+        for name in ("window", "global_every"):
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, None)  # one way to say it: a run that continues compares settings
         self.check_numbers()
         for name, known in (
             ("optimizer", OPTIMIZERS),
@@ -130,7 +133,29 @@ class TrainConfig:
                 fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
+        self.check_layers()
         self.check_power()
+
+    def check_layers(self) -> None:
+        every = self.global_every
+        if self.window is not None and self.window < 1:
+            fail("window", "at least 1, or 0 for everything", self.window)
+        if every is None and self.local_attention is not None:
+            fail("local_attention", "left out without `global_every`", repr(self.local_attention))
+        if every is not None and not 2 <= every <= self.layers:
+            fail(
+                "global_every",
+                f"from 2 to the {self.layers} layers (`layers`), or 0 for none (a preset may set it)",
+                every,
+            )
+        if every is not None and self.window is None:
+            fail("window", "a number of tokens where `global_every` is given", None)
+
+    def spans(self) -> list[int]:
+        """The most keys that a row sees in each layer, in training."""
+        local = min(self.sequence_length, self.window or self.sequence_length)
+        every = self.global_every or self.layers + 1
+        return [local if layer % every else self.sequence_length for layer in range(1, self.layers + 1)]
 
     def check_numbers(self) -> None:
         least = {"layers": 1, "width": 1, "heads": 1, "sequence_length": 2, "steps": 1, "batch_size": 1, "keep": 1}
@@ -243,9 +268,12 @@ def read_yaml(text: str) -> Any:
 
 
 def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the preset says. Its power is that of LSSAR: other attentions have their own, or none."""
+    """What the preset says. Its power is for LSSAR in its layers: other attentions have their own, or none."""
     settings = {} if preset is None else dict(PRESETS[preset])
-    if given.get("attention", "lssar") != "lssar" or given.get("power_growth") is not None:
+    without_its_layers = "global_every" in given and not given["global_every"]
+    if without_its_layers:
+        settings.pop("window", None)
+    if without_its_layers or given.get("attention", "lssar") != "lssar" or given.get("power_growth") is not None:
         settings.pop("power", None)
     return settings
 

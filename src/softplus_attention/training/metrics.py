@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,11 @@ def peak_tflops(device: torch.device) -> float | None:
     return next((float(peak) for part, peak in PEAKS if part in name), None)
 
 
-def flops_per_token(parameters: int, layers: int, width: int, length: int) -> int:
-    """6 N + 12 L W T: forward and backward of the N weights (tied ones once) and of attention over T tokens with L
-    layers of heads W wide together, as PaLM counts it. The causal half of attention is not taken off."""
-    return 6 * parameters + 12 * layers * width * length
+def flops_per_token(parameters: int, width: int, spans: Sequence[int]) -> int:
+    """6 N + 12 W T for each layer: forward and backward of the N weights (tied ones once) and of attention over T
+    tokens, or as many as the layer sees, with heads W wide together, as PaLM counts it. The causal half of attention is
+    not taken off."""
+    return 6 * parameters + 12 * width * sum(spans)
 
 
 class Throughput:

@@ -212,8 +212,8 @@ def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | No
         attention=config.attention,
         power=power if by_length is None else power_to_json(by_length),
         score_scale=config.score_scale,
-        window=config.window or None,
-        global_every=config.global_every or None,
+        window=config.window,
+        global_every=config.global_every,
         local_attention=config.local_attention,
         bias=config.bias,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
@@ -263,7 +263,7 @@ def trainer_of(
     power = None if schedule is None else PowerCallback(schedule, config.steps)
     throughput = Throughput(
         config.batch_size * config.sequence_length,
-        flops_per_token(count, config.layers, config.width, config.sequence_length),
+        flops_per_token(count, config.width, config.spans()),
         parallel.world_size(),
         config.peak_tflops or peak_tflops(arguments.device),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,6 +15,14 @@ from softplus_attention.training import parallel
 from softplus_attention.training.errors import RunStopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def leave_signals_to_the_run(then: Callable[[int], None] | None, worker: int) -> None:
+    """For a process that reads data: a signal to the whole group must not take it from under the step."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 class Terminated(RunStopped):
@@ -31,30 +39,36 @@ class Termination(TrainerCallback):
     def __init__(self) -> None:
         self.asked = 0  # the number of the signal
         self.stopped_by = 0
+        self.before: dict[signal.Signals, Any] = {}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        # Signals reach the main thread only; a run inside of another one is not ours to stop.
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.ask) for number in SIGNALS}
+        # Only the main thread may listen. What somebody set to be ignored (a run in the background) stays ignored.
+        here = threading.current_thread() is threading.main_thread()
+        found = {number: signal.getsignal(number) for number in SIGNALS if here}
+        self.before = {number: one for number, one in found.items() if one not in (signal.SIG_IGN, None)}
+        for number in self.before:
+            signal.signal(number, self.ask)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            self.stop_listening()
+
+    def stop_listening(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = number
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        self.stop_listening()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         # All processes have to stop after the same step, and to ask each other costs a wait for the device: a run of
         # several does so where it waits anyway, to log.
-        if parallel.world_size() > 1 and not control.should_log:
-            return
-        self.stopped_by = max(parallel.everyone(self.asked))
+        if parallel.world_size() == 1:
+            self.stopped_by = self.asked
+        elif control.should_log:
+            self.stopped_by = max(parallel.everyone(self.asked))
         if self.stopped_by and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 

@@ -20,6 +20,7 @@ from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import Throughput
 from softplus_attention.training.optimizers import optimizer_of
 from softplus_attention.training.power_callback import PowerCallback
+from softplus_attention.training.termination import leave_signals_to_the_run
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
@@ -58,6 +59,12 @@ class SoftplusTrainer(Trainer):
         # The order is in the dataset, by seed and epoch.
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(dataset)
+
+    def get_train_dataloader(self) -> Any:
+        loader = super().get_train_dataloader()
+        own: Any = getattr(loader, "base_dataloader", loader)  # inside accelerate's
+        own.worker_init_fn = functools.partial(leave_signals_to_the_run, own.worker_init_fn)
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         self.args.dataloader_drop_last = False
