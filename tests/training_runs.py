@@ -60,6 +60,7 @@ def child(arguments: list[str], log: str, environment: dict[str, str], file_size
     from softplus_attention.cli import main
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground, wherever the tests run
     sys.exit(main(["train", *arguments]))
 
 
