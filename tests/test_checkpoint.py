@@ -1,0 +1,56 @@
+"""The model that is shipped: small, loadable, worth its bytes, and what the README's commands need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from softplus_attention.cli import main
+from softplus_attention.huggingface.loading import load_model
+
+FOLDER = Path(__file__).parents[1] / "checkpoints" / "bytes-2.7m"
+MOST_BYTES = 15e6
+
+
+def test_it_is_small_and_loads_as_it_was_trained() -> None:
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MOST_BYTES
+    model = load_model(str(FOLDER))
+    config = model.config
+    assert (config.attention, config.power, config.global_every, config.window) == ("lssar", "learned-log", 3, 128)
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.float32"}
+
+
+@pytest.fixture(scope="module")
+def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The README's way: text that it was not trained on, 1 to 16 times its training length, and a page of it."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    data, output = str(folder / "data"), str(folder / "evaluation")
+    prepare = ["data", "prepare", "builtin", "--tokenizer", "bytes", "--validation-fraction", "0.1", "--output", data]
+    assert main(prepare) == 0
+    lengths = ["evaluate", "lengths", str(FOLDER), "--data", data, "--lengths", "1,16", "--sequences", "8"]
+    assert main([*lengths, "--output", output]) == 0
+    assert main(["report", output]) == 0
+    return folder / "evaluation"
+
+
+def test_its_loss_falls_with_length(evaluation: Path) -> None:
+    (file,) = evaluation.glob("lengths--*.json")
+    short, long = (entry["loss"] for entry in json.loads(file.read_text())["results"]["lengths"])
+    assert long < short - 0.01
+    assert short < 1.6, "nats for each byte of text that it has not seen"
+
+
+def test_a_page_of_it(evaluation: Path) -> None:
+    assert "bytes-2.7m" in (evaluation / "report.html").read_text()
+
+
+def test_it_writes(capfd: pytest.CaptureFixture[str]) -> None:
+    """English words, most of them: a model that was loaded wrongly writes none."""
+    words = ["--max-new-tokens", "300", "--device", "cpu"]
+    assert main(["generate", "--model", str(FOLDER), "--prompt", "It was the ", *words]) == 0
+    written = capfd.readouterr().out.split()
+    common = {"the", "and", "of", "to", "a", "in", "that", "he", "was", "it", "his", "with", "for", "I", "not", "is"}
+    assert len(written) > 20
+    assert sum(word in common for word in written) > len(written) // 6
