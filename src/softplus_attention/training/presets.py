@@ -6,7 +6,7 @@ from typing import Any
 
 # Of all that was tried nothing helps more at these sizes, any attention: a tenth of a nat for each byte (docs/log.md).
 MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
-# The best recipe of the study (docs/results.md): layers that look half the training length back, with every third seeing
+# The best recipe of the study (docs/results.md): layers that look half the training length back, every third seeing
 # everything and knowing no positions, make the loss fall with length for every attention; a sharpness that each head
 # learns as a factor of log N is as good as softmax at the training length. The power is used with LSSAR alone.
 RECIPE: dict[str, Any] = {"global_every": 3, "power": "learned-log"}
