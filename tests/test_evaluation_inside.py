@@ -102,7 +102,7 @@ class TestCapturedRows:
     def test_our_gpt(self, attention, words):
         model, ids = own_model(attention, **words), token_rows(2, 20)
         with torch.no_grad():
-            expected = model(ids, output_attentions=True).attentions
+            expected = model(ids, output_attentions=True, use_cache=False).attentions
         calls = calls_of(model, ids)
         assert [call.layer for call in calls] == [0, 1]
         for call, weights in zip(calls, expected, strict=True):
@@ -118,7 +118,7 @@ class TestCapturedRows:
         calls = calls_of(model, ids)
         model.set_attn_implementation("eager")
         with torch.no_grad():
-            expected = model(ids, output_attentions=True).attentions
+            expected = model(ids, output_attentions=True, use_cache=False).attentions
         assert [call.layer for call in calls] == [0, 1]
         for call, weights in zip(calls, expected, strict=True):
             torch.testing.assert_close(call.rows(0, 20, WHOLE).final, weights)
@@ -129,7 +129,7 @@ class TestCapturedRows:
         model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
         use_attention(model, "lssar", power=7)
         with torch.no_grad():
-            expected = model(ids, output_attentions=True).attentions
+            expected = model(ids, output_attentions=True, use_cache=False).attentions
         for call, weights in zip(calls_of(model, ids), expected, strict=True):
             torch.testing.assert_close(call.rows(0, 16, WHOLE).final, weights)
 
@@ -175,7 +175,7 @@ class TestLookInside:
         model, ids = own_model(attention), token_rows(3, 40)
         found = look_inside(model, ids, frozen_length=20, at_once=2)
         with torch.no_grad():
-            expected = model(ids, output_attentions=True).attentions
+            expected = model(ids, output_attentions=True, use_cache=False).attentions
         for head in found.heads():
             weights = expected[head["layer"]][:, head["head"], 20:].double()
             assert head["entropy"] == pytest.approx(-weights.xlogy(weights).sum(-1).mean().item(), rel=1e-5)
@@ -201,7 +201,7 @@ class TestMaps:
     def test_whole(self):
         model, ids = own_model("lssar"), token_rows(1, 12)
         with torch.no_grad():
-            expected = model(ids, output_attentions=True).attentions
+            expected = model(ids, output_attentions=True, use_cache=False).attentions
         per_cell, maps = attention_maps(model, ids[0], 64)
         assert per_cell == 1
         assert len(maps) == 8
@@ -214,7 +214,7 @@ class TestMaps:
         """11 tokens in at most 4 cells are 3 to a cell: sums over keys, means over rows."""
         model, ids = own_model("softmax", layers=1), token_rows(1, 11)
         with torch.no_grad():
-            weights = model(ids, output_attentions=True).attentions[0][0]
+            weights = model(ids, output_attentions=True, use_cache=False).attentions[0][0]
         per_cell, maps = attention_maps(model, ids[0], 4)
         assert per_cell == 3
         for found in maps:
