@@ -138,20 +138,24 @@ def test_killed_again_and_again(case: tuple[dict[str, Any], Path], tmp_path: Pat
 def test_killed_at_any_moment(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     arguments, whole = case
     rng = np.random.default_rng(1)
+    begun = time.monotonic()
+    assert Run({**arguments, "output": str(tmp_path / "timed")}, tmp_path / "log").end()[0] == 0
+    seconds = time.monotonic() - begun
+    kills = 0
     for number in range(10):
-        output = tmp_path / str(number)
-        kills = 0
+        output, tries = tmp_path / str(number), 0
         while True:
             run = Run({**arguments, "output": str(output)}, tmp_path / "log")
             # Longer each time: on a busy machine a short run may not get anywhere.
-            status, said = run.end(timeout=(0.3 + rng.random() / 2) * 1.1**kills)
+            status, said = run.end(timeout=seconds * (0.2 + 0.6 * rng.random()) * 1.1**tries)
             if status is not None:
                 break
             run.kill()
-            kills += 1
+            tries += 1
         assert status == 0, said
-        assert kills
         assert contents(output) == contents(whole)
+        kills += tries
+    assert kills >= 10
 
 
 def test_a_full_disk(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
