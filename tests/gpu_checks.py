@@ -52,6 +52,11 @@ def check_decode_graph() -> str:
     return "6 replays of one capture equal to eager"
 
 
+def check_decode_launches() -> str:
+    decode_cases.check_launches_again()
+    return "96 launches with odd and even strides, pointers, lengths and powers"
+
+
 DECODE: dict[str, Check] = {
     **{
         f"decode {str(dtype).removeprefix('torch.')} D{d}": partial(check_decode_powers, d, dtype)
@@ -60,6 +65,7 @@ DECODE: dict[str, Check] = {
     },
     "decode not finite": check_decode_not_finite,
     "graph decode": check_decode_graph,
+    "decode launches": check_decode_launches,
 }
 LARGE = gpu_numbers.LARGE
 CHECKS: dict[str, Check] = {

@@ -210,7 +210,8 @@ class TestRope:
         length = 128
         expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](model.config, torch.device("cpu"), seq_len=length)
         cos, _ = rope(torch.zeros(1, length, 64), torch.arange(length)[None])
-        torch.testing.assert_close(cos[0], (torch.arange(length)[:, None] * expected).cos() * factor, atol=1e-4, rtol=0)
+        wanted = (torch.arange(length)[:, None] * expected).cos() * factor
+        torch.testing.assert_close(cos[0, 0], torch.cat([wanted, wanted], -1), atol=1e-4, rtol=0)
         plain = tiny(attention="softmax", max_position_embeddings=32)
         ids = token_rows(1, length)
         assert (logits(model, ids) - logits(plain, ids)).abs().max() > 1e-4
@@ -234,7 +235,7 @@ class TestRope:
         rope = tiny().model.rotary_emb
         near = rope(torch.zeros(1, 1, 64), torch.tensor([[0, 5]]))
         far = rope(torch.zeros(1, 1, 64), torch.tensor([[1_000_000, 1_000_005]]))
-        turn = [cos[:, 0] * cos[:, 1] + sin[:, 0] * sin[:, 1] for cos, sin in (near, far)]
+        turn = [cos[..., 0, :] * cos[..., 1, :] + sin[..., 0, :] * sin[..., 1, :] for cos, sin in (near, far)]
         torch.testing.assert_close(turn[0], turn[1], atol=1e-6, rtol=0)
 
 

@@ -19,7 +19,8 @@ from helpers import transposed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED or torch.cuda.is_available():
-    from softplus_attention.kernels import triton_decode, triton_decode_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels.triton_relaunch import all_aligned, launch
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -128,7 +129,8 @@ class TestAgainstTheReference:
         q, k, v = caches(torch.float32, t_q=3, t_max=300)
         lengths = torch.tensor([300, 65])
         many = decode(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
-        monkeypatch.setattr(triton_decode, "splits_for", lambda *_: splits)
+        monkeypatch.setattr(triton_decode_launch, "splits_for", lambda *_: splits)
+        monkeypatch.setattr(triton_decode_launch, "plan_for", triton_decode_launch.plan_for.__wrapped__)
         few = agree(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
         assert torch.allclose(many, few, atol=1e-5)
 
@@ -217,10 +219,16 @@ class TestTheOp:
 
     def test_the_grid_follows_from_shapes(self) -> None:
         device = torch.device("cpu")
-        assert triton_decode.splits_for(2048, 8, device) == 132
-        assert triton_decode.splits_for(2048, 1, device) == 256
-        assert triton_decode.splits_for(3, 8, device) == 3
-        assert triton_decode.splits_for(2048, 5000, device) == 1
+        assert triton_decode_launch.splits_for(2048, 8, device) == 132
+        assert triton_decode_launch.splits_for(2048, 1, device) == 256
+        assert triton_decode_launch.splits_for(3, 8, device) == 3
+        assert triton_decode_launch.splits_for(2048, 5000, device) == 1
+
+    @DTYPES
+    def test_without_lengths_all_keys_are_seen(self, dtype: torch.dtype) -> None:
+        q, k, v = caches(dtype, t_q=2, t_max=70)
+        assert torch.equal(decode(q, k, v, None), decode(q, k, v, torch.tensor([70, 70])))
+        assert torch.equal(decode(q, k, v, None, window=9), decode(q, k, v, torch.tensor([70, 70]), window=9))
 
     def test_opcheck(self) -> None:
         q, k, v = caches(torch.float32, t_max=40)
@@ -233,6 +241,49 @@ class TestTheOp:
         out = decode(q, k, v, torch.zeros(q.shape[0], dtype=torch.int64))
         assert out.shape == (*q.shape[:3], v.shape[3])
         assert not out.any()
+
+
+class Kernel:
+    """What Triton's kernels are to ``launch``: compiled by the first call, which gives back the binary."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        def run(*arguments: Any, **options: Any) -> Kernel:
+            self.calls.append((grid, arguments, options))
+            self.binary = Kernel()
+            return self.binary
+
+        return run
+
+
+@interpreted
+class TestLaunch:
+    """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
+
+    def test_the_binary_of_a_key_is_kept(self) -> None:
+        kernel, key = Kernel(), object()
+        launch(kernel, (1, 1, 1), (5, True), {"num_warps": 2}, key)
+        binary = kernel.binary
+        launch(kernel, (2, 1, 1), (7, True), {"num_warps": 2}, key)
+        assert kernel.calls == [((1, 1, 1), (5, True), {"num_warps": 2})]
+        assert binary.calls == [((2, 1, 1), (7, True), {})]
+
+    def test_other_keys_and_none_ask_triton(self) -> None:
+        kernel = Kernel()
+        for key in (object(), object(), None, None):
+            launch(kernel, (1, 1, 1), (), {}, key)
+        assert len(kernel.calls) == 4
+
+    @pytest.mark.parametrize(
+        ("offset", "numbers", "expected"),
+        [(0, (0, 16, 4096), True), (4, (16,), True), (1, (16,), False), (0, (16, 8), False), (0, (2**31,), False)],
+    )
+    def test_alignment(self, offset: int, numbers: tuple[int, ...], expected: bool) -> None:
+        x = torch.zeros(64)
+        assert x.data_ptr() % 16 == 0
+        assert all_aligned((x, x[offset:]), numbers) == expected
 
 
 @pytest.mark.gpu
@@ -254,3 +305,6 @@ class TestOnGpu:
 
     def test_a_graph_serves_every_length(self) -> None:
         decode_cases.check_a_graph_serves_every_length()
+
+    def test_launches_again(self) -> None:
+        decode_cases.check_launches_again()

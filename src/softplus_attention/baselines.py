@@ -203,11 +203,13 @@ def first_scale(spec: AttentionSpec) -> float:
 
 
 def check_parameters(spec: AttentionSpec, parameters: Parameters | None, q: Tensor, validate: bool = False) -> None:
+    if not parameters:
+        return
     known = ["ssmax_scale"] if spec.learned_scale else []
     known += ["power", "power_per_log"] if spec.second_stage != "none" else []
-    if {"power", "power_per_log"} <= set(parameters or {}):
+    if {"power", "power_per_log"} <= set(parameters):
         raise ValueError("`parameters` may hold 'power' or 'power_per_log', got both")
-    for name, value in (parameters or {}).items():
+    for name, value in parameters.items():
         if name not in known:
             raise ValueError(f"`parameters` may hold {known or 'nothing'} for this attention ({spec}), got {name!r}")
         if not isinstance(value, Tensor):
@@ -396,7 +398,7 @@ def sdpa_attention(
     parameters: Parameters | None = None,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """A softmax spec through torch's ``scaled_dot_product_attention``, the scale worked into the queries in float32."""
+    """A softmax spec through torch's ``scaled_dot_product_attention``."""
     dtype, work = q.dtype, compute_dtype(q.dtype)
     t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
     if t_k == 0:
@@ -418,16 +420,19 @@ def sdpa_attention(
 
     # Rounded to bfloat16, a bias of -8 is 3% of a weight off, and neighbouring distances beyond 256 are the same.
     run_in = work if spec.positions == "alibi" else dtype
-    q = scaled_queries(spec, q.to(work), visible_counts(visibility).to(work), parameters).to(run_in)
+    # Softmax as torch has it takes the scale along; whatever differs by row is worked into the queries.
+    scale = spec.score_scale(q.shape[-1])
+    if spec.qk_norm or spec.log_n or spec.learned_scale:
+        q, scale = scaled_queries(spec, q.to(work), visible_counts(visibility).to(work), parameters), 1.0
     k = unit(k.to(work)) if spec.qk_norm and not normalized_keys else k
-    k, v = k.to(run_in), v.to(run_in)
+    q, k, v = q.to(run_in), k.to(run_in), v.to(run_in)
     if window is not None:
-        return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window)
+        return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window, scale)
     if visible is None:
         grouped = k.shape[1] != heads
         if visibility.is_causal and t_q == t_k:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=grouped)
-        return F.scaled_dot_product_attention(q, k, v, scale=1.0, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
 
     # Of torch's kernels only the quadratic one takes a mask with grouped heads: the heads are expanded instead.
     k, v = expand_kv_heads(k, heads), expand_kv_heads(v, heads)
@@ -436,11 +441,11 @@ def sdpa_attention(
     mask = visible | ~sees
     if spec.positions == "alibi":
         mask = torch.where(mask, alibi_bias(heads, visibility, run_in), -torch.inf)
-    return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0), 0).to(dtype)
+    return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), 0).to(dtype)
 
 
-def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal softmax attention of scaled queries over ``window`` keys, in memory and time of T * 2 * window.
+def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """Causal softmax attention over ``window`` keys, in memory and time of T * 2 * window.
 
     The rows are cut into blocks of at least ``window``, which see keys of their own block and the one before. The
     sequence is filled up to whole blocks behind its end, where no row of it looks.
@@ -455,9 +460,9 @@ def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     key = torch.arange(2 * block, device=q.device)
     row = key[block:, None]
     visible = (key <= row) & (key > row - window)
-    first = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], attn_mask=visible[:, block:], scale=1.0)
+    first = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], attn_mask=visible[:, block:], scale=scale)
     k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k, v))
-    later = F.scaled_dot_product_attention(q[:, 1:], k, v, attn_mask=visible, scale=1.0)
+    later = F.scaled_dot_product_attention(q[:, 1:], k, v, attn_mask=visible, scale=scale)
     out = torch.cat([first, later], 1).reshape(batch, heads, blocks * block, v.shape[-1])
     return out[:, :, :length]
 

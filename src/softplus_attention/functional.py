@@ -182,9 +182,9 @@ def attention_weights(
 
 
 class Cache(NamedTuple):
-    """What a decode step knows of its cache beyond which keys each row sees."""
+    """What a decode step knows of its cache beyond which keys each row sees. All keys without ``seqlens``."""
 
-    seqlens: Tensor
+    seqlens: Tensor | None
     starts: Tensor | None
     window: int | None
 

@@ -41,11 +41,11 @@ class RotaryEmbedding(nn.Module):
         self.head_dim, self.theta, self.fraction, self.rotated = head_dim, theta, fraction, rotated
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each (..., T, rotated / 2), for positions (..., T)."""
+        """The tables of ``rotate`` for positions (..., T)."""
         exact = torch.float32 if positions.device.type == "mps" else torch.float64
         exponent = torch.arange(0, self.rotated, 2, device=positions.device, dtype=exact) / self.rotated
         angle = positions.to(exact)[..., None] * torch.exp(-math.log(self.theta) * exponent)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
+        return rotation_tables(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def forward(self, x: Tensor, positions: Tensor | None = None, *, offset: int = 0) -> Tensor:
         """x (B, H, T, D) rotated to ``positions``, (T,) or (B, T), or to offset, offset + 1, ..."""
@@ -61,13 +61,21 @@ class RotaryEmbedding(nn.Module):
         return f"{self.head_dim}, theta={self.theta:g}" + ("" if self.fraction == 1 else f", fraction={self.fraction}")
 
 
+def rotation_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles, (..., T, half), as ``rotate`` takes them: (..., 1, T, 2 * half)."""
+    return torch.cat([cos, cos], -1).unsqueeze(-3), torch.cat([-sin, sin], -1).unsqueeze(-3)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) by angles (T, half) or (B, T, half), computed in their dtype."""
-    cos, sin = (a.unsqueeze(-3) for a in (cos, sin))
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype), x[..., 2 * half :]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    """x (B, H, T, D) by the angles of ``rotation_tables``, in their dtype; columns beyond those of the tables stay.
+
+    Few operations, since a decode step waits for the launch of each: the signs are in the table.
+    """
+    rotated = cos.shape[-1]
+    turning = x[..., :rotated] if rotated < x.shape[-1] else x
+    exact = turning.to(cos.dtype)
+    turned = torch.addcmul(exact * cos, exact.roll(rotated // 2, -1), sin).to(x.dtype)
+    return torch.cat([turned, x[..., rotated:]], -1) if rotated < x.shape[-1] else turned
 
 
 class KeyValueCache:

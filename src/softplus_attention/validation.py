@@ -28,7 +28,6 @@ def described(x: Tensor) -> str:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool, names: tuple[str, str, str]) -> None:
     """``layout`` is the form of the three tensors, "(B, H, T, D)" or "(total, H, D)"."""
     rank = layout.count(",") + 1
-    heads = 1
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             fail(name, f"a tensor {layout}", type(x).__name__, TypeError)
@@ -36,24 +35,25 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
             fail(name, f"a tensor {layout}", described(x))
         if x.dtype not in FLOATS:
             fail(name, "float16, bfloat16, float32 or float64", described(x), TypeError)
-    for name, x in zip(names[1:], (k, v), strict=True):
-        if x.dtype != q.dtype:
-            fail(name, f"of `{names[0]}`'s dtype, {q.dtype}", described(x), TypeError)
-        if x.device != q.device:
-            fail(name, f"on `{names[0]}`'s device, {q.device}", described(x))
-        if rank == 4 and x.shape[0] != q.shape[0]:
-            fail(name, f"of `{names[0]}`'s batch size, {q.shape[0]}", described(x))
-    if k.shape[-1] != q.shape[-1]:
-        fail(names[1], f"of `{names[0]}`'s head dimension, {q.shape[-1]}", described(k))
+    dtype, device, q_shape, k_shape, v_shape = q.dtype, q.device, q.shape, k.shape, v.shape
+    for name, x, shape in ((names[1], k, k_shape), (names[2], v, v_shape)):
+        if x.dtype != dtype:
+            fail(name, f"of `{names[0]}`'s dtype, {dtype}", described(x), TypeError)
+        if x.device != device:
+            fail(name, f"on `{names[0]}`'s device, {device}", described(x))
+        if rank == 4 and shape[0] != q_shape[0]:
+            fail(name, f"of `{names[0]}`'s batch size, {q_shape[0]}", described(x))
+    if k_shape[-1] != q_shape[-1]:
+        fail(names[1], f"of `{names[0]}`'s head dimension, {q_shape[-1]}", described(k))
     length = 2 if rank == 4 else 0
-    if v.shape[length] != k.shape[length]:
-        fail(names[2], f"as long as `{names[1]}`, {k.shape[length]} keys", described(v))
-    if v.shape[heads] != k.shape[heads]:
-        fail(names[2], f"of as many heads as `{names[1]}`, {k.shape[heads]}", described(v))
-    for name, x in ((names[0], q), (names[2], v)):
-        if not 1 <= x.shape[-1] <= LARGEST_HEAD_DIM:
+    if v_shape[length] != k_shape[length]:
+        fail(names[2], f"as long as `{names[1]}`, {k_shape[length]} keys", described(v))
+    if v_shape[1] != k_shape[1]:
+        fail(names[2], f"of as many heads as `{names[1]}`, {k_shape[1]}", described(v))
+    for name, x, width in ((names[0], q, q_shape[-1]), (names[2], v, v_shape[-1])):
+        if not 1 <= width <= LARGEST_HEAD_DIM:
             fail(name, f"of head dimension 1 to {LARGEST_HEAD_DIM}", described(x))
-    h, h_kv = q.shape[heads], k.shape[heads]
+    h, h_kv = q_shape[1], k_shape[1]
     if h != h_kv:
         if not enable_gqa:
             fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", described(k))

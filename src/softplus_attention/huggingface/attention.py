@@ -54,7 +54,8 @@ def power_to_json(power: Any) -> Any:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    settings = getattr(config, SETTINGS, None) or {}
+    # Not getattr, which a config of transformers answers in microseconds: this is asked in every layer of every step.
+    settings = vars(config).get(SETTINGS) or {}
     if not isinstance(settings, Mapping):
         check.fail(f"config.{SETTINGS}", "a dictionary of 'power' and 'score_scale'", repr(settings), TypeError)
     unknown = set(settings) - {"power", "score_scale"}
@@ -180,8 +181,7 @@ def cache_of(visibility: Visibility, batch: int) -> ours.Cache | None:
         return ours.Cache(end, start, None)
     if not visibility.is_causal:
         return None
-    seqlens = torch.full((batch,), visibility.t_k, dtype=torch.int32, device=visibility.device)
-    return ours.Cache(seqlens, None, visibility.window)
+    return ours.Cache(None, None, visibility.window)
 
 
 def attend(

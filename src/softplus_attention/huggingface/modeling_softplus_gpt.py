@@ -31,7 +31,7 @@ from softplus_attention.huggingface.attention import (
     weights,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
-from softplus_attention.nn import rotate
+from softplus_attention.nn import rotate, rotation_tables
 from softplus_attention.power import RAW_NAMES, PowerByLength, first_raw_power, is_learned, learned_parameter
 from softplus_attention.reference import compute_dtype, unit_keys
 
@@ -73,11 +73,12 @@ class SoftplusGPTRotaryEmbedding(nn.Module):
     @torch.no_grad()
     @dynamic_rope_update
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, T, head_dim / 2)."""
+        """The tables of ``rotate``."""
         exact = torch.float32 if x.device.type == "mps" else torch.float64
         angle = position_ids[..., None].to(exact) * self.inv_freq.to(exact)
         dtype = compute_dtype(x.dtype)
-        return (angle.cos() * self.attention_scaling).to(dtype), (angle.sin() * self.attention_scaling).to(dtype)
+        cos, sin = angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
+        return rotation_tables(cos.to(dtype), sin.to(dtype))
 
 
 class SoftplusGPTAttention(nn.Module):

@@ -1,4 +1,4 @@
-"""Decoding: a few new rows over a long cache, with the keys of one sequence and head split among programs.
+"""Kernels of decoding: a few new rows over a long cache, with the keys of one sequence and head split among programs.
 
 Three kernels. The first reads K once and keeps f' of every score a row sees, with each split's sum and largest. The
 second knows the whole row from them, and reads the rows of V that some query row gives weight. The third adds up the
@@ -6,27 +6,26 @@ splits. A program takes all query rows that share a key head (G heads times t_q 
 
 The tiles of keys are dealt to the splits in turn, counted from the first visible one: whatever part of the cache is
 filled, all programs share its work, while the grid follows from shapes alone.
+
+One float32 tensor, Scratch, holds what they tell each other: F (f_units of SCRATCH_UNIT numbers), Total, Largest and
+Weight (partial_units each), Partial.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
-from softplus_attention.kernels.triton_launch import needs_fine_softplus, padded, power_code, unit_last_stride
 
-PROGRAMS_PER_MULTIPROCESSOR = 8
-MOST_SPLITS = 256
-# Keys whose N * w / W is below this add nothing that the output's dtype can hold.
-NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
+SCRATCH_UNIT = tl.constexpr(32)
 # Lengths and counts come as plain numbers: no value of theirs compiles a kernel anew.
-NUMBERS = ["rows", "t_q", "t_max", "h_kv", "splits", "window"]
+NUMBERS = ["rows", "t_q", "t_max", "h_kv", "splits", "window", "f_units", "partial_units"]
+
+
+@triton.jit
+def scratch_at(Scratch, units):
+    return Scratch + units.to(tl.int64) * SCRATCH_UNIT
 
 
 @triton.jit
@@ -40,10 +39,13 @@ def rows_of_program(rows, t_q, h_kv, BM: tl.constexpr):
 
 @triton.jit
 def cache_range(
-    o_r, o_i, rows, p_length, p_first, t_q, t_max, window, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
+    o_r, o_i, rows, p_length, p_first, t_q, t_max, window,
+    HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+):  # fmt: skip
     """([BM], [BM]): the keys [start, end) that each row sees; nothing for rows beyond the last."""
-    own = tl.load(p_length).to(tl.int32) - t_q + o_i
+    own = t_max - t_q + o_i
+    if HAS_LENGTHS:
+        own = tl.load(p_length).to(tl.int32) - t_q + o_i
     start = tl.zeros_like(o_r)
     if HAS_STARTS:
         start += tl.load(p_first).to(tl.int32)
@@ -78,11 +80,11 @@ def inverse_root(square):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def scores_kernel(
-    Q, K, F, Total, Largest, Lengths, Starts,
-    rows, t_q, t_max, h_kv, splits, window, score_scale, q_strides, k_strides, f_stride,
-    HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, WIDE: tl.constexpr,
-    PRECISE: tl.constexpr, FINE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr,
+    Q, K, Scratch, Lengths, Starts,
+    rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, score_scale, q_strides, k_strides, f_stride,
+    HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
+    WIDE: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
@@ -91,12 +93,14 @@ def scores_kernel(
     multiplied; rounding those to half precision would cost more than norms after the product.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
-    b_start, b_end = cache_range(o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_STARTS, HAS_WINDOW)
+    b_start, b_end = cache_range(
+        o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_LENGTHS, HAS_STARTS, HAS_WINDOW
+    )
     n_first, n_high = keys_of_split(b_start, b_end, BN)
     o_d = tl.arange(0, BD)
     m_rows = o_r < rows
     p_k = K + b * k_strides[0] + (bh % h_kv) * k_strides[1]
-    p_f = F + (bh * rows + o_r) * f_stride  # [BM]
+    p_f = Scratch + (bh * rows + o_r) * f_stride  # [BM]
 
     p_q = Q + b * q_strides[0] + head * q_strides[1] + o_i.to(tl.int64) * q_strides[2]  # [BM]
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
@@ -144,8 +148,8 @@ def scores_kernel(
         tl.store(p_f[:, None] + o_n[None, :], f, mask=m_rows[:, None])
 
     o_partial = (bh * rows + o_r) * splits + tl.program_id(0)
-    tl.store(Total + o_partial, b_total, mask=m_rows)
-    tl.store(Largest + o_partial, b_largest, mask=m_rows)
+    tl.store(scratch_at(Scratch, f_units) + o_partial, b_total, mask=m_rows)
+    tl.store(scratch_at(Scratch, f_units + partial_units) + o_partial, b_largest, mask=m_rows)
 
 
 @triton.jit
@@ -169,23 +173,27 @@ def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr
 
 @triton.jit(do_not_specialize=NUMBERS)
 def values_kernel(
-    V, F, Total, Largest, Out, Weight, Lengths, Starts, Power,
-    rows, t_q, t_max, h_kv, splits, window, negligible, growth, v_strides, f_stride, power_strides,
-    HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr,
-    DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr,
-    STAGES: tl.constexpr,
+    V, Scratch, Lengths, Starts, Power,
+    rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, negligible, growth, v_strides, power_strides,
+    f_stride, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr,
+    HAS_POWER_ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Weight (B, H_kv, rows, splits) = sum w; Out (B, H_kv, rows, splits, DV) = sum w v, unwritten where Weight is 0.
+    """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, unwritten where Weight is 0.
 
     POWER 0 is LSSA, > 0 an integer power, -1 a power per row. w <= 1 is multiplied by LIFT before it is rounded for the
     product, so that float16 holds the weight of one key among a million.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
-    b_start, b_end = cache_range(o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_STARTS, HAS_WINDOW)
+    b_start, b_end = cache_range(
+        o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_LENGTHS, HAS_STARTS, HAS_WINDOW
+    )
     n_first, n_high = keys_of_split(b_start, b_end, BN)
     m_rows = o_r < rows
     o_row = bh * rows + o_r
-    p_weight = Weight + o_row * splits + tl.program_id(0)
+    Total = scratch_at(Scratch, f_units)
+    Largest = scratch_at(Scratch, f_units + partial_units)
+    p_weight = scratch_at(Scratch, f_units + 2 * partial_units) + o_row * splits + tl.program_id(0)
     if n_first >= n_high:
         tl.store(p_weight, tl.zeros([BM], tl.float32), mask=m_rows)
         return
@@ -224,7 +232,7 @@ def values_kernel(
 
     o_dv = tl.arange(0, BDV)
     p_v = V + b * v_strides[0] + (bh % h_kv) * v_strides[1]
-    p_f = F + o_row * f_stride  # [BM]
+    p_f = Scratch + o_row * f_stride  # [BM]
     b_weight = tl.zeros([BM], tl.float32)
     b_out = tl.zeros([BM, BDV], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
@@ -252,14 +260,14 @@ def values_kernel(
         b_out = tl.where(unspoilt, b_out, tl.where(b_bad > 0, float("nan"), b_again))
 
     tl.store(p_weight, b_weight, mask=m_rows)
-    p_out = Out + (o_row * splits + tl.program_id(0)) * DV  # [BM]
+    p_out = scratch_at(Scratch, f_units + 3 * partial_units) + (o_row * splits + tl.program_id(0)) * DV  # [BM]
     m_out = (m_rows & (b_weight != 0))[:, None] & (o_dv[None, :] < DV)
     tl.store(p_out[:, None] + o_dv[None, :], b_out * (1.0 / LIFT), mask=m_out)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def combine_kernel(
-    Partial, Weight, Out, rows, t_q, h_kv, splits, out_strides,
+    Scratch, Out, rows, t_q, h_kv, splits, f_units, partial_units, out_strides,
     DV: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """Out (B, H, T_q, DV): one program per row adds up its splits."""
@@ -267,6 +275,8 @@ def combine_kernel(
     bh, r = row // rows, row % rows
     head = (bh % h_kv) * (rows // t_q) + r // t_q
     o_dv = tl.arange(0, BDV)
+    Weight = scratch_at(Scratch, f_units + 2 * partial_units)
+    Partial = scratch_at(Scratch, f_units + 3 * partial_units)
     b_weight = tl.zeros([BS], tl.float32)
     b_out = tl.zeros([BS, BDV], tl.float32)
     for s in range(0, splits, BS):
@@ -279,96 +289,3 @@ def combine_kernel(
     b_row = tl.sum(b_out, 0) / tl.where(weight == 0, 1.0, weight)
     p_out = Out + (bh // h_kv) * out_strides[0] + head * out_strides[1] + (r % t_q) * out_strides[2]
     tl.store(p_out + o_dv, b_row.to(Out.dtype.element_ty), mask=o_dv < DV)
-
-
-def rows_and_keys(rows: int, width: int, precise: bool) -> tuple[int, int]:
-    """BM, BN: a product takes at least 16 rows, and registers hold only so many."""
-    narrow = width <= 128
-    most_rows = (32 if narrow else 16) if precise else (64 if narrow else 32)
-    return min(most_rows, padded(rows)), 64 if narrow and not precise else 32
-
-
-@cache
-def multiprocessors(index: int | None) -> int:
-    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def splits_for(tiles: int, programs: int, device: torch.device) -> int:
-    """Splits of the keys: of shapes alone. ``programs`` is how many there are for one split."""
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device.index if device.type == "cuda" else None)
-    return max(1, min(triton.cdiv(wanted, programs), tiles, MOST_SPLITS))
-
-
-def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
-    batch, heads, t_q, _ = q.shape
-    if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
-        return q.new_empty(batch, t_q, heads, v_cache.shape[3]).transpose(1, 2)
-    return q.new_empty(batch, heads, t_q, v_cache.shape[3])
-
-
-def decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cache_seqlens: Tensor,
-    cache_starts: Tensor | None,
-    window: int | None,
-    sharpen: bool,
-    power: float,
-    power_rows: Tensor | None,
-    power_by_length: list[float] | None,
-    score_scale: float,
-    normalized_keys: bool,
-) -> Tensor:
-    """``softplus_attention_decode`` without gradients. Nothing here waits for the device."""
-    out = empty_output(q, v_cache)
-    batch, h, t_q, d = q.shape
-    h_kv, t_max, dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
-    if not out.numel() or not t_max:
-        return out.zero_()
-    q, k, v = (unit_last_stride(x) for x in (q, k_cache, v_cache))
-    rows = h // h_kv * t_q
-    precise = q.dtype == torch.float32
-    width = max(padded(d), padded(dv))
-    bm, bn = rows_and_keys(rows, width, precise)
-    row_blocks = triton.cdiv(rows, bm)
-    tiles = triton.cdiv(t_max, bn)
-    splits = splits_for(tiles, batch * h_kv * row_blocks, q.device)
-
-    length = tiles * bn  # whole tiles, so that rows of the scratch stay aligned whatever t_max
-    f = q.new_empty(batch * h_kv, rows, length, dtype=torch.float32)
-    total, largest, weight = q.new_empty(3, batch * h_kv, rows, splits, dtype=torch.float32)
-    partial = q.new_empty(batch * h_kv, rows, splits, dv, dtype=torch.float32)
-    shared: dict[str, Any] = {
-        "F": f, "Total": total, "Largest": largest, "Lengths": cache_seqlens.contiguous(),
-        "Starts": cache_seqlens if cache_starts is None else cache_starts.contiguous(),
-        "rows": rows, "t_q": t_q, "t_max": t_max, "h_kv": h_kv, "splits": splits, "window": window or 0,
-        "f_stride": length, "HAS_STARTS": cache_starts is not None, "HAS_WINDOW": window is not None,
-        "BM": bm, "BN": bn,     }  # fmt: skip
-    code = power_code(sharpen, power, power_rows, power_by_length)
-    if power_rows is not None:
-        power_rows = power_rows.expand(batch, h, t_q)
-
-    # Block sizes as measured on an H200 (docs/kernels.md); a heavy tile needs more threads to hold it.
-    heavy = precise or bm * width >= 32 * 128
-    light = {} if heavy else {"maxnreg": 168}
-    grid = (splits, batch * h_kv, row_blocks)
-    with torch.cuda.device_of(q):
-        scores_kernel[grid](
-            Q=q, K=k, score_scale=score_scale, q_strides=q.stride()[:3], k_strides=k.stride()[:3], D=d, BD=padded(d),
-            NORMALIZED_KEYS=normalized_keys, WIDE=q.dtype != torch.float16,
-            PRECISE=precise, FINE=q.dtype != torch.bfloat16 or needs_fine_softplus(code),
-            STAGES=3 if heavy else 4, num_warps=8 if heavy else 4, **shared,
-        )  # fmt: skip
-        values_kernel[grid](
-            V=v, Out=partial, Weight=weight, Power=q if power_rows is None else power_rows,
-            negligible=NEGLIGIBLE[q.dtype], growth=tuple(power_by_length or (power, 0.0, 1.0)),
-            v_strides=v.stride()[:3], power_strides=(0, 0, 0) if power_rows is None else power_rows.stride(),
-            POWER=code, HAS_POWER_ROWS=power_rows is not None,
-            DV=dv, BDV=padded(dv), BS=64, LIFT=4096.0 if q.dtype == torch.float16 else 1.0,
-            STAGES=3, num_warps=8 if heavy else 2, **shared, **light,
-        )  # fmt: skip
-        combine_kernel[(batch * h_kv * rows,)](
-            partial, weight, out, rows, t_q, h_kv, splits, out.stride()[:3], DV=dv, BDV=padded(dv), BS=32, num_warps=4
-        )
-    return out

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from softplus_attention.kernels import gluon_launch
@@ -35,7 +34,12 @@ class Blocks:
 
 
 def padded(d: int) -> int:
-    return max(16, triton.next_power_of_2(d))
+    """The power of two that holds d. In plain Python, as below: Triton's own helpers take microseconds a call."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def blocks_of(length: int, size: int) -> int:
+    return (length + size - 1) // size
 
 
 # The block sizes below are the fastest of those measured on an H200 (docs/kernels.md has the table). They depend on the
@@ -189,7 +193,7 @@ class Problem:
 def key_norms(problem: Problem, norms: Tensor) -> None:
     """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||; beyond T_k it stays as it is."""
     k, block = problem.k, 64
-    fwd.key_norms_kernel[(triton.cdiv(problem.t_k, block) * problem.batch * problem.h_kv,)](
+    fwd.key_norms_kernel[(blocks_of(problem.t_k, block) * problem.batch * problem.h_kv,)](
         k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
         NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
     )  # fmt: skip
@@ -204,7 +208,7 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
         gluon_launch.forward(problem, out, rest, stats, flat, norms)
         return
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
-    fwd.forward_kernel[(triton.cdiv(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
+    fwd.forward_kernel[(blocks_of(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, Norms=norms, Total=stats[0], Height=stats[1],
         Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, score_scale=problem.score_scale,
         out_strides=out.stride()[:3],
@@ -234,7 +238,7 @@ def backward(
     rows = stats.new_empty(8 if problem.precise else 6, n_rows)
 
     blocks = dq_blocks(problem.width, problem.precise)
-    bwd.dq_kernel[(triton.cdiv(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
+    bwd.dq_kernel[(blocks_of(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, GradOut=grad_out, Norms=norms, Total=stats[0],
         Height=stats[1], Weight=stats[2], Flat=flat, HAS_REST=rest.numel() > 0, GradQ=dq,
         GradPower=stats if grad_power is None else grad_power, POWER_GRAD=grad_power is not None, Rows=rows,
@@ -245,7 +249,7 @@ def backward(
 
     blocks = dkv_blocks(problem.width, problem.precise)
     first_row, last_row = rows_that_see(problem, blocks)
-    bwd.dkv_kernel[(triton.cdiv(problem.t_k, blocks.keys) * problem.batch * problem.h_kv,)](
+    bwd.dkv_kernel[(blocks_of(problem.t_k, blocks.keys) * problem.batch * problem.h_kv,)](
         Q=problem.q, K=problem.k, V=problem.v, GradOut=grad_out, Norms=norms, Flat=flat, Rows=rows,
         FirstRow=first_row, LastRow=last_row, GradK=dk, GradV=dv, n_rows=n_rows,
         grad_out_strides=grad_out.stride()[:3], dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3],

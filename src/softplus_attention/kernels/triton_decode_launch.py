@@ -1,0 +1,161 @@
+"""Launches of the decode kernels. A step is short and there is one per layer and token, so Python's part counts too."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from softplus_attention.kernels import triton_decode as kernels
+from softplus_attention.kernels.triton_launch import (
+    blocks_of,
+    needs_fine_softplus,
+    padded,
+    power_code,
+    unit_last_stride,
+)
+from softplus_attention.kernels.triton_relaunch import all_aligned, launch
+
+PROGRAMS_PER_MULTIPROCESSOR = 8
+MOST_SPLITS = 256
+SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
+# Keys whose N * w / W is below this add nothing that the output's dtype can hold.
+NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
+
+
+class Plan(NamedTuple):
+    """What follows from shapes alone. ``constants`` are the compile-time ones among it."""
+
+    grid: tuple[int, int, int]
+    rows: int
+    splits: int
+    f_stride: int
+    f_units: int
+    partial_units: int
+    scratch: int
+    heavy: bool
+    precise: bool
+    constants: tuple[int, ...]  # BD, BDV, BM, BN
+
+
+@lru_cache(maxsize=4096)
+def plan_for(
+    batch: int, h: int, h_kv: int, t_q: int, t_max: int, d: int, dv: int, precise: bool, device: torch.device
+) -> Plan:
+    rows = h // h_kv * t_q
+    bd, bdv = padded(d), padded(dv)
+    width = max(bd, bdv)
+    bm, bn = rows_and_keys(rows, width, precise)
+    row_blocks = blocks_of(rows, bm)
+    tiles = blocks_of(t_max, bn)
+    splits = splits_for(tiles, batch * h_kv * row_blocks, device)
+    f_stride = tiles * bn  # whole tiles, so that rows of the scratch stay aligned whatever t_max
+    f_units = blocks_of(batch * h_kv * rows * f_stride, SCRATCH_UNIT)
+    partials = batch * h_kv * rows * splits
+    partial_units = blocks_of(partials, SCRATCH_UNIT)
+    scratch = (f_units + 3 * partial_units) * SCRATCH_UNIT + partials * dv
+    # Block sizes as measured on an H200 (docs/kernels.md); a heavy tile needs more threads to hold it.
+    heavy = precise or bm * width >= 32 * 128
+    grid = (splits, batch * h_kv, row_blocks)
+    constants = (bd, bdv, bm, bn)
+    return Plan(grid, rows, splits, f_stride, f_units, partial_units, scratch, heavy, precise, constants)
+
+
+def rows_and_keys(rows: int, width: int, precise: bool) -> tuple[int, int]:
+    """BM, BN: a product takes at least 16 rows, and registers hold only so many."""
+    narrow = width <= 128
+    most_rows = (32 if narrow else 16) if precise else (64 if narrow else 32)
+    return min(most_rows, padded(rows)), 64 if narrow and not precise else 32
+
+
+@cache
+def multiprocessors(index: int | None) -> int:
+    return 132 if index is None else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def splits_for(tiles: int, programs: int, device: torch.device) -> int:
+    """Splits of the keys: of shapes alone. ``programs`` is how many there are for one split."""
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device.index if device.type == "cuda" else None)
+    return max(1, min(blocks_of(wanted, programs), tiles, MOST_SPLITS))
+
+
+def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
+    batch, heads, t_q, _ = q.shape
+    if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
+        return q.new_empty(batch, t_q, heads, v_cache.shape[3]).transpose(1, 2)
+    return q.new_empty(batch, heads, t_q, v_cache.shape[3])
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor | None,
+    cache_starts: Tensor | None,
+    window: int | None,
+    sharpen: bool,
+    power: float,
+    power_rows: Tensor | None,
+    power_by_length: list[float] | None,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    """``softplus_attention_decode`` without gradients; without ``cache_seqlens`` all of the cache is seen.
+
+    Nothing here waits for the device.
+    """
+    out = empty_output(q, v_cache)
+    batch, h, t_q, d = q.shape
+    h_kv, t_max, dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
+    if not out.numel() or not t_max:
+        return out.zero_()
+    q, k, v = unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache)
+    dtype, device = q.dtype, q.device
+    plan = plan_for(batch, h, h_kv, t_q, t_max, d, dv, dtype == torch.float32, device)
+    scratch = torch.empty(plan.scratch, dtype=torch.float32, device=device)
+    # Tensors that are not there stand for pointers that are never read.
+    lengths = scratch if cache_seqlens is None else cache_seqlens.contiguous()
+    starts = scratch if cache_starts is None else cache_starts.contiguous()
+    powers = scratch if power_rows is None else power_rows.expand(batch, h, t_q)
+    power_strides = (0, 0, 0) if power_rows is None else powers.stride()
+    q_strides, k_strides, v_strides = q.stride()[:3], k.stride()[:3], v.stride()[:3]
+    out_strides = out.stride()[:3]
+
+    code = power_code(sharpen, power, power_rows, power_by_length)
+    visible = (cache_seqlens is not None, cache_starts is not None, window is not None)
+    bd, bdv, bm, bn = plan.constants
+    precise, heavy = plan.precise, plan.heavy
+    numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, window or 0, plan.f_units, plan.partial_units)
+    fine = dtype != torch.bfloat16 or needs_fine_softplus(code)
+
+    key: tuple[Any, ...] | None = None
+    if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
+        dtypes = (dtype, lengths.dtype, starts.dtype, powers.dtype)
+        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, power_strides, heavy)
+    with torch.cuda.device_of(q):
+        launch(
+            kernels.scores_kernel, plan.grid, (
+                q, k, scratch, lengths, starts, *numbers, score_scale, q_strides, k_strides, plan.f_stride,
+                *visible, normalized_keys, dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4,
+            ),
+            {"num_warps": 8 if heavy else 4}, key and ("scores", *key),
+        )  # fmt: skip
+        growth = (power, 0.0, 1.0) if power_by_length is None else tuple(power_by_length)
+        lift = 4096.0 if dtype == torch.float16 else 1.0
+        launch(
+            kernels.values_kernel, plan.grid, (
+                v, scratch, lengths, starts, powers, *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides,
+                plan.f_stride, *visible, code, power_rows is not None, dv, bdv, bm, bn, 64, lift, 3,
+            ),
+            {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key),
+        )  # fmt: skip
+        launch(
+            kernels.combine_kernel, (batch * h_kv * plan.rows, 1, 1), (
+                scratch, out, plan.rows, t_q, h_kv, plan.splits, plan.f_units, plan.partial_units, out_strides,
+                dv, bdv, 32,
+            ),
+            {"num_warps": 4}, key and ("sums", *key),
+        )  # fmt: skip
+    return out
