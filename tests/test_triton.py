@@ -84,6 +84,7 @@ def test_a_decode_step_takes_the_decode_kernel() -> None:
     with torch.profiler.profile() as profile:
         out = softplus_attention_decode(q, k, v, lengths, impl="triton", **options)
     assert "softplus_attention::triton_decode" in {event.key for event in profile.key_averages()}
+    assert torch.equal(out, softplus_attention_decode(q, k, v, lengths, impl="triton", **options))
     expected = softplus_attention_decode(q, k, v, lengths, impl="reference", **options)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 

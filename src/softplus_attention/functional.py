@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 
 from softplus_attention import validation as check
 from softplus_attention.power import Power, PowerByLength, by_head_or_row
@@ -383,10 +383,23 @@ def triton_decode(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: Power, score_scale: float, normalized_keys: bool
 ) -> Tensor:
     check_for_triton(q)
-    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops  # noqa: F401  registers the op
 
-    return torch.ops.softplus_attention.triton_decode(
+    # The way through torch's dispatcher takes as long as launching a kernel.
+    decode = torch.ops.softplus_attention.triton_decode if traced(q, k, v) else triton_decode_launch.decode
+    return decode(
         q, k, v, cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys
+    )
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Whether more than this call wants to know of the op: a compiler, tracer, mode, profiler, or a tensor's class."""
+    return (
+        torch.compiler.is_compiling()
+        or profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
     )
 
 

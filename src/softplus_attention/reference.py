@@ -56,7 +56,8 @@ def unit_keys(k: Tensor) -> Tensor:
     wants_gradient = torch.is_grad_enabled() and k.requires_grad  # that of a zero key would be infinite
     if k.dtype == torch.float64 or k.device.type == "mps" or wants_gradient:
         return unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
-    return F.normalize(k.double(), dim=-1, eps=1e-300).to(k.dtype)
+    length = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float64).clamp_min_(1e-300)
+    return torch.div(k, length, out=torch.empty_like(k))
 
 
 def softplus(s: Tensor) -> Tensor:

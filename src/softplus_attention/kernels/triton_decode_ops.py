@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import triton_decode_launch
+from softplus_attention.kernels.triton_decode_launch import decode, empty_output
 
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 _library.define(
@@ -18,9 +18,9 @@ _library.define(
 
 
 def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any) -> Tensor:
-    return triton_decode_launch.empty_output(q, v_cache)
+    return empty_output(q, v_cache)
 
 
 for _key in ("CUDA", "CPU"):  # CPU tensors run in Triton's interpreter
-    _library.impl("triton_decode", triton_decode_launch.decode, _key)
+    _library.impl("triton_decode", decode, _key)
 torch.library.register_fake("softplus_attention::triton_decode", _fake, lib=_library)
