@@ -3,15 +3,16 @@
 # that was cut short is repeated. torch, transformers, accelerate and numpy suffice but for `laws` and `figures`.
 #
 #   bash runs/newton-h200.sh check                     # 1: the time per update, and whether coordinates alone are learned
-#   bash runs/newton-h200.sh arm softmax               # 2-6: each arm, its three seeds side by side, labels 50, 200, 2000
-#   bash runs/newton-h200.sh arm softmax-window2
-#   bash runs/newton-h200.sh arm softmax-qknorm-logn
-#   bash runs/newton-h200.sh arm lssar-p3
-#   bash runs/newton-h200.sh arm lssar
-#   bash runs/newton-h200.sh faithful softmax          # 7-8: original distributions, 7000 bins, learned positions, raw F
+#   bash runs/newton-h200.sh arms softmax lssar        # 2-4: their three seeds side by side, labels 50, 200, 2000
+#   bash runs/newton-h200.sh arms softmax-window2 softmax-qknorm-logn
+#   bash runs/newton-h200.sh arms lssar-p3
+#   bash runs/newton-h200.sh faithful softmax          # 5-6: original distributions, 7000 bins, learned positions, raw F
 #   bash runs/newton-h200.sh faithful lssar
 #   bash runs/newton-h200.sh collect FILE.tar          # all JSON and arrays, without the weights
 #   bash runs/newton-h200.sh laws                      # elsewhere, with scipy, pyoperon and matplotlib
+#
+# All processes together make 70 to 75 updates a second, however many they are (five to fifteen); a run has 4,400, and its
+# long sequences take one to two minutes more. CUDA's multi-process service is used where it is installed.
 #
 # PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further words, such as "--pretrain-updates 1500") are
 # read from the environment. MORE must be the same in every call on one folder.
@@ -26,6 +27,15 @@ trained=pretrain,probe,tune,long
 
 newton() { "$python" -u -m softplus_attention.cli newton "$@" "${more[@]}"; }
 
+share_the_gpu() {
+  command -v nvidia-cuda-mps-control >/dev/null || return 0
+  mps=$(mktemp -d)
+  export CUDA_MPS_PIPE_DIRECTORY="$mps/pipe" CUDA_MPS_LOG_DIRECTORY="$mps/log"
+  mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+  nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$mps"' EXIT
+}
+
 case "${1:-}" in
   check)
     # 300 updates with and without the differences as inputs, one small tuning each: seconds per update and first R^2.
@@ -35,13 +45,18 @@ case "${1:-}" in
         --stages pretrain,probe,tune
     done
     ;;
-  arm)
-    arm=${2:?the name of an arm}
+  arms)
+    shift
+    [ $# -gt 0 ] || { echo "arms needs the names of some" >&2; exit 2; }
+    share_the_gpu
     failed=0
     pids=()
-    for seed in 0 1 2; do
-      newton --preset gpu --out "$out" --arms "$arm" --seeds "$seed" --stages "$trained" &
-      pids+=($!)
+    for arm in "$@"; do
+      for seed in 0 1 2; do
+        newton --preset gpu --out "$out" --arms "$arm" --seeds "$seed" --stages "$trained" --workers 1 \
+          --save-updates 500 &
+        pids+=($!)
+      done
     done
     for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
     exit "$failed"
@@ -61,7 +76,7 @@ case "${1:-}" in
     if [ -d "$faithful_out" ]; then newton --preset faithful --out "$faithful_out" --stages laws,figures; fi
     ;;
   *)
-    sed -n '2,17p' "$0"
+    sed -n '2,18p' "$0"
     exit 2
     ;;
 esac

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
+from page_blocks import PageError, parts_of, rewritten, table
 from study_figures import FIGURES, figure_data, stale_figures, write_figures
 from study_runs import (
     BASELINE,
     Run,
     Size,
     Spread,
-    StudyError,
     gain_at,
     gain_error_at,
     loss_at,
@@ -36,7 +35,6 @@ from study_runs import (
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
-MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
 NOTHING = "No runs yet."
 SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
 LEAST_PASSKEY = 0.9
@@ -66,11 +64,6 @@ def column(
     finite = [value.mean for value in values if value is not None and math.isfinite(value.mean)]
     winner = show(best(finite)) if best is not None and finite else None
     return [cell(value, show, bold=value is not None and show(value.mean) == winner) for value in values]
-
-
-def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> list[str]:
-    rows = [head, ["---", *[rule] * (len(head) - 1)], *zip(*columns, strict=True)]
-    return [*("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def caption(size: Size, kind: str) -> list[str]:
@@ -366,37 +359,6 @@ def blocks_of(sizes: Sequence[Size]) -> dict[str, str]:
     return {name: text or NOTHING for name, text in made.items()}
 
 
-def parts_of(page: Path) -> tuple[str, dict[str, tuple[int, int]]]:
-    """The page's text, and where the content of each block begins and ends."""
-    if not page.exists():
-        raise StudyError(f"{page} does not exist")
-    text = page.read_text()
-    places: dict[str, tuple[int, int]] = {}
-    markers = list(MARKER.finditer(text))
-    for begin, end in zip(markers[::2], [*markers[1::2], None], strict=False):
-        name = begin[2]
-        if begin[1] != "begin" or end is None or end.groups() != ("end", name):
-            raise StudyError(f"{page}: <!-- {begin[1]}: {name} --> is not one of a pair of begin and end")
-        if name not in BLOCKS or name in places:
-            raise StudyError(f"{page}: block {name!r} is {'there twice' if name in places else 'unknown'}")
-        places[name] = begin.end(), end.start()
-    for name in BLOCKS:
-        if name not in places:
-            raise StudyError(f"{page} has no <!-- begin: {name} -->")
-    return text, places
-
-
-def rewritten(text: str, places: Mapping[str, tuple[int, int]], blocks: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The page with its blocks, and the names of those that change."""
-    changed = []
-    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1], reverse=True):
-        content = f"\n{blocks[name]}\n"
-        if text[begin:end] != content:
-            changed.append(name)
-        text = text[:begin] + content + text[end:]
-    return text, changed[::-1]
-
-
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
@@ -411,10 +373,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # A clone without runs has no such folder: git keeps no empty ones. A folder that was named has to be there.
         if options.results != RESULTS and not options.results.is_dir():
-            raise StudyError(f"{options.results} is not a folder")
+            raise PageError(f"{options.results} is not a folder")
         sizes = read_study(options.results)
-        text, places = parts_of(options.page)
-    except StudyError as error:
+        text, places = parts_of(options.page, BLOCKS)
+    except PageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text, changed = rewritten(text, places, blocks_of(sizes))

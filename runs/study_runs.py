@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from page_blocks import PageError
+
 from softplus_attention.report.study import KINDS, kind_of
 
 BASELINE = "baseline"
 STUDY = Path(__file__).with_name("study.py")
-
-
-class StudyError(Exception):
-    """A file that cannot be used; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +150,21 @@ def read_run(path: Path, sizes: Iterable[str], arms: Iterable[str]) -> Run:
     try:
         record = json.loads(path.read_text())
     except ValueError as error:
-        raise StudyError(f"{path} is damaged: {error}") from error
+        raise PageError(f"{path} is damaged: {error}") from error
     try:
         run = run_of(record)
         run.same_for_a_size()
         run.config["attention"]
     except KeyError as error:
-        raise StudyError(f"{path} is not a run of runs/study.py: it has no {error}") from error
+        raise PageError(f"{path} is not a run of runs/study.py: it has no {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise StudyError(f"{path} is not a run of runs/study.py: {error}") from error
+        raise PageError(f"{path} is not a run of runs/study.py: {error}") from error
     if run.size not in sizes or run.arm not in arms:
-        raise StudyError(f"{path} is of an arm or size that runs/study.py does not have: {run.size}, {run.arm}")
+        raise PageError(f"{path} is of an arm or size that runs/study.py does not have: {run.size}, {run.arm}")
     if path.name != f"{run.size}-{run.arm}-seed{run.seed}.json":
-        raise StudyError(f"{path} holds another run than its name says: {run.size}, {run.arm}, seed {run.seed}")
+        raise PageError(f"{path} holds another run than its name says: {run.size}, {run.arm}, seed {run.seed}")
     if not run.own.loss:
-        raise StudyError(f"{path} has no length that was measured")
+        raise PageError(f"{path} has no length that was measured")
     return run
 
 
@@ -181,7 +179,7 @@ def read_study(folder: Path) -> list[Size]:
         mine, theirs = run.same_for_a_size(), other.same_for_a_size()
         unlike = [word for word in mine if mine[word] != theirs[word]]
         if unlike:
-            raise StudyError(f"{path} cannot stand beside {other_path}: they differ in {', '.join(unlike)}")
+            raise PageError(f"{path} cannot stand beside {other_path}: they differ in {', '.join(unlike)}")
         found.setdefault((run.size, run.arm), []).append(run)
     for runs in found.values():
         runs.sort(key=lambda run: run.seed)

@@ -1,0 +1,49 @@
+"""Pages of which some parts are made from data: between <!-- begin: NAME --> and <!-- end: NAME -->."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
+
+
+class PageError(Exception):
+    """What is wrong with a page or with the data behind it, for a reader."""
+
+
+def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> list[str]:
+    rows = [head, ["---", *[rule] * (len(head) - 1)], *zip(*columns, strict=True)]
+    return [*("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def parts_of(page: Path, names: Collection[str]) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The page's text, and where the content of each block begins and ends."""
+    if not page.exists():
+        raise PageError(f"{page} does not exist")
+    text = page.read_text()
+    places: dict[str, tuple[int, int]] = {}
+    markers = list(MARKER.finditer(text))
+    for begin, end in zip(markers[::2], [*markers[1::2], None], strict=False):
+        name = begin[2]
+        if begin[1] != "begin" or end is None or end.groups() != ("end", name):
+            raise PageError(f"{page}: <!-- {begin[1]}: {name} --> is not one of a pair of begin and end")
+        if name not in names or name in places:
+            raise PageError(f"{page}: block {name!r} is {'there twice' if name in places else 'unknown'}")
+        places[name] = begin.end(), end.start()
+    for name in names:
+        if name not in places:
+            raise PageError(f"{page} has no <!-- begin: {name} -->")
+    return text, places
+
+
+def rewritten(text: str, places: Mapping[str, tuple[int, int]], blocks: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The page with its blocks, and the names of those that change."""
+    changed = []
+    for name, (begin, end) in sorted(places.items(), key=lambda item: item[1], reverse=True):
+        content = f"\n{blocks[name]}\n"
+        if text[begin:end] != content:
+            changed.append(name)
+        text = text[:begin] + content + text[end:]
+    return text, changed[::-1]

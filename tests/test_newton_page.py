@@ -1,0 +1,153 @@
+"""The page of the orbit experiment: it agrees with its files, its numbers are right, and what is wrong is said."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAW, OTHER = "m1 m2 / r^2", "m1 / r"
+
+
+@pytest.fixture(scope="module")
+def newton_page() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "runs"))
+    yield importlib.import_module("newton_page")
+    sys.path.remove(str(ROOT / "runs"))
+
+
+def laws(within: str, score: str, enumerated: str | None = None) -> dict[str, Any]:
+    sample = {"operon": {"chosen": {"within": {"law": within}, "score": {"law": score}}}}
+    if enumerated is not None:
+        sample["enumerator"] = {"chosen": {"within": {"law": enumerated}, "score": {"law": enumerated}}}
+    return {"ln_force": [sample]}
+
+
+def cell(arm: str, seed: int, pretrained: bool, r2: float, m1: float, law: str) -> dict[str, Any]:
+    quality = {"r2_ln_force": r2, "r2_force": r2 - 0.1}
+    return {
+        "arm": arm,
+        "seed": seed,
+        "labels": 50,
+        "pretrained": pretrained,
+        "tune": {"quality": {"inside": quality}},
+        "quality": {"inside": quality, "heavier": {"r2_ln_force": 0.5}, "wider": {"r2_ln_force": 0.25}},
+        "exponents": {"inside": {"exponents": {"m1": m1, "m2": 1.0, "r": -2.0}}},
+        "laws": laws(law, OTHER, LAW),
+        "control_with_noise": {"noise": 0.1 * (seed + 1), "laws": laws(LAW, OTHER)},
+    }
+
+
+def run(arm: str, seed: int) -> dict[str, Any]:
+    force = [{"multiple": 1, "r2": 0.9 + 0.02 * seed}, {"multiple": 2, "r2": 0.5}]
+    return {
+        "arm": arm,
+        "seed": seed,
+        "next_place": [{"multiple": 1, "error": 0.001}, {"multiple": 2, "error": 0.003 + 0.002 * seed}],
+        "roll_out": [{"multiple": 2, "median_ellipse_error": 123.0}],
+        "force": {"tuned-50": force, "untrained-50": [{"multiple": 1, "r2": 0.1}, {"multiple": 2, "r2": -1.0}]},
+    }
+
+
+FOUND: dict[str, Any] = {
+    "cells": [
+        cell("lssar", 0, False, 0.3, 0.5, OTHER),
+        cell("lssar", 0, True, 0.8, 0.9, LAW),
+        cell("lssar", 1, True, 0.9, 1.0, OTHER),
+    ],
+    "controls": {"seed0": {"noise": 0.0, "laws": laws(LAW, LAW)}},
+    "experiment": {"multiples": [1, 2]},
+    "long": [run("lssar", 0), run("lssar", 1)],
+    "probes": [
+        {"arm": "lssar", "seed": 0, "r2": {"force vector": [0.1, 0.6, 0.2]}},
+        {"arm": "lssar", "seed": 1, "r2": {"force vector": [0.1, 0.2, 0.5]}},
+    ],
+}
+EXPECTED = {
+    "force": """\
+| `lssar` | 50 | 0.850 (0.800 to 0.900) | 0.95 (0.90 to 1.00) | 1.00 (1.00 to 1.00) | -2.00 (-2.00 to -2.00) | 0.750 \
+| 0.50 / 0.25 | 1 of 2, 2 of 2 |
+| `lssar`, no pre-training | 50 | 0.300 | 0.50 | 1.00 | -2.00 | 0.200 | 0.50 / 0.25 | 0 of 1, 1 of 1 |""",
+    "controls": """\
+| true F | 0.00 | 1 of 1 | 1 of 1 |
+| true F with the noise of each model of 50 labelled systems | 0.10 to 0.20 | 3 of 3 | 0 of 3 |
+| what the models of 50 labelled systems said | - | 1 of 3 | 0 of 3 |""",
+    "length": """\
+| error of the next place, AU: `lssar` | 0.001 (0.001 to 0.001) | 0.004 (0.003 to 0.005) |
+| roll-out, off the ellipse: `lssar` | - | 1.2e+02 (1.2e+02 to 1.2e+02) |
+| R^2 of the force: `lssar` | 0.91 (0.90 to 0.92) | 0.50 (0.50 to 0.50) |
+| R^2 of the force, no pre-training: `lssar` | 0.10 (0.10 to 0.10) | -1.00 (-1.00 to -1.00) |""",
+    "probes": "| `lssar` | 0.400 (1) |",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, newton_page: ModuleType) -> Path:
+    for file in newton_page.FILES.values():
+        (tmp_path / file).write_text(json.dumps(FOUND))
+    blocks = [f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in newton_page.BLOCKS]
+    (tmp_path / "page.md").write_text("By hand.\n" + "".join(blocks))
+    return tmp_path
+
+
+def words(folder: Path) -> list[str]:
+    return ["--results", str(folder), "--page", str(folder / "page.md")]
+
+
+def test_the_page_agrees_with_its_files(newton_page: ModuleType) -> None:
+    assert newton_page.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_block(kind: str, newton_page: ModuleType) -> None:
+    rows = newton_page.KINDS[kind](FOUND)[2:-1]
+    assert "\n".join(rows) == EXPECTED[kind]
+
+
+def test_rewriting_and_checking(folder: Path, newton_page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newton_page.main([*words(folder), "--check"]) == 1
+    assert "out of date: cpu-force" in capsys.readouterr().err
+    assert newton_page.main(words(folder)) == 0
+    page = (folder / "page.md").read_text()
+    assert page.startswith("By hand.\n")
+    assert page.count("| 0.850 (0.800 to 0.900) |") == len(newton_page.FILES)
+    assert newton_page.main([*words(folder), "--check"]) == 0
+    changed = json.loads(json.dumps(FOUND))
+    changed["cells"][0]["tune"]["quality"]["inside"]["r2_ln_force"] = 0.4
+    (folder / "h200.json").write_text(json.dumps(changed))
+    assert newton_page.main([*words(folder), "--check"]) == 1
+    assert capsys.readouterr().err.startswith(f"{folder / 'page.md'} is out of date: h200-force; run")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "h200.json cannot be read: No such file"),
+        ("{", "h200.json is not the results.json of softplus-attention newton"),
+        ('{"cells": []}', "h200.json is not the results.json of softplus-attention newton"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    content: str | None, message: str, folder: Path, newton_page: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (folder / "page.md").read_text()
+    (folder / "h200.json").unlink()
+    if content is not None:
+        (folder / "h200.json").write_text(content)
+    assert newton_page.main(words(folder)) == 2
+    assert message in capsys.readouterr().err
+    assert (folder / "page.md").read_text() == page
+
+
+def test_a_page_without_a_block(folder: Path, newton_page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(ROOT / "README.md", folder / "page.md")
+    assert newton_page.main(words(folder)) == 2
+    assert "has no <!-- begin: cpu-force -->" in capsys.readouterr().err
