@@ -42,7 +42,7 @@ def test_lengths(run, tmp_path):
     words = ("lengths", "lssar/model", "lssar/model+power=31", "softmax/model", "--text", "text.txt")
     status, out, _ = run(*words, "--lengths", "1,4,16,1024")
     assert status == 0
-    names = ["lssar", "lssar-power-31", "softmax"]
+    names = ["lssar", "lssar+power=31", "softmax"]
     results = [read(tmp_path / f"lengths--{name}.json") for name in names]
     for result in results:
         assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 64, 256]
@@ -65,7 +65,7 @@ def test_options_for_every_model(run, tmp_path):
         "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,2", "--window", "8", "--no-control"
     )
     assert status == 0
-    result = read(tmp_path / "lengths--lssar-window-8.json")
+    result = read(tmp_path / "lengths--lssar+window=8.json")
     assert result["model"]["options"] == {"window": "8"}
     assert "gain" not in out
 
@@ -106,7 +106,7 @@ def test_synthetic(run, tmp_path):
     assert status == 0
     for task in ("flip-flop", "copy"):
         for name in ("lssar", "softmax"):
-            result = read(tmp_path / f"synthetic--{task}-{name}.json")
+            result = read(next(tmp_path.glob(f"synthetic--{task}+{name}--*.json")))
             assert [entry["times"] for entry in result["results"]["lengths"]] == [1, 4]
             assert f"{task} {name}" in out
     assert (tmp_path / "synthetic.png").exists()
@@ -117,7 +117,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
     words = (*words, "--preset", "mixed", "--window", "4", "--width", "32", "--optimizer", "adamw")
     status, _, _ = run("synthetic", "softmax", *words, "--output", str(tmp_path))
     assert status == 0
-    result = read(tmp_path / "synthetic--copy-softmax.json")
+    result = read(next(tmp_path.glob("synthetic--copy+softmax--*.json")))
     config = result["model"]["config"]
     assert (config["window"], config["global_every"], config["hidden_size"]) == (4, 2, 32)
     assert result["settings"]["training"]["optimizer"] == "adamw"
@@ -130,7 +130,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         (["lengths", "./nowhere", "--text", "text.txt"], "`MODEL` must be a folder with config.json"),
         (["lengths", "lssar/model", "--text", "none.txt"], "which does not exist"),
         (["lengths", "lssar/model", "--data", "none"], "a folder written by `softplus-attention data prepare`"),
-        (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document, 900 tokens"),
+        (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document has 900 tokens"),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),
         (
             ["lengths", "softmax/model", "--text", "text.txt", "--power", "3"],

@@ -49,6 +49,22 @@ class TestTokenLoss:
             expected = model(ids, labels=ids).loss
         losses = TokenLoss(model)
         torch.testing.assert_close(losses(ids).mean(), expected)
+        assert losses.in_pieces is True
+
+    def test_a_model_that_does_what_no_config_says(self, model, monkeypatch):
+        """Its logits are halved after the output layer: only whole ones are right."""
+        ids, forward = token_rows(2, 12), model.forward
+
+        def halved(*arguments, **words):
+            outputs = forward(*arguments, **words)
+            outputs.logits = outputs.logits / 2
+            return outputs
+
+        monkeypatch.setattr(model, "forward", halved)
+        losses = TokenLoss(model)
+        logits = model(ids).logits[:, :-1].flatten(0, 1)
+        expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+        torch.testing.assert_close(losses(ids).mean(), expected.detach())
         assert losses.in_pieces is False
 
     def test_models_that_do_not_are_read_in_pieces(self, model):

@@ -71,7 +71,7 @@ def measure_parser(
     change.add_argument("--power", metavar="P", help="another power: a number, grow:BASE,SLOPE, or log:FACTOR")
     change.add_argument("--reweight", action="store_true", help="the second stage on weights trained without it")
     change.add_argument("--window", metavar="N", help="each token sees itself and the N - 1 before it")
-    change.add_argument("--rope", metavar="TYPE:FACTOR", help="linear:4, dynamic:4 (NTK) or yarn:4")
+    change.add_argument("--rope", metavar="TYPE:FACTOR", help="linear:4, ntk:4 (dynamic NTK) or yarn:4")
     parser.set_defaults(run=interruptible(run))
     return parser
 
@@ -286,19 +286,29 @@ def common_options(options: argparse.Namespace) -> dict[str, str]:
 def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
     """The models and the length that all of them were trained at."""
     quiet()
-    from softplus_attention.evaluation.models import requests_of, training_length_of
+    from softplus_attention.evaluation.models import check_request, device_of, requests_of, training_length_of
 
+    check_folder(options.output)
+    device_of(options.device)
     requests = requests_of(options.models, common_options(options))
     found = {request.name: training_length_of(request) for request in requests}
-    if options.train_length is not None:
-        if options.train_length < 2:
-            fail("--train-length", "at least 2", options.train_length)
-        return requests, options.train_length
-    lengths = set(found.values())
-    if len(lengths) > 1 or None in lengths:
-        words = ", ".join(f"{name}: {length or 'not in its config'}" for name, length in found.items())
-        fail("--train-length", "given where the models' configs do not agree on it", words)
-    return requests, next(length for length in lengths if length is not None)
+    length = options.train_length
+    if length is not None and length < 2:
+        fail("--train-length", "at least 2", length)
+    if length is None:
+        lengths = set(found.values())
+        if len(lengths) > 1 or None in lengths:
+            words = ", ".join(f"{name}: {length or 'not in its config'}" for name, length in found.items())
+            fail("--train-length", "given where the models' configs do not agree on it", words)
+        length = next(length for length in lengths if length is not None)
+    for request in requests:
+        check_request(request, length)
+    return requests, length
+
+
+def check_folder(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        fail("--output", "a folder, or a name for one", f"{str(path)!r}, which is a file")
 
 
 def open_model(options: argparse.Namespace, request: Request, training_length: int) -> Opened:
@@ -307,14 +317,34 @@ def open_model(options: argparse.Namespace, request: Request, training_length: i
     return opened(request, training_length, dtype=options.dtype, device=options.device)
 
 
+class Measured:
+    """The results of the models that could be measured; ``status`` is 1 where some could not."""
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.status = 0
+
+
 def measure_each(
     options: argparse.Namespace,
     requests: Sequence[Request],
     training_length: int,
     measure: Callable[[Opened], dict[str, Any]],
-) -> list[dict[str, Any]]:
-    """One model in memory at a time."""
-    return [measure(open_model(options, request, training_length)) for request in requests]
+) -> Measured:
+    """One model in memory at a time. What went wrong with one of several is said, and the others are measured."""
+    measured = Measured()
+    for request in requests:
+        try:
+            measured.results.append(measure(open_model(options, request, training_length)))
+        except Exception as error:
+            if len(requests) == 1:
+                raise
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            print(f"{request.name} was not measured: {kind}{error}", file=sys.stderr)
+            measured.status = 1
+    if not measured.results:
+        fail("MODEL", "at least one that can be measured", f"none of {len(requests)}")
+    return measured
 
 
 def check_positive(options: argparse.Namespace, *names: str) -> None:
@@ -341,9 +371,9 @@ def note_tokenizers(results: Sequence[dict[str, Any]]) -> None:
 def finish(folder: Path, measure: str, results: list[dict[str, Any]]) -> None:
     """Tables and figure of this run's models; says what was written."""
     from softplus_attention.evaluation.drawing import draw, write_tables
-    from softplus_attention.evaluation.results import file_name
+    from softplus_attention.evaluation.results import path_of
 
-    written = [folder / file_name(measure, result["model"]["name"]) for result in results]
+    written = [path_of(folder, result) for result in results]
     written += [*write_tables(folder, measure, results), *draw(folder, measure, results)]
     print()
     for path in written:
@@ -370,11 +400,11 @@ def run_lengths(options: argparse.Namespace) -> int:
         words = {"sequences": options.sequences, "control": options.control}
         return measure_lengths(opened, documents_for(options, opened.request), lengths, options.output, **words)
 
-    results = measure_each(options, requests, training_length, measure)
-    print(table_of(results))
-    note_tokenizers(results)
-    finish(options.output, "lengths", results)
-    return 0
+    measured = measure_each(options, requests, training_length, measure)
+    print(table_of(measured.results))
+    note_tokenizers(measured.results)
+    finish(options.output, "lengths", measured.results)
+    return measured.status
 
 
 def run_passkey(options: argparse.Namespace) -> int:
@@ -395,10 +425,10 @@ def run_passkey(options: argparse.Namespace) -> int:
         words = {"documents": documents, "trials": options.trials, "seed": options.seed}
         return measure_passkey(opened, tokenizer, prompt, lengths, depths, options.output, **words)
 
-    results = measure_each(options, requests, training_length, measure)
-    print(table_of(results))
-    finish(options.output, "passkey", results)
-    return 0
+    measured = measure_each(options, requests, training_length, measure)
+    print(table_of(measured.results))
+    finish(options.output, "passkey", measured.results)
+    return measured.status
 
 
 def run_passkey_data(options: argparse.Namespace) -> int:
@@ -408,7 +438,7 @@ def run_passkey_data(options: argparse.Namespace) -> int:
 
     check_positive(options, "documents")
     prompt = prompt_of(options.form, options.prompt, options.digits)
-    texts = raw_texts(options.text)
+    texts = raw_texts(options.text, to_train=True)
     path = options.output / "passkey.jsonl"
     words = {"seed": options.seed, "questions": options.questions}
     written = write_documents(path, texts, prompt, options.documents, options.most_characters, **words)
@@ -423,6 +453,7 @@ def run_synthetic(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.length_measure import lengths_in
     from softplus_attention.evaluation.synthetic import TASKS, task_of
 
+    check_folder(options.output)
     if options.preset not in measure.PRESETS:
         fail("--preset", f"one of {', '.join(measure.PRESETS)}", repr(options.preset))
     check_positive(options, "sequences", "test_tokens")
@@ -470,10 +501,10 @@ def run_inside(options: argparse.Namespace) -> int:
         words = {"sequences": options.sequences, "blocks": options.blocks}
         return measure_inside(opened, documents_for(options, opened.request), lengths, options.output, **words)
 
-    results = measure_each(options, requests, training_length, measure)
-    print(table_of(results))
-    finish(options.output, "inside", results)
-    return 0
+    measured = measure_each(options, requests, training_length, measure)
+    print(table_of(measured.results))
+    finish(options.output, "inside", measured.results)
+    return measured.status
 
 
 def run_maps(options: argparse.Namespace) -> int:
@@ -489,14 +520,14 @@ def run_maps(options: argparse.Namespace) -> int:
         tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
         return measure_maps(opened, tokenizer, text, options.output, size=options.map_size)
 
-    results = measure_each(options, requests, training_length, measure)
-    for result in results:
+    measured = measure_each(options, requests, training_length, measure)
+    for result in measured.results:
         maps = result["results"]
         layers = len({found["layer"] for found in maps["maps"]})
         cells = f"{maps['size']} cells of {maps['tokens_per_cell']} tokens"
         print(f"{result['model']['name']}: {len(maps['maps'])} maps of {layers} layers, {cells}")
-    finish(options.output, "maps", results)
-    return 0
+    finish(options.output, "maps", measured.results)
+    return measured.status
 
 
 def read(path: Path) -> str:

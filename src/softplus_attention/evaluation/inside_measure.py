@@ -16,7 +16,7 @@ from softplus_attention.evaluation.memory import TooLongError, is_out_of_memory,
 from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
-from softplus_attention.evaluation.texts import Documents, check_vocabulary
+from softplus_attention.evaluation.texts import Documents, check_vocabulary, digest_of
 from softplus_attention.validation import fail
 
 # Rows of one head that exist at a time: blocks of a batch share the memory of the weights.
@@ -38,7 +38,7 @@ def measure_inside(
     progress = progress or Progress()
     model, trained = opened.model, opened.training_length
     check_vocabulary(documents, model)
-    found, skipped = possible_lengths(lengths, documents.longest)
+    found, skipped = possible_lengths(lengths, documents.longest, opened.longest)
     texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
     settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "blocks": blocks}
     empty = {"rows": f"of the last half of each sequence, {blocks} blocks of {TILE} at most", "lengths": []}
@@ -81,8 +81,10 @@ def measure_maps(opened: Opened, tokenizer: Any, text: str, folder: Path, *, siz
     ids = torch.as_tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(ids) < 2:
         fail("--text", "a text of at least 2 tokens", repr(text))
+    if opened.longest is not None and len(ids) > opened.longest:
+        fail("--text", f"at most {opened.longest} tokens, for which {opened.request.name} has positions", len(ids))
     sequences_at_once(opened.model, len(ids))
-    settings = {"text": text, "size": size}
+    settings = {"text": text, "size": size, "tokens": digest_of(ids.tolist())}
     file = ResultFile(folder, "maps", opened.description(), settings, opened.model.device, {})
     if "maps" not in file.results:
         per_cell, maps = attention_maps(opened.model, ids, size)

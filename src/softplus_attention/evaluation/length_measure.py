@@ -41,13 +41,18 @@ def lengths_in(text: str, training_length: int) -> list[int]:
     return sorted(set(lengths))
 
 
-def possible_lengths(lengths: Sequence[int], longest: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """The lengths that some document has, and those that none has, each with the reason."""
-    reason = f"the longest document has {longest} tokens"
-    skipped = [{"length": length, "reason": reason} for length in lengths if length > longest]
-    found = [length for length in lengths if length <= longest]
+def possible_lengths(
+    lengths: Sequence[int], longest: int, most_positions: int | None = None
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """The lengths that some document has and the model has positions for, and the others, each with the reason."""
+    bounds = {longest: f"the longest document has {longest} tokens"}
+    if most_positions is not None:
+        bounds[most_positions] = f"the model has positions for {most_positions} tokens"
+    most = min(bounds)
+    skipped = [{"length": length, "reason": bounds[most]} for length in lengths if length > most]
+    found = [length for length in lengths if length <= most]
     if not found:
-        fail("--lengths", f"no longer than the longest document, {longest} tokens", min(lengths))
+        fail("--lengths", f"at most {most} ({bounds[most]})", min(lengths))
     for length in found:
         if found[-1] % length:
             fail("--lengths", f"divisors of the longest that the documents allow, {found[-1]}", length)
@@ -68,7 +73,7 @@ def measure_lengths(
     progress = progress or Progress()
     model, training_length = opened.model, opened.training_length
     check_vocabulary(documents, model)
-    found, skipped = possible_lengths(lengths, documents.longest)
+    found, skipped = possible_lengths(lengths, documents.longest, opened.longest)
     texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
     settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "control": control}
     settings["first_length"] = found[0]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softplus_attention.validation import fail
+
 # Elements of the float32 logits that exist at a time: 256 MB.
 LOGITS = 1 << 26
 
@@ -15,8 +17,9 @@ LOGITS = 1 << 26
 class TokenLoss:
     """``losses(ids)`` (B, T - 1) of a causal language model: entry t is the loss of token t + 1.
 
-    The decoder runs over whole sequences, the output layer over pieces of them. Models that do more to their logits
-    than one linear layer (soft-capping, a scale) are noticed and asked for whole logits.
+    The decoder runs over whole sequences, the output layer over pieces of them, with the cap or the scale that the
+    config names. Models that do something else to their logits are noticed and asked for whole ones; a model that sees
+    what comes after a token is refused.
     """
 
     def __init__(self, model: Any) -> None:
@@ -27,6 +30,7 @@ class TokenLoss:
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         if self.in_pieces is None:
+            self.refuse_foresight(ids[:1, :8])
             self.in_pieces = self.head is not None and self.pieces_are_right(ids[:1, :8])
         if not self.in_pieces:
             logits = self.model(input_ids=ids, use_cache=False).logits
@@ -35,7 +39,7 @@ class TokenLoss:
         vocabulary = self.head.weight.shape[0]
         tokens = max(1, LOGITS // vocabulary)
         losses = [
-            piece_loss(self.head(states), targets)
+            piece_loss(self.finished(self.head(states)), targets)
             for states, targets in zip(
                 hidden.flatten(0, 1).split(tokens), ids[:, 1:].flatten().split(tokens), strict=True
             )
@@ -45,10 +49,33 @@ class TokenLoss:
     def hidden_states(self, ids: Tensor) -> Tensor:
         return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
 
+    def finished(self, logits: Tensor) -> Tensor:
+        """What models do after the output layer, by the words that their configs have for it."""
+        config = self.model.config
+        if (scale := getattr(config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits
+
+    def refuse_foresight(self, ids: Tensor) -> None:
+        """A bidirectional model would be measured on tokens that it has seen."""
+        if ids.shape[1] < 2:
+            return
+        other = ids.clone()
+        other[:, -1] = (other[:, -1] + 1) % self.model.get_input_embeddings().num_embeddings
+        before, after = (self.model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
+        # The same sums of the same numbers in a causal model.
+        last_digits = 4 * torch.finfo(before.dtype).eps * before.abs().max().item()
+        if not torch.allclose(before, after, rtol=0, atol=last_digits):
+            fail("MODEL", "a causal language model", f"{type(self.model).__name__}, whose tokens see those after them")
+
     def pieces_are_right(self, ids: Tensor) -> bool:
         whole = self.model(input_ids=ids, use_cache=False).logits
         try:
-            parts = self.head(self.hidden_states(ids))
+            parts = self.finished(self.head(self.hidden_states(ids)))
         except (AttributeError, TypeError):
             return False
         # The same sums twice: no more than the last digit may differ, or a gentle cap would pass for rounding.

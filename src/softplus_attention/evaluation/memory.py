@@ -64,7 +64,7 @@ def sequence_bytes(model: Any, length: int) -> int:
 
 def weights_bytes(config: Any, length: int, device: torch.device) -> int:
     """Of weights or masks for each pair of a row and a key, where there are any."""
-    name, heads = config._attn_implementation, config.num_attention_heads
+    name, heads = config._attn_implementation, getattr(config, "num_attention_heads", 0)  # a state-space model has none
     if name == "eager":
         return DENSE_COPIES * heads * 4 * length * length
     spec = KNOWN.get(name)

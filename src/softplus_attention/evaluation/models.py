@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from softplus_attention.catalog import ABLATIONS, ATTENTIONS, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
-from softplus_attention.huggingface.attention import attention_of, power_to_json, settings_of
+from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
 from softplus_attention.huggingface.loading import DTYPES, require
+from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, logarithmic_power
 from softplus_attention.validation import fail
@@ -23,12 +24,12 @@ from softplus_attention.validation import fail
 KNOWN = ATTENTIONS | ABLATIONS
 OPTIONS = ("power", "reweight", "window", "rope")
 FORM = re.compile(rf"(.+?)((?:\+(?:{'|'.join(OPTIONS)})(?:=[^+]*)?)*)")
-ROPES = ("linear", "dynamic", "yarn")
+ROPES = ("linear", "dynamic", "ntk", "yarn")
 WEIGHTS = ("*.safetensors", "*.bin")
 # float32 weights in bfloat16 arithmetic, as a training run on a GPU has them.
 MIXED = "mixed"
-# Enough of a file's ends to tell it from another checkpoint without reading it all.
-ENDS = 1 << 16
+# Names of the modules that hold a vector for each position.
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_embed")
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ class Opened:
     training_length: int
     is_mixed: bool = False
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model has positions for; None where it has them for any number."""
+        return most_positions(self.model)
+
     def description(self) -> dict[str, Any]:
         """The "model" of a result file."""
         config = self.model.config
@@ -128,13 +134,19 @@ def fingerprint(source: str) -> str:
         return hashlib.sha256(source.encode()).hexdigest()[:16]
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(ENDS))
-            file.seek(max(0, size - ENDS))
-            digest.update(file.read(ENDS))
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+def most_positions(model: Any) -> int | None:
+    tables = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
+    ]
+    # Not the table's own size: some keep rows for padding.
+    return getattr(model.config, "max_position_embeddings", None) if tables else None
 
 
 def training_length_of(request: Request) -> int | None:
@@ -148,7 +160,29 @@ def load_config(source: str) -> Any:
     try:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
-        fail("MODEL", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}")
+        here = "" if Path(source).exists() else " (there is no such folder here)"
+        expected = "a folder with a saved model, or a name on the hub that can be reached"
+        fail("MODEL", expected, f"{source!r}{here}: {error}")
+
+
+def check_request(request: Request, training_length: int) -> None:
+    """Whether its options can be had, before any model is loaded and measured."""
+    config = load_config(request.source)
+    changes_of(config, request.options, training_length)
+    if not isinstance(config, SoftplusGPTConfig) and "power" in request.options:
+        power_in(request.options["power"], training_length)
+
+
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        fail("--device", "such as cpu or cuda:0", repr(name))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
+    return device
 
 
 def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:
@@ -157,18 +191,42 @@ def opened(request: Request, training_length: int, *, dtype: str = "auto", devic
     changes = changes_of(config, request.options, training_length)
     mixed = dtype == MIXED
     model = load(request.source, "float32" if mixed else dtype, changes)
-    if not isinstance(config, SoftplusGPTConfig):
+    if isinstance(config, SoftplusGPTConfig):
+        change_own(model, request.options)
+    else:
         change_host(model, request.options, training_length)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    follow_each_length(model)
+    where = device_of(device)
     if mixed:
         run_in_bfloat16(model, where)
     return Opened(model.to(where).eval(), request, training_length, mixed)
 
 
-def run_in_bfloat16(model: Any, device: str) -> None:
+def follow_each_length(model: Any) -> None:
+    """Dynamic NTK by each input's own length. transformers keeps the frequencies of the longest input until a shorter
+    one than the original length comes, so that what is measured would depend on what was measured before."""
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", "")
+        if any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, Mapping) else [str(kinds)])):
+            module.register_forward_pre_hook(lambda module, _: forget_stretched_rope(module))
+
+
+def forget_stretched_rope(model: Any) -> None:
+    """Rotary positions as they were before any long input."""
+    for module in model.modules():
+        if not hasattr(module, "original_max_seq_len"):
+            continue
+        for name in [name for name in (*vars(module), *module._buffers) if name.endswith("original_inv_freq")]:
+            prefix = name.removesuffix("original_inv_freq")
+            now = getattr(module, f"{prefix}inv_freq")
+            setattr(module, f"{prefix}inv_freq", getattr(module, name).to(now.device))
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+
+def run_in_bfloat16(model: Any, device: torch.device) -> None:
     """Every part that a measure calls by itself goes through autocast, the model's own way."""
     for part in (model, model.get_decoder(), model.get_output_embeddings()):
-        part.forward = torch.autocast(torch.device(device).type, torch.bfloat16)(part.forward)
+        part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
 
 
 def load(source: str, dtype: str, changes: Mapping[str, Any]) -> Any:
@@ -184,9 +242,10 @@ def load(source: str, dtype: str, changes: Mapping[str, Any]) -> Any:
         if type(error).__name__ != "SafetensorError":
             raise
         fail("MODEL", "a folder with whole weights", f"{source!r}: {error}")
-    missing = sorted(report["missing_keys"])
-    if missing:
-        fail("MODEL", expected, f"{source!r}, whose file lacks {len(missing)} weights, {missing[0]} the first")
+    for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
+        keys = sorted(report[which])
+        if keys:
+            fail("MODEL", f"{expected}, whole", f"{source!r}, which {what} {len(keys)} weights, {keys[0]} the first")
     return model
 
 
@@ -195,13 +254,11 @@ def changes_of(config: Any, options: Mapping[str, str], training_length: int) ->
     changes: dict[str, Any] = {}
     if "rope" in options:
         changes["rope_parameters"] = rope_of(config, options["rope"], training_length)
-    own = isinstance(config, SoftplusGPTConfig)
+        if changes["rope_parameters"]["rope_type"] == "dynamic":
+            changes["max_position_embeddings"] = training_length  # from where on it stretches
     if "window" in options:
-        window = whole_number("window", options["window"])
-        if not own and not hasattr(config, "sliding_window"):
-            fail("--window", "left out for a model without a sliding window in its config", window)
-        changes["window" if own else "sliding_window"] = window
-    if not own:
+        whole_number("window", options["window"])
+    if not isinstance(config, SoftplusGPTConfig):
         return changes
     if "reweight" in options:
         changes["attention"] = reweighted(config.attention)
@@ -215,8 +272,19 @@ def changes_of(config: Any, options: Mapping[str, str], training_length: int) ->
     return changes
 
 
+def change_own(model: Any, options: Mapping[str, str]) -> None:
+    """A window in every layer of a SoftplusGPT, those that see everything too."""
+    if "window" not in options:
+        return
+    window = whole_number("window", options["window"])
+    for module in model.modules():
+        if isinstance(module, SoftplusGPTAttention):
+            own = module.attention.window(None)
+            module.attention = module.attention.but(window=window if own is None else min(own, window))
+
+
 def change_host(model: Any, options: Mapping[str, str], training_length: int) -> None:
-    """Power and re-weighting of a model of transformers."""
+    """Window, power and re-weighting of a model of transformers."""
     name = model.config._attn_implementation
     if "reweight" in options:
         scale = settings_of(model.config).get("score_scale")
@@ -226,6 +294,11 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
         if name not in KNOWN or KNOWN[name].second_stage == "none":
             fail("--power", f"left out for a model with {attention_name(model.config)!r}", options["power"])
         set_power(model, power_in(options["power"], training_length))
+    if "window" in options:
+        settings = settings_of(model.config)
+        settings["power"] = power_from_json(settings.get("power"))
+        windowed = name if name in KNOWN else "softmax-window"
+        use_attention(model, windowed, **{**settings, "window": whole_number("window", options["window"])})
 
 
 def reweighted(name: str) -> str:
@@ -278,5 +351,6 @@ def rope_of(config: Any, text: str, training_length: int) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         fail("--rope", "left out for a model without rotary positions of one kind", repr(text))
+    kind = {"ntk": "dynamic"}.get(kind, kind)
     changed = {"rope_theta": parameters["rope_theta"], "rope_type": kind, "factor": value}
     return changed | ({"original_max_position_embeddings": training_length} if kind == "yarn" else {})

@@ -21,7 +21,7 @@ from softplus_attention.evaluation.passkey import (
 )
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
-from softplus_attention.evaluation.texts import Documents, check_vocabulary
+from softplus_attention.evaluation.texts import Documents, check_vocabulary, digest_of
 from softplus_attention.validation import fail
 
 MOST_WRONG = 3
@@ -60,13 +60,16 @@ def measure_passkey(
     texts = [] if documents is None or prompt.filler else list(documents.at_least(1))
     filler = Filler(prompt, encode, texts)
     settings = {"prompt": dataclasses.asdict(prompt), "trials": trials, "seed": seed}
+    settings["tokens"] = digest_of(*(encode(part) for part in (prompt.needle, prompt.question, prompt.filler)))
     settings["text"] = documents.source if documents is not None and not prompt.filler else None
     empty = {"prompt": dataclasses.asdict(prompt), "cells": [], "skipped": []}
     file = ResultFile(folder, "passkey", opened.description(), settings, opened.model.device, empty)
     least = smallest_length(prompt, encode)
     for length in lengths:
-        if length < least:
-            reason = f"the prompt alone has {least} tokens"
+        reason = f"the prompt alone has {least} tokens" if length < least else None
+        if opened.longest is not None and length > opened.longest:
+            reason = f"the model has positions for {opened.longest} tokens"
+        if reason is not None:
             file.results["skipped"].append({"length": length, "reason": reason})
             continue
         for depth in depths:
@@ -77,9 +80,9 @@ def measure_passkey(
             tried = trials_of(prompt, encode, filler, length, depth, trials, seed)
             try:
                 answers = answers_of(opened.model, tried, sequences_at_once(opened.model, length))
-            except TooLongError as reason:
-                progress.say(f"{title}: {reason}")
-                file.results["skipped"].append({"length": length, "reason": str(reason)})
+            except TooLongError as error:
+                progress.say(f"{title}: {error}")
+                file.results["skipped"].append({"length": length, "reason": str(error)})
                 break
             wrong = [
                 {"key": trial.key, "predicted": tokenizer.decode(answer)}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import datetime
+import hashlib
 import json
 import math
-import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote_plus
 
 import torch
 
@@ -21,13 +22,22 @@ from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
 VERSION = 1
+LONGEST_NAME = 150
 MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps")
 # The last has a table of its own and no figure.
 READABLE = (*MEASURES, "downstream")
 
 
-def file_name(measure: str, name: str) -> str:
-    return f"{measure}--{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.json"
+def file_name(measure: str, name: str, variant: str = "") -> str:
+    """Other names, other files: a space is "+" in it, as on the command line, and odd characters are written out."""
+    words = quote_plus(name, safe="=,()")
+    if len(words) > LONGEST_NAME:
+        words = f"{words[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{measure}--{words}{f'--{variant}' if variant else ''}.json"
+
+
+def path_of(folder: Path, result: Mapping[str, Any]) -> Path:
+    return folder / file_name(result["measure"], result["model"]["name"], result.get("variant", ""))
 
 
 def plain(data: Any) -> Any:
@@ -68,12 +78,15 @@ class ResultFile:
         settings: Mapping[str, Any],
         device: torch.device,
         empty: Mapping[str, Any],
+        variant: str = "",
     ) -> None:
-        self.path = folder / file_name(measure, model["name"])
+        """``variant`` tells the files of one name apart."""
+        self.path = folder / file_name(measure, model["name"], variant)
         self.frame: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "measure": measure,
+            "variant": variant,
             "complete": False,
             "model": plain(model),
             "settings": plain(settings),
@@ -116,7 +129,8 @@ def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """What must be equal for two runs to be parts of one result."""
     model = result["model"]
     own = tuple(
-        json.dumps(model.get(word), sort_keys=True) for word in ("fingerprint", "options", "dtype", "attention")
+        json.dumps(model.get(word), sort_keys=True)
+        for word in ("fingerprint", "options", "dtype", "attention", "training_length")
     )
     return (result["measure"], own, json.dumps(result["settings"], sort_keys=True))
 

@@ -149,7 +149,7 @@ def measure_synthetic(
     """Each length is tested on at most ``sequences`` sequences and about ``test_tokens`` tokens, four at least."""
     progress = progress or Progress()
     source, training = trained_model(task, config)
-    name = f"{task.name} {config.attention}"
+    name = f"{task.name} {config.attention}" + (f" seed={config.seed}" if config.seed else "")
     model = load(str(source), "auto", {})
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     opened = Opened(model.to(device).eval(), Request(str(source), name, {}), config.sequence_length)
@@ -159,7 +159,9 @@ def measure_synthetic(
     }
     place = str(source.relative_to(folder)) if source.is_relative_to(folder) else str(source)
     empty = {"task": task.name, "training": {**training, "model": place}, "lengths": [], "skipped": []}
-    file = ResultFile(folder, "synthetic", opened.description(), settings, opened.model.device, empty)
+    # The end of the run's folder tells trainings apart, and so the files.
+    variant = Path(config.output).name.rpartition("--")[2]
+    file = ResultFile(folder, "synthetic", opened.description(), settings, opened.model.device, empty, variant)
     for length in lengths:
         title = f"{name}, {length} tokens"
         if file.has("lengths", length=length):

@@ -47,12 +47,12 @@ def folder_documents(folder: str, split: str = "validation") -> Documents:
     return Documents(dataset.lengths() - 1, lambda number: dataset.document(number)[:-1].astype(np.int64), source)
 
 
-def raw_texts(sources: Sequence[str]) -> list[str]:
-    """The documents of text files, folders or "builtin", the validation text of the package."""
+def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
+    """The documents of text files, folders or "builtin", the validation or the training text of the package."""
     texts: list[str] = []
     for name in sources:
         if name == BUILTIN and not Path(name).exists():
-            texts += builtin_text()[1]
+            texts += builtin_text()[0 if to_train else 1]
             continue
         for found in find([name], Reading(), Path("/nonexistent")):
             if found.holds_tokens:
@@ -65,11 +65,16 @@ def raw_texts(sources: Sequence[str]) -> list[str]:
 
 def text_documents(texts: Sequence[str], sources: Sequence[str], tokenizer: Any) -> Documents:
     tokens = [np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
-    digest = hashlib.sha256()
-    for ids in tokens:
-        digest.update(ids.astype("<i8").tobytes())
-    source = {"text": list(sources), "fingerprint": digest.hexdigest()[:16]}
+    source = {"text": list(sources), "fingerprint": digest_of(*tokens)}
     return Documents([len(ids) for ids in tokens], tokens.__getitem__, source)
+
+
+def digest_of(*sequences: Any) -> str:
+    """Of sequences of tokens: another tokenizer gives another."""
+    digest = hashlib.sha256()
+    for ids in sequences:
+        digest.update(np.asarray(ids).astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def check_vocabulary(documents: Documents, model: Any) -> None:

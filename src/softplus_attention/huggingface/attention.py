@@ -2,7 +2,7 @@
 
 What the attention is made of comes from the model's config, in one dictionary that is saved with the model:
 ``config.softplus_attention = {"power": 15, "score_scale": None}``. A power that grows with the number of visible keys
-is ``{"base": 15, "slope": 4, "n0": 1024}``.
+is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that of the host model's masks.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
+WORDS = ("power", "score_scale", "window")
 # Keyword arguments by which a host model asks for something that this attention does not have.
 REFUSED = {
     "softcap": "soft-capping of the scores",
@@ -54,13 +55,15 @@ def power_to_json(power: Any) -> Any:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    # Not getattr, which a config of transformers answers in microseconds: this is asked in every layer of every step.
-    settings = vars(config).get(SETTINGS) or {}
+    # A config of transformers takes microseconds to answer getattr, in every layer of every step; a compiler notices a
+    # change of what it gives, and not one of vars.
+    found = getattr(config, SETTINGS, None) if torch.compiler.is_compiling() else vars(config).get(SETTINGS)
+    settings = found or {}
     if not isinstance(settings, Mapping):
-        check.fail(f"config.{SETTINGS}", "a dictionary of 'power' and 'score_scale'", repr(settings), TypeError)
-    unknown = set(settings) - {"power", "score_scale"}
+        check.fail(f"config.{SETTINGS}", f"a dictionary of {WORDS}", repr(settings), TypeError)
+    unknown = set(settings) - set(WORDS)
     if unknown:
-        check.fail(f"config.{SETTINGS}", "a dictionary of 'power' and 'score_scale'", f"also {sorted(unknown)}")
+        check.fail(f"config.{SETTINGS}", f"a dictionary of {WORDS}", f"also {sorted(unknown)}")
     return dict(settings)
 
 
@@ -75,6 +78,9 @@ def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
         changes["power"] = power_from_json(settings["power"])
     if settings.get("score_scale") is not None:
         changes["scale"] = settings["score_scale"]
+    if settings.get("window") is not None:
+        check.check_window(settings["window"], is_causal=True)
+        changes["window"] = settings["window"]
     return attention(name, **changes)
 
 

@@ -21,11 +21,12 @@ def use_attention(
     *,
     power: float | PowerByLength | None = None,
     score_scale: float | None = None,
+    window: int | None = None,
 ) -> PreTrainedModel:
     """The same weights with the attention ``name`` in every layer. Returns the model, which is changed in place.
 
-    ``power`` and ``score_scale`` are the attention's own where not given, whatever they were before. A model trained
-    with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
+    ``power``, ``score_scale`` and ``window`` are the attention's own where not given, whatever they were before. A
+    model trained with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
     """
     if isinstance(model.config, SoftplusGPTConfig):
         raise ValueError(
@@ -34,6 +35,7 @@ def use_attention(
         )
     settings: dict[str, Any] = {} if power is None else {"power": power_to_json(power)}
     settings |= {} if score_scale is None else {"score_scale": score_scale}
+    settings |= {} if window is None else {"window": window}
     attention_with(name, settings)  # refused before anything is changed
     for config in configs_of(model):
         setattr(config, SETTINGS, dict(settings))
