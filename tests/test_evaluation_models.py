@@ -135,6 +135,20 @@ class TestWindow:
         assert self.reach(changed.model) == 5
 
 
+@pytest.mark.parametrize("learned", ["learned", "learned-log"])
+def test_a_power_in_place_of_learned_ones(learned, tmp_path):
+    """The same weights with that power from the start."""
+    saved_model(tmp_path / "a", power=learned)
+    saved_model(tmp_path / "b", power=7)
+    changed, plain = open_saved(f"{tmp_path / 'a'}+power=7"), open_saved(tmp_path / "b")
+    weights = {name: x for name, x in changed.model.state_dict().items() if "raw_power" not in name}
+    plain.model.load_state_dict(weights)
+    ids = token_rows(1, 40)
+    torch.testing.assert_close(changed.model(ids).logits, plain.model(ids).logits)
+    assert changed.description()["power"] == 7
+    assert (open_saved(tmp_path / "a").model(ids).logits - plain.model(ids).logits).abs().max() > 1e-3
+
+
 class TestForeignModels:
     @pytest.mark.parametrize("name", ["gpt2", "opt"])
     @pytest.mark.parametrize("measure", ["lengths", "passkey", "inside"])

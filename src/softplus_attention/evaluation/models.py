@@ -192,7 +192,7 @@ def opened(request: Request, training_length: int, *, dtype: str = "auto", devic
     mixed = dtype == MIXED
     model = load(request.source, "float32" if mixed else dtype, changes)
     if isinstance(config, SoftplusGPTConfig):
-        change_own(model, request.options)
+        change_own(model, request.options, training_length)
     else:
         change_host(model, request.options, training_length)
     follow_each_length(model)
@@ -263,24 +263,30 @@ def changes_of(config: Any, options: Mapping[str, str], training_length: int) ->
     if "reweight" in options:
         changes["attention"] = reweighted(config.attention)
     if "power" in options:
-        if is_learned(config.power):
-            fail("--power", "left out for a model whose power is learned", options["power"])
         if attention(changes.get("attention", config.attention)).spec.second_stage == "none":
             hint = f"left out for {config.attention!r}, which has no second stage (--reweight switches one on)"
             fail("--power", hint, options["power"])
-        changes["power"] = power_to_json(power_in(options["power"], training_length))
+        power = power_to_json(power_in(options["power"], training_length))
+        if not is_learned(config.power):  # else the weights have a place only in a model that learns it
+            changes["power"] = power
     return changes
 
 
-def change_own(model: Any, options: Mapping[str, str]) -> None:
-    """A window in every layer of a SoftplusGPT, those that see everything too."""
-    if "window" not in options:
-        return
-    window = whole_number("window", options["window"])
-    for module in model.modules():
-        if isinstance(module, SoftplusGPTAttention):
-            own = module.attention.window(None)
-            module.attention = module.attention.but(window=window if own is None else min(own, window))
+def change_own(model: Any, options: Mapping[str, str], training_length: int) -> None:
+    """A window in every layer of a SoftplusGPT, those that see everything too; a power in place of learned ones."""
+    layers = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
+    if "window" in options:
+        window = whole_number("window", options["window"])
+        for layer in layers:
+            own = layer.attention.window(None)
+            layer.attention = layer.attention.but(window=window if own is None else min(own, window))
+    if "power" in options and is_learned(model.config.power):
+        power = power_in(options["power"], training_length)
+        for layer in layers:
+            if layer.learns_power:
+                layer.learns_power = False
+                layer.attention = layer.attention.but(power=power)
+        model.config.power = power_to_json(power)
 
 
 def change_host(model: Any, options: Mapping[str, str], training_length: int) -> None:
