@@ -15,12 +15,24 @@ import decode_cases
 import pytest
 import torch
 from decode_cases import POWERS, agree, caches, decode
-from helpers import transposed
+from helpers import randn, transposed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED or torch.cuda.is_available():
+    import triton
+    import triton.language as tl
+
     from softplus_attention.kernels import triton_decode_launch, triton_decode_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels.triton_decode import careful_squares
     from softplus_attention.kernels.triton_relaunch import all_aligned, launch
+
+    @triton.jit
+    def squares_kernel(K, Inverse, Square, n_high, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
+        o_n = tl.arange(0, BN)
+        b_inverse, b_square = careful_squares(K, o_n, n_high, D, D, BD, BN)
+        tl.store(Inverse + o_n, b_inverse)
+        tl.store(Square + o_n, b_square)
+
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
@@ -241,6 +253,25 @@ class TestTheOp:
         out = decode(q, k, v, torch.zeros(q.shape[0], dtype=torch.int64))
         assert out.shape == (*q.shape[:3], v.shape[3])
         assert not out.any()
+
+
+@interpreted
+@pytest.mark.parametrize("d", [16, 40, 64])
+def test_squares_of_keys_beyond_float32s(d: int) -> None:
+    """Only bfloat16 keys go through it, which the interpreter does not have: here it reads float32 ones."""
+    sizes = torch.tensor([1.0, 1e-30, 1e30, 3e37, 0.0, 1e-38, 7.0] + [1.0] * 9)
+    k = randn(16, d, seed=3, dtype=torch.float32).clamp(-8, 8) * sizes[:, None]
+    k[6, 3] = float("nan")
+    inverse, square = torch.full((2, 16), 7.0)
+    squares_kernel[(1,)](k, inverse, square, 12, D=d, BD=max(16, triton.next_power_of_2(d)), BN=16)
+    expected = k.double().square().sum(1)
+    found = square.double() / inverse.double() ** 2
+    for row in (0, 1, 2, 3, 7, 11):
+        assert torch.isclose(found[row], expected[row], rtol=1e-6)
+    assert square[:4].max() < 4 * d
+    assert found[4] == 0
+    assert found[6].isnan()
+    assert (square[12:] == 0).all()
 
 
 class Kernel:
