@@ -14,14 +14,17 @@ import gc
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from softplus_attention import catalog, provenance
+from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.inside import WORDS
 from softplus_attention.evaluation.inside_measure import mean_of, measure_inside
+from softplus_attention.evaluation.layers import layer_groups
 from softplus_attention.evaluation.length_measure import measure_lengths
 from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
 from softplus_attention.evaluation.passkey import prompt_of
@@ -81,6 +84,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lssar-log-global3": {"attention": "lssar", "power": "log:0.6", **MIX},
     "lssar-learned-global3": {"attention": "lssar-p3", "power": "learned", **MIX},
     "lssar-learned-log-global3": {"attention": "lssar", "power": "learned-log", **MIX},
+    "lssar-learned-log-global3-local-softmax": {
+        "attention": "lssar",
+        "power": "learned-log",
+        "local_attention": LOGN,
+        **MIX,
+    },
     # What a learned sharpness does for softmax.
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
@@ -213,7 +222,12 @@ def evaluation(
     measured["passkey"] = [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
     inside = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
     measured["inside"] = [
-        {"length": entry["length"], "log_keys": entry["log_keys"], **{word: mean_of(entry, word) for word in WORDS}}
+        {
+            "length": entry["length"],
+            "log_keys": entry["log_keys"],
+            **{word: mean_of(entry, word) for word in WORDS},
+            "groups": inside_by_group(entry, layer_groups(inside)),
+        }
         for entry in inside
     ]
     del own
@@ -222,12 +236,22 @@ def evaluation(
     return measured
 
 
+def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:
+    """The same for the layers that see everything and for the local ones; nothing where all see the same."""
+    return [
+        {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
+        | {word: layers.mean_of(entry, group, word) for word in WORDS}
+        for group in groups
+        if group.words
+    ]
+
+
 def learned_by_layer(model: Any) -> list[dict[str, list[float]]]:
     """What the attentions themselves have learned, a power or a scale per head; nothing for most."""
-    layers = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
+    own = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
     return [
         {name: [round(number, 4) for number in value.tolist()] for name, value in layer.attention_parameters().items()}
-        for layer in layers
+        for layer in own
     ]
 
 

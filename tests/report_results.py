@@ -64,6 +64,45 @@ def inside(sink: float) -> dict[str, Any]:
     return {"skipped": [], "lengths": rows}
 
 
+def mixed_inside(window: int, count: int = 2) -> dict[str, Any]:
+    """Two local layers and a global one; log N lowers stage 1's entropy by 1 nat against log N held, beyond 128."""
+    rows = []
+    for n in LENGTHS:
+        heads = []
+        for layer in range(3):
+            keys = n if layer == 2 else min(n, window)
+            stage1 = {"stage1_entropy": 0.5 * math.log(keys), "stage1_entropy_frozen": 0.5 * math.log(keys) + (n > 128)}
+            own = {"entropy": 0.25 * math.log(keys), "sink": 0.00036 * layer, "effective_keys": 2.0, "zeros": 0.5}
+            heads += [{"layer": layer, "head": h, "log_keys": math.log(keys), **stage1, **own} for h in range(count)]
+        log_keys = sum(head["log_keys"] for head in heads) / len(heads)
+        rows.append({"length": n, "log_keys": log_keys, "heads": heads})
+    return {"skipped": [], "lengths": rows}
+
+
+def study() -> dict[str, Any]:
+    def row(length: int, loss: float) -> dict[str, Any]:
+        control = {"gain": 0.05, "standard_error": 0.004} if length > 32 else None
+        return {"length": length, "loss": loss, "standard_error": 0.1, "control": control}
+
+    inside_rows = [
+        {"length": 32, "log_keys": 3.0, "stage1_entropy": 2.4, "stage1_entropy_frozen": 2.4, "entropy": 1.0,
+         "sink": 0.25, "effective_keys": 3.5, "zeros": 0.6, "empty_tiles": 0.0},
+        {"length": 512, "log_keys": 5.5, "stage1_entropy": 4.125, "stage1_entropy_frozen": 5.0, "entropy": 1.25,
+         "sink": 0.00036, "effective_keys": 4.5, "zeros": 0.7, "empty_tiles": 0.1},
+    ]  # fmt: skip
+    evaluation = {
+        "lengths": {"lengths": [row(32, 2.5), row(512, 2.6)]},
+        "passkey": [
+            {"length": n, "depth": depth, "trials": 8, "correct": 7} for n in (32, 512) for depth in (0.1, 0.5)
+        ],
+        "inside": inside_rows,
+        "variants": {"power=31": {"lengths": [row(32, 2.75), row(512, 2.875)]}},
+    }
+    config = {"sequence_length": 32, "global_every": None}
+    run = {"arm": "lssar-p3", "size": "10m", "seed": 3, "config": config, "command": "runs/study.py"}
+    return {**run, "evaluation": evaluation}
+
+
 def weights(layer: int, head: int, sharp: bool) -> list[list[float]]:
     """Rows that add up to 1; the sharp model has exact zeros."""
     rows = []
@@ -134,7 +173,10 @@ def results(name: str, sharp: bool) -> dict[str, dict[str, Any]]:
 
 def everything() -> dict[str, dict[str, Any]]:
     """Files of every kind that a report shows, two models among them, one with a hostile name."""
-    more = {"bench.json": speed(), "demo/results.json": demo(), "newton/cpu.json": newton(), "run/run.json": training()}
+    more = {
+        "bench.json": speed(), "demo/results.json": demo(), "newton/cpu.json": newton(), "run/run.json": training(),
+        "study/10m-lssar-p3-seed3.json": study(), "inside--mix.json": frame("inside", "mix", mixed_inside(64)),
+    }  # fmt: skip
     return {**results(HOSTILE, sharp=False), **results("sharp", sharp=True), **more}
 
 

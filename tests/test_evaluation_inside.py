@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,20 @@ from huggingface_models import small_model, token_rows
 
 from softplus_attention.evaluation import inside
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
-from softplus_attention.evaluation.inside import attention_maps, effective_keys, entropy, look_inside, quantities
+from softplus_attention.evaluation.drawing import draw_folder
+from softplus_attention.evaluation.inside import (
+    WORDS,
+    attention_maps,
+    effective_keys,
+    entropy,
+    look_inside,
+    quantities,
+)
 from softplus_attention.evaluation.inside_measure import csv_rows, measure_inside, measure_maps, table_of
 from softplus_attention.evaluation.texts import text_documents
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.report.evaluation_figures import inside_figure, maps_figure
 
 WHOLE = slice(0, 4)
 
@@ -187,6 +198,14 @@ class TestLookInside:
             assert head["zeros"] == pytest.approx((zeros / counts).mean().item(), abs=1e-6)
         assert found.log_keys == pytest.approx(sum(math.log(n) for n in range(21, 41)) / 20)
 
+    def test_layers_with_a_window_have_their_own_log_keys(self):
+        found = look_inside(own_model("lssar", window=4, global_every=2), token_rows(1, 40), frozen_length=20)
+        local, everything = ([h for h in found.heads() if h["layer"] == layer] for layer in (0, 1))
+        assert [head["log_keys"] for head in local] == pytest.approx([math.log(4)] * 4)
+        expected = sum(math.log(n) for n in range(21, 41)) / 20
+        assert [head["log_keys"] for head in everything] == pytest.approx([expected] * 4)
+        assert found.log_keys == pytest.approx((math.log(4) + expected) / 2)
+
     def test_bounded_memory(self, monkeypatch):
         """At 2048 tokens no more than one head's block of rows exists at a time."""
         sizes = []
@@ -256,3 +275,80 @@ class TestFiles:
         assert "".join(result["tokens"]) == text
         with pytest.raises(ValueError, match="a text of at least 2 tokens"):
             measure_maps(opened, tokenizer, "a", tmp_path)
+
+    def test_maps_as_csv_and_figure(self, folder, tmp_path):
+        """Every weight that is not 0, and a picture of each layer for each model."""
+        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        first = measure_maps(opened, tokenizer, "Call me Ishmael.", tmp_path)
+        second = measure_maps(open_saved(f"other={folder}+power=3"), tokenizer, "Another text altogether", tmp_path)
+        written = {path.name for path in draw_folder(tmp_path)}
+        assert written == {"maps.csv", "maps.png", "maps.svg"}
+        with (tmp_path / "maps.csv").open() as handle:
+            rows = list(csv.DictReader(handle))
+        names = [result["model"]["name"] for result in (first, second)]
+        assert {row["model"] for row in rows} == set(names)
+        stored = {
+            (name, found["layer"], found["head"], query, key): weight
+            for name, result in zip(names, (first, second), strict=True)
+            for found in result["results"]["maps"]
+            for query, line in enumerate(found["weights"])
+            for key, weight in enumerate(line)
+            if weight
+        }
+        places = ("layer", "head", "query", "key")
+        assert {(row["model"], *(int(row[place]) for place in places)): float(row["weight"]) for row in rows} == stored
+        figure = maps_figure([first, second])
+        assert [axes.get_ylabel() for axes in figure.axes] == ["layer 0", "", "layer 1", ""]
+        assert [len(axes.images) for axes in figure.axes] == [1, 1, 1, 1]
+        assert "texts are NOT the same" in figure.get_suptitle()
+        layer = [found["weights"] for found in first["results"]["maps"] if found["layer"] == 1]
+        square = figure.axes[2].images[0].get_array()
+        assert square[5, 3] == pytest.approx(sum(weights[5][3] for weights in layer) / len(layer))
+        one = maps_figure([first, second], head=1).axes[2].images[0].get_array()
+        assert one[5, 3] == pytest.approx(layer[1][5][3])
+
+
+class TestFigure:
+    """Made of result files alone: a model of full layers, one with a window in all, one that mixes."""
+
+    def result(self, name: str, windows: list[int | None]) -> dict[str, Any]:
+        rows = []
+        for length in (128, 512):
+            heads = []
+            for layer, window in enumerate(windows):
+                log_keys = math.log(min(length, window or length))
+                entropies = {word: log_keys - 0.5 for word in WORDS if "entropy" in word}
+                own = {word: 0.25 for word in WORDS if "entropy" not in word}
+                heads.append({"layer": layer, "head": 0, "log_keys": log_keys, **entropies, **own})
+            log_keys = sum(head["log_keys"] for head in heads) / len(heads)
+            rows.append({"length": length, "log_keys": log_keys, "heads": heads})
+        return {"model": {"name": name, "training_length": 128}, "results": {"lengths": rows}}
+
+    def lines(self, axes: Any) -> dict[str, list[float]]:
+        return {line.get_label(): list(line.get_ydata()) for line in axes.lines if not line.get_label().startswith("_")}
+
+    def test_equal_weights_of_each(self):
+        """No model lies above the line that is named after it, whichever comes first."""
+        figure = inside_figure([self.result("window", [32, 32]), self.result("full", [None, None])])
+        lines = self.lines(figure.axes[0])
+        assert lines["equal weights (log N): window"] == pytest.approx([math.log(32)] * 2)
+        assert lines["equal weights (log N): full"] == pytest.approx([math.log(128), math.log(512)])
+        assert all(own < equal for own, equal in zip(lines["full"], lines["equal weights (log N): full"], strict=True))
+        assert len(figure.axes) == 8
+
+    def test_local_layers_apart(self):
+        figure = inside_figure([self.result("mix", [32, 32, None]), self.result("full", [None, None])])
+        assert len(figure.axes) == 16
+        upper, lower = self.lines(figure.axes[0]), self.lines(figure.axes[8])
+        assert upper["mix, global layers"] == pytest.approx([math.log(n) - 0.5 for n in (128, 512)])
+        assert upper["equal weights (log N)"] == pytest.approx([math.log(128), math.log(512)])
+        assert lower["mix, local layers"] == pytest.approx([math.log(32) - 0.5] * 2)
+        assert not [name for name in lower if name.startswith("full")]
+
+    def test_log_n_against_log_n_frozen(self):
+        result = self.result("own", [None])
+        for row in result["results"]["lengths"]:
+            row["heads"][0]["stage1_entropy_frozen"] = row["log_keys"]
+        lines = self.lines(inside_figure([result]).axes[1])
+        assert lines["own"] == pytest.approx([1 - 0.5 / math.log(n) for n in (128, 512)])
+        assert lines["own, log N frozen"] == pytest.approx([1, 1])

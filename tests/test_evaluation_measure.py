@@ -106,7 +106,7 @@ class TestLengths:
         table = table_of([result])
         assert f"left out: lssar at 4096: {reason}" in table
         assert "from the 1 documents that are long enough" in table
-        with pytest.raises(ValueError, match="at most 540 \(the longest document has 540 tokens\), got 1024"):
+        with pytest.raises(ValueError, match=r"at most 540 \(the longest document has 540 tokens\), got 1024"):
             measure_lengths(open_saved(folder), documents, [1024, 4096], tmp_path)
 
     def test_lengths_as_written(self):

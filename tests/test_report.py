@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import re
 from array import array
 from html.parser import HTMLParser
@@ -17,7 +18,8 @@ from hypothesis import strategies as st
 
 from softplus_attention.cli import main
 from softplus_attention.report import build, document
-from softplus_attention.report.charts import LineChart, Series, csv_text
+from softplus_attention.report.charts import LineChart, Series, csv_text, percent_words
+from softplus_attention.report.drawing import heat
 from softplus_attention.report.reading import find_results
 
 REPOSITORY = Path(__file__).parents[1]
@@ -72,7 +74,8 @@ def test_text_from_files_stays_text(everything):
     assert elements.tags.count("script") == 2
     data = re.search(r'<script type="application/json" id="report-data">(.*?)</script>', page, re.S)[1]
     assert "<" not in data
-    names = [series["name"] for series in json.loads(data)["figures"]["figure-1"]["series"]]
+    figures = json.loads(data)["figures"].values()
+    names = {series["name"] for figure in figures for series in figure.get("series", [])}
     assert report_results.HOSTILE in names
 
 
@@ -240,6 +243,184 @@ def test_kinds_of_the_study_are_apart(tmp_path):
     }
     for lines in charts.values():
         assert len({(series.look % 8, series.dashed) for series in lines}) == len(lines)
+
+
+def figures_of(folder: Path) -> dict[str, object]:
+    """By title."""
+    found = find_results(folder)
+    sections = build.all_sections(found)
+    assert found.problems == []
+    return {figure.title: figure for section in sections for figure in section.figures()}
+
+
+def blocks_of(folder: Path) -> list[object]:
+    return [block for section in build.all_sections(find_results(folder)) for block in section.blocks]
+
+
+def write_inside(folder: Path, **models: dict) -> None:
+    frames = {f"inside--{n}.json": report_results.frame("inside", n, found) for n, found in models.items()}
+    report_results.write(folder, frames)
+
+
+@pytest.mark.parametrize(
+    ("share", "words"),
+    [
+        (0.00036, "0.036"),
+        (0.0000012, "0.00012"),
+        (4.6e-8, "5e-6"),
+        (0.0098, "0.98"),
+        (0.034, "3.4"),
+        (0.5, "50"),
+        (0.0, "0"),
+        (1.0, "100"),
+    ],
+)
+def test_small_shares_keep_their_digits(share, words):
+    assert percent_words(share) == words
+
+
+def test_the_scale_of_a_heat_map_says_its_end(tmp_path):
+    """A sink of 0.072%: in the cells, on the scale and on that of the PNG."""
+    write_inside(tmp_path, mix=report_results.mixed_inside(64))
+    chart = figures_of(tmp_path)["Weight on the first token: mix"]
+    assert (chart.low, chart.high) == (0, 0.00072)
+    canvas = heat(chart)
+    cells = [text.get_text() for text in canvas.axes[0].texts]
+    assert cells == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
+    assert [tick.get_text() for tick in canvas.axes[1].get_yticklabels()] == ["0%", "0.036%", "0.072%"]
+
+
+def test_a_heat_map_of_zeros_has_no_invented_end(tmp_path):
+    write_inside(tmp_path, none=report_results.inside(0.0))
+    chart = figures_of(tmp_path)["Weight on the first token: none"]
+    assert (chart.low, chart.high) == (0, 1)
+
+
+def test_each_model_has_the_equal_weights_of_its_own_keys(tmp_path):
+    """One line per distinct log N, named; layers that see less are in charts of their own."""
+    window = report_results.mixed_inside(64)
+    for row in window["lengths"]:
+        row["heads"] = [head for head in row["heads"] if head["layer"] < 2]
+    full = report_results.inside(0.1)
+    write_inside(tmp_path, full=full, same=full, mix=report_results.mixed_inside(64), window=window)
+    charts = figures_of(tmp_path)
+    chart = charts["Entropy of stage 1, by length, global layers"]
+    lines = {series.name: series for series in chart.series if series.reference}
+    assert set(lines) == {
+        "equal weights (log N): full; mix, global layers; same",
+        "equal weights (log N): window",
+    }
+    everything, narrow = lines.values()
+    assert everything.y == [math.log(n) for n in report_results.LENGTHS]
+    assert narrow.y == [math.log(64)] * 4
+    assert everything.look != narrow.look
+    drawn = {series.name: series.y for series in chart.series}
+    assert drawn["mix, global layers"] == [0.5 * math.log(n) for n in report_results.LENGTHS]
+    local = {series.name: series.y for series in charts["Entropy of stage 1, by length, local layers"].series}
+    assert local["mix, local layers"] == [0.5 * math.log(64)] * 4
+    assert local["equal weights (log N)"] == pytest.approx([math.log(64)] * 4)
+    assert [series.name for series in charts["Weight on the first token, by length, local layers"].series] == [
+        "mix, local layers"
+    ]
+
+
+def test_files_without_the_keys_of_each_head(tmp_path):
+    """As earlier versions wrote them: all layers together, with the log N of the whole."""
+    write_inside(tmp_path, old=report_results.inside(0.1))
+    charts = figures_of(tmp_path)
+    assert "Entropy of stage 1, by length, local layers" not in charts
+    names = [series.name for series in charts["Entropy of stage 1, by length"].series]
+    assert names == ["old", "equal weights (log N)"]
+
+
+def test_log_n_against_log_n_held(tmp_path):
+    write_inside(tmp_path, mix=report_results.mixed_inside(64), plain=report_results.inside(0.1))
+    charts = figures_of(tmp_path)
+    shares = {series.name: series.y for series in charts["Entropy of stage 1 / log N, by length, global layers"].series}
+    assert shares["mix, global layers"] == pytest.approx([0.5] * 4)
+    expected = [0.5, *(0.5 + 1 / math.log(n) for n in report_results.LENGTHS[1:])]
+    assert shares["mix, global layers, log N held"] == pytest.approx(expected)
+    assert "plain, log N held" not in shares
+    table = next(chart for title, chart in charts.items() if title.startswith("How much stage 1's entropy grows"))
+    rows = {row[0]: row[1:] for row in table.body}
+    assert rows["mix, global layers"] == ["128", "1024", "+2.08", "+1.04", "+2.04", "0.50 to 0.50", "0.50 to 0.64"]
+    assert rows["mix, local layers"][2:4] == ["+0.00", "+0.00"]
+    assert rows["plain"][2:] == ["+2.08", "+2.08", "", "1.00 to 1.00", ""]
+    by_layer = charts["Entropy of stage 1 / log N, log N held: mix"]
+    assert by_layer.rows == ["0", "1", "2"]
+    assert [line[-1] for line in by_layer.values] == pytest.approx(
+        [0.5 + 1 / math.log(64), 0.5 + 1 / math.log(64), 0.5 + 1 / math.log(1024)]
+    )
+    assert charts["Entropy of stage 1: mix"].values[2] == pytest.approx([0.5 * math.log(1024)] * 2)
+
+
+def test_settings_that_matter(tmp_path):
+    """The attention is what is compared; the steps are not."""
+
+    def write(**changed: object) -> list[str]:
+        for name, attention in (("a", "lssar"), ("b", "softmax")):
+            result = report_results.frame("synthetic", name, report_results.synthetic())
+            training = {"attention": attention, "power": "3" if name == "a" else None, "steps": 600, "log_every": 30}
+            result["settings"]["training"] = {**training, **(changed if name == "b" else {})}
+            report_results.write(tmp_path, {f"synthetic--{name}.json": result})
+        return [block for block in blocks_of(tmp_path) if isinstance(block, str)]
+
+    assert write(log_every=10) == []
+    assert write(steps=300) == ["Measured with different settings (training: steps): compare with care."]
+
+
+def test_results_of_this_repository_differ_in_attention_alone():
+    notes = [block for block in blocks_of(REPOSITORY / "results" / "synthetic") if isinstance(block, str)]
+    assert notes == []
+
+
+def test_texts_are_counted_for_each_model(tmp_path):
+    def caption(*sequences: int) -> str:
+        for place, count in enumerate(sequences):
+            found = report_results.lengths(0)
+            found["used"]["sequences"] = count
+            report_results.write(
+                tmp_path, {f"lengths--{place}.json": report_results.frame("lengths", f"m{place}", found)}
+            )
+        return figures_of(tmp_path)["Loss by length"].caption
+
+    assert caption(24, 24).endswith("Bars are standard errors. 24 sequences of 1024 tokens from 7 documents.")
+    words = caption(24, 3)
+    assert "m0: 24 sequences of 1024 tokens from 7 documents. m1: 3 sequences of 1024" in words
+
+
+def test_what_rows_add_up_to(tmp_path):
+    """1 is said of those that normalise alone."""
+    loose = report_results.maps(False)
+    for entry in loose["maps"]:
+        entry["weights"] = [[3 * weight for weight in row] for row in entry["weights"]]
+        entry["weights"][0] = [0.25]
+    for name, found in (("a", report_results.maps(False)), ("sigmoid", loose)):
+        report_results.write(tmp_path, {f"maps--{name}.json": report_results.frame("maps", name, found)})
+    page, _ = html_of(tmp_path)
+    assert (
+        "The weights of a row add up to 1 in a. The weights of a row add up to between 0.25 and 3 in sigmoid." in page
+    )
+    assert "at most 1" not in page
+
+
+def test_the_whole_study_is_shown(tmp_path):
+    report_results.write(tmp_path, {"run.json": report_results.study()})
+    charts = figures_of(tmp_path)
+    changed = charts["Study, 10m: lssar-p3, seed 3, changed at inference"]
+    assert {series.name: series.y for series in changed.series} == {"as trained": [2.5, 2.6], "power=31": [2.75, 2.875]}
+    table = charts["Study, 10m: changed at inference, rotary positions in every layer"]
+    assert table.body[1] == ["lssar-p3, seed 3", "power=31", "2.75", "2.875", "0.05 ± 0.004"]
+    keys = charts["Study, 10m: pass keys, lssar-p3, seed 3"]
+    assert keys.rows == ["10%", "50%"]
+    assert keys.columns == ["32\n1x", "512\n16x"]
+    assert keys.values == [[0.875, 0.875]] * 2
+    inside = charts["Study, 10m: inside the attention, rotary positions in every layer"]
+    row = dict(zip(inside.head, inside.body[1], strict=True))
+    assert (row["length"], row["final"], row["first token, %"]) == ("512", "1.25", "0.036")
+    title = "how much stage 1's entropy grows, with log N and with log N held, rotary positions in every layer"
+    steady = charts[f"Study, 10m: {title}"].body[0]
+    assert steady[3:] == ["+2.50", "+1.73", "+2.60", "0.80 to 0.75", "0.80 to 0.91"]
 
 
 def luminance(colour: str) -> float:

@@ -92,7 +92,8 @@ def test_figures_are_drawn(browser, report, look, tmp_path):
     assert browser.run("return document.querySelectorAll('.plot .series path.line').length") > 20
     assert browser.run("return document.querySelectorAll('.plot rect.cell').length") > 20
     assert browser.run("return document.querySelectorAll('.panel canvas.map').length") == 2
-    assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    # A phone's innerWidth grows with what overflows it.
+    assert browser.run("return document.documentElement.scrollWidth") <= (390 if look == "phone" else 1280)
     assert browser.run("return [...document.querySelectorAll('img')].every(image => image.src.startsWith('data:'))")
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert paper == ("rgb(13, 17, 23)" if look == "dark" else "rgb(255, 255, 255)")
@@ -134,6 +135,70 @@ def test_weights_are_read(page):
         assert words.endswith("exactly 0") if weight == 0 else float(words.split()[-1]) == weight
     page.press(selector, "down", "right", "right")
     assert page.run(READING.format(2)).startswith(f"Query 6 “␣ago”, key 4 “{report_results.HOSTILE_TOKEN[:4]}␣onload")
+
+
+@in_chromium
+def test_different_texts_are_said(browser, tmp_path):
+    """Two of the same text come first; a panel with another text says so, and its cells are not moved along."""
+    other = report_results.maps(True)
+    other["text"], other["tokens"] = (
+        "Something else entirely",
+        [f"{place}" for place in range(len(report_results.TOKENS))],
+    )
+    found = {"a": report_results.maps(False), "b": other, "c": report_results.maps(True)}
+    frames = {f"maps--{n}.json": report_results.frame("maps", f"{n} by a long name", m) for n, m in found.items()}
+    report_results.write(tmp_path, frames)
+    assert main(["report", str(tmp_path)]) == 0
+    browser.look(width=390, height=844, phone=True)
+    browser.open(tmp_path / "report.html")
+    warning = "return document.querySelector('.explorer .warning').{}"
+    chosen = "return [...document.querySelectorAll('.panel label:nth-child(1) select')].map(box => box.value)"
+    assert browser.run(chosen) == ["0", "2"]
+    assert browser.run(warning.format("hidden")) is True
+    browser.choose(".panel:nth-child(2) label:nth-child(1) select", "1")
+    assert browser.run(warning.format("hidden")) is False
+    assert "different texts" in browser.run(warning.format("textContent"))
+    assert "“Something else entirely”" in browser.run(warning.format("textContent"))
+    before = browser.run(READING.format(2))
+    browser.press(".panel:nth-child(1) canvas.map", "right", "right")
+    assert "key 2 " in browser.run(READING.format(1))
+    assert browser.run(READING.format(2)) == before
+    browser.choose(".panel:nth-child(2) label:nth-child(1) select", "2")
+    browser.press(".panel:nth-child(1) canvas.map", "right")
+    assert "key 3 " in browser.run(READING.format(2))
+    assert browser.run("return document.documentElement.scrollWidth") == 390
+    assert browser.console() == []
+
+
+@in_chromium
+def test_small_shares_are_read(page):
+    """A sink of 0.036% is that in its cell and to the pointer."""
+    titles = "[...document.querySelectorAll('figure.heat h3')]"
+    figure = f"{titles}.find(t => t.textContent === 'Weight on the first token: mix').closest('figure')"
+    texts = f"return [...{figure}.querySelectorAll('svg text.number')].map(text => text.textContent)"
+    assert page.run(texts) == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
+    assert page.run(f"return {figure}.querySelector('.ramp').textContent") == "0%30% share of the weight"
+    name = page.run(f"return {figure}.id")
+    page.press(f"#{name} .plot svg[role=img]", "down")
+    assert page.run(f"return document.querySelector('#{name} .reading').textContent").endswith(" 0.036%")
+
+
+@in_chromium
+@pytest.mark.parametrize(("heads", "shown"), [(6, True), (20, False)])
+def test_numbers_fit_their_cells_on_a_phone(browser, heads, shown, tmp_path):
+    """Smaller where the longest does not fit, left out where nobody could read it."""
+    found = report_results.frame("inside", "mix", report_results.mixed_inside(64, heads))
+    report_results.write(tmp_path, {"inside--mix.json": found})
+    assert main(["report", str(tmp_path)]) == 0
+    browser.look(width=390, height=844, phone=True)
+    browser.open(tmp_path / "report.html")
+    browser.wait(FIGURES)
+    texts = browser.run(
+        "return [...document.querySelectorAll('svg text.number')].filter(text => text.textContent === '0.036')"
+        ".map(text => [text.getBBox().width, text.previousElementSibling.getBBox().width])"
+    )
+    assert len(texts) == (heads if shown else 0)
+    assert all(text <= cell for text, cell in texts)
 
 
 @in_chromium

@@ -21,7 +21,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "passkey": {"passkey": ("passkey_measure", "csv_rows")},
     "synthetic": {"synthetic": ("synthetic_measure", "csv_rows")},
     "inside": {"inside": ("inside_measure", "csv_rows")},
-    "maps": {},
+    "maps": {"maps": ("inside", "map_rows")},
 }
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.inside import TILE, WORDS, attention_maps, look_inside
+from softplus_attention.evaluation.layers import layer_groups
 from softplus_attention.evaluation.length_measure import possible_lengths
 from softplus_attention.evaluation.lengths import texts_of
 from softplus_attention.evaluation.memory import TooLongError, is_out_of_memory, sequences_at_once
@@ -100,17 +102,22 @@ def mean_of(entry: dict[str, Any], word: str) -> float | None:
 
 
 def table_of(results: Sequence[dict[str, Any]]) -> str:
-    """Means over layers and heads; each layer and head is in the files."""
-    width = max(20, *(len(result["model"]["name"]) + 2 for result in results))
+    """Means over the layers that see as many keys, and their heads; each layer and head is in the files."""
+    groups = [layer_groups(result["results"]["lengths"]) for result in results]
+    names = [
+        [", ".join(filter(None, (result["model"]["name"], group.words))) for group in own]
+        for result, own in zip(results, groups, strict=True)
+    ]
+    width = max(20, *(len(name) + 2 for own in names for name in own))
     head = "".join(f"{word:>12}" for word in HEADS)
     lines = ["means over rows, layers and heads; entropies in nats", f"{'':<{width}}length{head}"]
-    for result in results:
-        for number, entry in enumerate(result["results"]["lengths"]):
-            values = [entry["log_keys"]]
-            values += [mean_of(entry, word) for word in WORDS if word != "mass"]
-            cells = "".join(f"{'-' if value is None else f'{value:.4g}':>12}" for value in values)
-            name = result["model"]["name"] if number == 0 else ""
-            lines.append(f"{name:<{width}}{entry['length']:>6}{cells}")
+    for result, own, titles in zip(results, groups, names, strict=True):
+        for group, title in zip(own, titles, strict=True):
+            for number, entry in enumerate(result["results"]["lengths"]):
+                values = [layers.log_keys(entry, group)]
+                values += [layers.mean_of(entry, group, word) for word in WORDS if word != "mass"]
+                cells = "".join(f"{'-' if value is None else f'{value:.4g}':>12}" for value in values)
+                lines.append(f"{title if number == 0 else '':<{width}}{entry['length']:>6}{cells}")
     for result in results:
         lines += [
             f"left out: {result['model']['name']} at {skip['length']}: {skip['reason']}"
@@ -124,6 +131,7 @@ def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[An
     for result in results:
         for entry in result["results"]["lengths"]:
             for head in entry["heads"]:
-                place = [result["model"]["name"], entry["length"], entry["log_keys"], head["layer"], head["head"]]
+                log_keys = layers.log_keys_of(entry, head)
+                place = [result["model"]["name"], entry["length"], log_keys, head["layer"], head["head"]]
                 rows.append([*place, *(head[word] for word in WORDS)])
     return ["model", "length", "log_keys", "layer", "head", *WORDS], rows

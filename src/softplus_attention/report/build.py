@@ -20,6 +20,8 @@ from softplus_attention.validation import fail
 
 # Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 DRAWN = ".drawn"
+# Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
+WAY_OF_DRAWING = 2
 
 
 @dataclass
@@ -85,6 +87,7 @@ def write_files(
     folder: Path, figures: list[tuple[str, Figure | Table]], progress: Callable[[int, int], None] | None
 ) -> list[Path]:
     drawn = read_drawn(folder / DRAWN)
+    way = f"{__version__} {WAY_OF_DRAWING}"
     wanted: dict[str, str] = {}
     written = []
     for place, (name, figure) in enumerate(figures):
@@ -93,7 +96,7 @@ def write_files(
         write_whole(table, csv_text(figure.table()))
         written.append(table)
         if not isinstance(figure, Table):
-            digest = hashlib.sha256(f"{__version__} {figure!r}".encode("utf-8", "replace")).hexdigest()
+            digest = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()
             pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
             if drawn.get(name) != digest or not all(picture.is_file() for picture in pictures):
                 draw(figure, path)

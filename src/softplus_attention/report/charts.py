@@ -18,7 +18,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[Number]
     error: Sequence[Number] | None = None
-    look: int = 0  # which colour and marker: one model has the same in every figure
+    look: int = 0  # which colour and marker: one model has the same in every figure; of references, which dashes
     dashed: bool = False
     reference: bool = False  # a line to compare with, not a measurement
 
@@ -119,6 +119,22 @@ def shown(value: Number) -> str:
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def percent_words(share: Number) -> str:
+    """Hundredths without the sign, of two significant digits where they are below 1: 0.036, not 0.0."""
+    if share is None:
+        return ""
+    hundredths = 100 * share
+    size = abs(hundredths)
+    if size == 0 or size >= 9.95:
+        return f"{hundredths:.0f}"
+    if size >= 0.995:
+        return f"{hundredths:.1f}"
+    if size >= 1e-4:
+        return f"{hundredths:.2g}"
+    digits, _, power = f"{hundredths:.0e}".partition("e")
+    return f"{digits}e{int(power)}"
 
 
 def to_json(figure: Chart) -> dict[str, Any]:

@@ -84,9 +84,9 @@ class Document:
         )
         return (
             f'<div class="wide-block explorer" data-explorer="{place}"></div>'
-            '<div class="wide-block"><p class="caption">A row is a query, a column a key it sees; the weights of a row '
-            "add up to at most 1. Weights that are exactly 0 have the colour of the page, keys that cannot be seen are "
-            "grey. Hover, touch, or move with the arrow keys to read a weight.</p>"
+            '<div class="wide-block"><p class="caption">A row is a query, a column a key it sees. '
+            f"{escape(row_sums(explorer.maps))} Weights that are exactly 0 have the colour of the page, keys that "
+            "cannot be seen are grey. Hover, touch, or move with the arrow keys to read a weight.</p>"
             f'<details><summary>All heads as files</summary><ul class="files">{files}</ul></details></div>'
         )
 
@@ -132,6 +132,20 @@ def maps_json(maps: AttentionMaps) -> dict[str, Any]:
         "cell": maps.tokens_per_cell,
         "heads": [{"layer": layer, "head": head, **packed(rows)} for (layer, head), rows in sorted(maps.maps.items())],
     }
+
+
+def row_sums(explored: Sequence[AttentionMaps]) -> str:
+    """What the weights of a row add up to, which is 1 only where the attention normalises them."""
+    models: dict[str, list[str]] = {}
+    for maps in explored:
+        sums = [sum(row) for rows in maps.maps.values() for row in rows]
+        # The files hold four digits of each weight.
+        ends = [1.0 if abs(end - 1) < 2e-3 else end for end in (min(sums, default=0.0), max(sums, default=0.0))]
+        words = f"{ends[0]:.3g}" if ends[0] == ends[1] else f"between {ends[0]:.3g} and {ends[1]:.3g}"
+        models.setdefault(words, []).append(maps.model)
+    if len(models) == 1:
+        return f"The weights of a row add up to {next(iter(models))}."
+    return " ".join(f"The weights of a row add up to {words} in {', '.join(names)}." for words, names in models.items())
 
 
 def packed(rows: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.report.charts import AttentionMaps, Figure, HeatMap, LineChart
+from softplus_attention.report.charts import AttentionMaps, Figure, HeatMap, LineChart, percent_words
 from softplus_attention.report.figures import COLOURS, MARKERS, STYLES, save
 
 # Names come from files: a dollar sign in them is no mathematics.
 PLAIN_TEXT: Any = {"text.parse_math": False, "text.usetex": False}
 LONGEST_NAME = 60
 MOST_MAPS = 24 * 24
+REFERENCES: Any = (":", "-.", (0, (6, 2)), (0, (1, 4)))
 
 
 def draw(figure: Figure, path: Path) -> list[Path]:
@@ -49,7 +50,8 @@ def lines(chart: LineChart) -> Any:
         x, y = [series.x[place] for place, _ in there], [value for _, value in there]
         bars = None if series.error is None else [max(series.error[place] or 0.0, 0.0) for place, _ in there]
         if series.reference:
-            axes.plot(x, y, label=label(series.name), color="#777777", linestyle=":", linewidth=1.5)
+            style = REFERENCES[series.look % len(REFERENCES)]
+            axes.plot(x, y, label=label(series.name), color="#777777", linestyle=style, linewidth=1.5)
             continue
         look = series.look
         axes.errorbar(
@@ -113,7 +115,9 @@ def heat(chart: HeatMap) -> Any:
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.set_title(label(chart.title), fontsize=10)
-    canvas.colorbar(image, ax=axes, label=chart.value_label)
+    scale = canvas.colorbar(image, ax=axes, label=chart.value_label)
+    ends = [chart.low, (chart.low + chart.high) / 2, chart.high]
+    scale.set_ticks(ends, labels=[f"{percent_words(end)}%" if chart.percent else f"{end:.2g}" for end in ends])
     return canvas
 
 
@@ -121,7 +125,7 @@ def cell_words(value: float | None, percent: bool) -> str:
     if value is None:
         return "-"
     if percent:
-        return f"{100 * value:.{1 if 0 < value < 0.0995 else 0}f}"
+        return percent_words(value)
     return f"{value:.2g}"
 
 

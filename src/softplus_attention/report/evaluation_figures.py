@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from softplus_attention.evaluation import layers
+from softplus_attention.report.drawing import REFERENCES
 from softplus_attention.report.figures import COLOURS, MARKERS, STYLES
 
 Result = Mapping[str, Any]
@@ -104,61 +108,165 @@ def synthetic_figure(results: Sequence[Result]) -> Any:
     return figure
 
 
+# name in the files, title, and whether it is drawn as a share of log N
 INSIDE = (
-    ("stage1_entropy", "entropy of stage 1 (nats)"),
-    ("entropy", "entropy of the final weights (nats)"),
-    ("sink", "mass on the first token"),
-    ("effective_keys", "effective number of keys"),
-    ("zeros", "exact zeros among visible keys"),
-    ("empty_tiles", "tiles without any weight"),
+    ("stage1_entropy", "entropy of stage 1 (nats)", False),
+    ("stage1_entropy", "entropy of stage 1 / log N", True),
+    ("entropy", "entropy of the final weights (nats)", False),
+    ("sink", "mass on the first token", False),
+    ("effective_keys", "effective number of keys", False),
+    ("zeros", "exact zeros among visible keys", False),
+    ("empty_tiles", "tiles without any weight", False),
 )
+FROZEN = "stage1_entropy_frozen"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers of one model that see the same number of keys; ``number`` is the model's look."""
+
+    result: Result
+    number: int
+    group: layers.LayerGroup
+
+    @property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        rows: Sequence[Mapping[str, Any]] = self.result["results"]["lengths"]
+        return rows
+
+    @property
+    def name(self) -> str:
+        return self.result["model"]["name"] + (f", {self.group.words}" if self.group.words else "")
+
+    @property
+    def curve(self) -> layers.Curve:
+        return layers.log_keys_curve(self.rows, self.group)
+
+    def means(self, word: str, is_share: bool) -> list[float]:
+        value = layers.share_of_log_keys if is_share else layers.mean_of
+        return [number_or_nan(value(row, self.group, word)) for row in self.rows]
+
+    def band(self, word: str, is_share: bool) -> tuple[list[float], list[float]]:
+        """Where the middle half of the heads lies."""
+        ends: tuple[list[float], list[float]] = [], []
+        for row in self.rows:
+            most = layers.log_keys(row, self.group) if is_share else 1.0
+            heads = [head[word] for head in layers.heads_in(row, self.group)]
+            values = sorted(value / most for value in heads if value is not None and most)
+            for end, share in zip(ends, (0.25, 0.75), strict=True):
+                end.append(values[int(share * (len(values) - 1))] if values else math.nan)
+        return ends
+
+
+def number_or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def inside_figure(results: Sequence[Result]) -> Any:
-    """Each quantity by length: the mean over layers and heads, the middle half of the heads as a band."""
-    figure, grid = figure_of(15, 8, 2, 3)
+    """Each quantity by length: the mean over the heads of layers that see the same, their middle half as a band.
+
+    Where a model mixes layers, those that see less are drawn below, apart.
+    """
+    parts = [
+        [Part(result, number, group) for group in layers.layer_groups(result["results"]["lengths"])]
+        for number, result in enumerate(results)
+    ]
+    widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
+    panes = [widest, narrower] if narrower else [widest]
     lengths = sorted({entry["length"] for result in results for entry in result["results"]["lengths"]})
     trained = results[0]["model"]["training_length"]
-    for axes, (word, title) in zip(grid.flat, INSIDE, strict=True):
-        for number, result in enumerate(results):
-            entries = result["results"]["lengths"]
-            places = [entry["length"] for entry in entries]
-            values = [sorted(head[word] for head in entry["heads"]) for entry in entries]
-            axes.plot(places, [sum(v) / len(v) for v in values], label=result["model"]["name"], **look(number))
-            low, high = ([v[int(share * (len(v) - 1))] for v in values] for share in (0.25, 0.75))
-            axes.fill_between(places, low, high, color=COLOURS[number % len(COLOURS)], alpha=0.12, linewidth=0)
-            frozen = [[h["stage1_entropy_frozen"] for h in entry["heads"]] for entry in entries]
-            if word == "stage1_entropy" and frozen and None not in frozen[0]:
-                means = [sum(v) / len(v) for v in frozen]
-                colour = COLOURS[number % len(COLOURS)]
-                axes.plot(places, means, ":", color=colour, label=f"{result['model']['name']}, log N frozen")
-        if "entropy" in word:
-            entries = results[0]["results"]["lengths"]
-            equal = [entry["log_keys"] for entry in entries]
-            axes.plot([entry["length"] for entry in entries], equal, "k:", alpha=0.6, label="equal weights")
-        axes.set_title(title)
-        length_axis(axes, lengths, trained, "length")
-    grid[0, 0].legend(frameon=False, fontsize="small")
+    figure, grid = figure_of(19, 8.4 * len(panes), 2 * len(panes), 4)
+    for pane, shown in enumerate(panes):
+        *axes_of, legend = grid[2 * pane : 2 * pane + 2].flat
+        kind = ("global layers: ", "local layers: ")[pane] if narrower else ""
+        for axes, (word, title, is_share) in zip(axes_of, INSIDE, strict=True):
+            draw_inside(axes, shown, word, is_share)
+            axes.set_title(kind + title)
+            length_axis(axes, lengths, trained, "length")
+        legend.set_axis_off()
+        lines, names = axes_of[0].get_legend_handles_labels()
+        legend.legend(lines, names, frameon=False, loc="center left")
     return figure
 
 
-def maps_figure(results: Sequence[Result], layer: int = 0) -> Any:
-    """One layer's heads, a row of maps per model."""
-    heads = max(sum(found["layer"] == layer for found in result["results"]["maps"]) for result in results)
-    figure, grid = figure_of(2.3 * heads + 0.8, 2.5 * len(results) + 0.4, len(results), heads)
-    for row, result in zip(grid, results, strict=True):
-        chosen = [found for found in result["results"]["maps"] if found["layer"] == layer]
-        for axes in row:
-            axes.set_axis_off()
-        for axes, found in zip(row, chosen, strict=False):
-            size = result["results"]["size"]
-            square = [line + [0.0] * (size - len(line)) for line in found["weights"]]
-            axes.set_axis_on()
-            axes.imshow(square, cmap="magma", vmin=0, interpolation="nearest")
+def draw_inside(axes: Any, parts: Sequence[Part], word: str, is_share: bool) -> None:
+    for part in parts:
+        places = [row["length"] for row in part.rows]
+        axes.plot(places, part.means(word, is_share), label=part.name, **look(part.number))
+        colour = COLOURS[part.number % len(COLOURS)]
+        axes.fill_between(places, *part.band(word, is_share), color=colour, alpha=0.12, linewidth=0)
+        frozen = part.means(FROZEN, is_share)
+        if word == "stage1_entropy" and not all(math.isnan(value) for value in frozen):
+            words: dict[str, Any] = {"linestyle": ":", "marker": MARKERS[part.number % len(MARKERS)], "linewidth": 1.2}
+            axes.plot(places, frozen, color=colour, fillstyle="none", label=f"{part.name}, log N frozen", **words)
+    if "entropy" in word and not is_share:
+        curves = layers.equal_weights([(part.name, part.curve) for part in parts])
+        for number, (name, curve) in enumerate(curves):
+            style = REFERENCES[number % len(REFERENCES)]
+            axes.plot(list(curve), list(curve.values()), color="black", alpha=0.6, linestyle=style, label=name)
+    if is_share:
+        axes.axhline(1, color="black", alpha=0.6, linestyle=":")
+        axes.set_ylim(0, 1.04)
+
+
+MOST_LAYERS = 16
+
+
+def maps_figure(results: Sequence[Result], head: int | None = None) -> Any:
+    """A row of maps per layer, a column per model: the mean over heads, or one head. Each to the scale of its largest.
+
+    Of a deep model layers spread evenly are shown; all of them are in the files.
+    """
+    import numpy
+    from matplotlib.colors import PowerNorm
+
+    numbers = sorted({found["layer"] for result in results for found in result["results"]["maps"]})
+    kept = numbers if len(numbers) <= MOST_LAYERS else evenly(numbers, MOST_LAYERS)
+    figure, grid = figure_of(2.6 * len(results) + 1.2, 2.5 * len(kept) + 0.9, len(kept), len(results))
+    for column, result in enumerate(results):
+        for row, layer in enumerate(kept):
+            axes = grid[row, column]
             axes.set_xticks([])
             axes.set_yticks([])
-            axes.set_title(f"{result['model']['name']}\nlayer {layer}, head {found['head']}", fontsize="small")
+            if column == 0:
+                axes.set_ylabel(f"layer {layer}")
+            chosen = [
+                found["weights"]
+                for found in result["results"]["maps"]
+                if found["layer"] == layer and head in (None, found["head"])
+            ]
+            if not chosen:
+                axes.set_axis_off()
+                continue
+            square = mean_map(chosen)
+            largest = float(numpy.nanmax(square))
+            # By the square root: weights far below the largest are still seen.
+            norm = PowerNorm(0.5, vmin=0, vmax=largest or 1)
+            axes.set_facecolor("#dddddd")
+            axes.imshow(square, cmap="magma", norm=norm, interpolation="nearest")
+            axes.set_title((f"{result['model']['name']}\n" if row == 0 else "") + f"largest {largest:.3g}", fontsize=9)
+    heads = "mean over heads" if head is None else f"head {head}"
+    rows = "" if kept == numbers else f"; {len(kept)} of {len(numbers)} layers"
+    texts = {result["results"]["text"] for result in results}
+    different = "; the texts are NOT the same" if len(texts) > 1 else ""
+    figure.suptitle(f"{heads}{rows}{different}", fontsize=10)
     return figure
+
+
+def mean_map(maps: Sequence[Sequence[Sequence[float]]]) -> Any:
+    """The mean as a square; what cannot be seen is NaN."""
+    import numpy
+
+    size = len(maps[0])
+    square = numpy.full((size, size), numpy.nan)
+    for place, lines in enumerate(zip(*maps, strict=True)):
+        square[place, : place + 1] = numpy.mean(lines, axis=0)
+    return square
+
+
+def evenly(numbers: Sequence[int], most: int) -> list[int]:
+    step = (len(numbers) - 1) / (most - 1)
+    return [numbers[round(place * step)] for place in range(most)]
 
 
 FIGURES = {

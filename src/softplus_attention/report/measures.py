@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from softplus_attention.evaluation.layers import mean
 from softplus_attention.report.charts import AttentionMaps, HeatMap, LineChart, Number, Series, Table, shown
+from softplus_attention.report.inside import LENGTH, inside_section
 from softplus_attention.report.reading import (
     Found,
     UnreadableError,
@@ -17,15 +19,18 @@ from softplus_attention.report.reading import (
     text_of,
     typed,
 )
-from softplus_attention.report.sections import Block, Explorer, Looks, Measured, Section, groups, measured, notes, where
-
-LENGTH = "length (tokens)"
-
-
-def base_of(members: Sequence[Measured]) -> float | None:
-    """The training length, where all have the same."""
-    lengths = {member.training_length for member in members}
-    return lengths.pop() if len(lengths) == 1 else None
+from softplus_attention.report.sections import (
+    Block,
+    Explorer,
+    Looks,
+    Measured,
+    Section,
+    base_of,
+    groups,
+    measured,
+    notes,
+    where,
+)
 
 
 def by_length(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[Number]]:
@@ -111,10 +116,18 @@ CONTROL = ("window", "full", "short", "gain", "standard_error")
 
 
 def used_texts(members: Sequence[Measured]) -> str:
-    used = members[0].results.get("used")
+    """What each was measured on: once where it is the same for all."""
+    words = {m.label: text_count(m.results.get("used")) for m in members}
+    different = {count for count in words.values() if count}
+    if len(different) == 1 and all(words.values()):
+        return f"{different.pop()}."
+    return " ".join(f"{name}: {count}." for name, count in words.items() if count)
+
+
+def text_count(used: Any) -> str:
     if not isinstance(used, dict):
         return ""
-    return f"{used.get('sequences')} sequences of {used.get('longest')} tokens from {used.get('documents')} documents."
+    return f"{used.get('sequences')} sequences of {used.get('longest')} tokens from {used.get('documents')} documents"
 
 
 def gain_series(m: Measured, looks: Looks) -> Series:
@@ -193,11 +206,6 @@ def passkey_section(found: Found, looks: Looks) -> list[Block]:
     return blocks
 
 
-def mean(values: Sequence[Number]) -> Number:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
-
-
 def read_synthetic(results: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     rows = rows_of(results, "lengths")
     for row in rows:
@@ -238,136 +246,6 @@ def trained_at(members: Sequence[Measured]) -> float | None:
     return lengths.pop() if len(lengths) == 1 else None
 
 
-# name in the files, title, axis label, whether it is a share of 0 to 1
-INSIDE = (
-    ("entropy", "Entropy of the weights", "entropy (nats)", False),
-    ("sink", "Weight on the first token", "share of the weight", True),
-    ("effective_keys", "Effective number of keys", "keys", False),
-    ("zeros", "Weights that are exactly 0", "share of the weights", True),
-    ("empty_tiles", "Tiles without any weight", "share of the tiles", True),
-)
-
-
-def read_inside(results: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = rows_of(results, "lengths")
-    for row in rows:
-        count_of(row, "length"), number_of(row, "log_keys")
-        for head in rows_of(row, "heads"):
-            count_of(head, "layer"), count_of(head, "head")
-            for name in ("stage1_entropy", "stage1_entropy_frozen", *(name for name, *_ in INSIDE)):
-                number_of(head, name)
-    return sorted(rows, key=lambda row: row["length"])
-
-
-def over_heads(row: dict[str, Any], name: str) -> Number:
-    return mean([number_of(head, name) for head in row["heads"]])
-
-
-def inside_section(found: Found, looks: Looks) -> list[Block]:
-    parts = groups([m for m in measured(found, "inside", read_inside) if m.content])
-    blocks: list[Block] = []
-    for group, members in parts.items():
-        folder, base = where(group, len(parts) > 1), base_of(members)
-        blocks.append(stage1_chart(members, looks, folder, base))
-        for name, title, label, share in INSIDE:
-            series = [series_by_length(m, name, looks) for m in members]
-            if all(value is None for line in series for value in line.y):
-                continue
-            wide = "log" if name == "effective_keys" and all_positive(series) else "linear"
-            limits = (0, None) if share else (None, None)
-            blocks.append(
-                LineChart(
-                    f"{title}, by length{folder}",
-                    LENGTH,
-                    label,
-                    series,
-                    "Mean over layers and heads.",
-                    x_scale="log2",
-                    y_scale=wide,
-                    times_of=base,
-                    y_range=limits,
-                )
-            )
-        for name, title, label, share in INSIDE[:2]:
-            limits = (0, None) if share else (None, None)
-            lines = [series_by_layer(m, name, looks) for m in members]
-            caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
-            blocks.append(LineChart(f"{title}, by layer{folder}", "layer", label, lines, caption, y_range=limits))
-        for m in members:
-            blocks += [head_map(m, *words, members, folder) for words in INSIDE[:2]]
-        blocks += notes(members)
-    return blocks
-
-
-def longest_words(members: Sequence[Measured]) -> str:
-    lengths = {m.content[-1]["length"] for m in members}
-    if len(lengths) == 1:
-        return f"{lengths.pop()} tokens"
-    return ", ".join(f"{m.name} at {m.content[-1]['length']}" for m in members)
-
-
-def all_positive(series: Sequence[Series]) -> bool:
-    return all(value is None or value > 0 for line in series for value in line.y)
-
-
-def series_by_length(m: Measured, name: str, looks: Looks, words: str = "", dashed: bool = False) -> Series:
-    values = [over_heads(row, name) for row in m.content]
-    return Series(m.label + words, [row["length"] for row in m.content], values, None, looks.of(m.name), dashed)
-
-
-def series_by_layer(m: Measured, name: str, looks: Looks) -> Series:
-    heads = m.content[-1]["heads"]
-    layers = sorted({head["layer"] for head in heads})
-    values = [mean([number_of(head, name) for head in heads if head["layer"] == layer]) for layer in layers]
-    return Series(m.label, layers, values, None, looks.of(m.name))
-
-
-def stage1_chart(members: Sequence[Measured], looks: Looks, folder: str, base: float | None) -> LineChart:
-    series = []
-    for m in members:
-        series.append(series_by_length(m, "stage1_entropy", looks))
-        frozen = series_by_length(m, "stage1_entropy_frozen", looks, ", log N held", dashed=True)
-        if any(value is not None for value in frozen.y):
-            series.append(frozen)
-    longest = max(members, key=lambda m: m.content[-1]["length"])
-    equal = by_length(longest.content, "log_keys")
-    if any(value is not None for value in equal[1]):
-        series.append(Series("equal weights (log N)", *equal, reference=True))
-    return LineChart(
-        f"Entropy of stage 1, by length{folder}",
-        LENGTH,
-        "entropy (nats)",
-        series,
-        "Mean over layers and heads, before re-weighting. Dashed: the same queries and keys with log N held at that of "
-        "the training length.",
-        x_scale="log2",
-        times_of=base,
-    )
-
-
-def head_map(
-    m: Measured, name: str, title: str, label: str, share: bool, members: Sequence[Measured], folder: str
-) -> HeatMap:
-    """The colours mean the same for all members."""
-    row = m.content[-1]
-    values = {(head["layer"], head["head"]): number_of(head, name) for head in row["heads"]}
-    layers, heads = sorted({layer for layer, _ in values}), sorted({head for _, head in values})
-    every = [number_of(head, name) for member in members for head in member.content[-1]["heads"]]
-    return HeatMap(
-        f"{title}: {m.label}{folder}",
-        "head",
-        "layer",
-        [str(head) for head in heads],
-        [str(layer) for layer in layers],
-        [[values.get((layer, head)) for head in heads] for layer in layers],
-        label,
-        0,
-        max([*(value for value in every if value is not None), 1e-9]),
-        f"Every layer and head at {row['length']} tokens.",
-        percent=share,
-    )
-
-
 def read_maps(results: dict[str, Any]) -> tuple[str, list[str], int, dict[tuple[int, int], list[list[float]]]]:
     tokens = typed(results, "tokens", list, "a list")
     maps = {}
@@ -387,7 +265,7 @@ def read_maps(results: dict[str, Any]) -> tuple[str, list[str], int, dict[tuple[
 
 
 def explorer_section(found: Found, looks: Looks) -> list[Block]:
-    """One explorer for all; the files of one text can be compared."""
+    """One explorer for all; it says where the maps side by side are of different texts."""
     members = measured(found, "maps", read_maps)
     folders = {m.result.group for m in members}
     shown_maps = []

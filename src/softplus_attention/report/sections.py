@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from softplus_attention.report.reading import Found, Result, UnreadableError, ma
 
 @dataclass(frozen=True)
 class Explorer:
-    """Maps of one text, by one or more models."""
+    """Maps of one or more models, of the same text or of different ones, which the page says."""
 
     maps: Sequence[AttentionMaps]
 
@@ -101,6 +101,12 @@ def checked(found: Found, kind: str, read: Callable[[Result], Any]) -> list[Any]
     return good
 
 
+def base_of(members: Sequence[Measured]) -> float | None:
+    """The training length, where all have the same."""
+    lengths = {member.training_length for member in members}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
 def groups(members: Iterable[Measured]) -> dict[str, list[Measured]]:
     """By folder: what was measured together is shown together."""
     found: dict[str, list[Measured]] = {}
@@ -114,10 +120,28 @@ def where(group: str, many: bool) -> str:
     return f" ({group or 'top folder'})" if many else ""
 
 
+# What a comparison is about, and what leaves the numbers as they are: no reason to compare with care.
+COMPARED = {"attention", "local_attention", "power", "power_rounding", "power_growth", "score_scale"}
+WITHOUT_EFFECT = {
+    "compile", "device", "evaluate_every", "evaluate_sequences", "gradient_checkpointing", "keep", "log_every", "loss",
+    "micro_batch_size", "parallel", "peak_tflops", "save_every", "workers",
+}  # fmt: skip
+
+
+def flat_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if before and name in COMPARED | WITHOUT_EFFECT:
+            continue
+        found |= flat_settings(value, f"{before}{name}: ") if isinstance(value, dict) else {before + name: repr(value)}
+    return found
+
+
 def differing_settings(members: Sequence[Measured]) -> str:
     """Names of settings that are not the same for all: such curves are not to be compared without a thought."""
-    names = {name for member in members for name in member.settings}
-    return ", ".join(sorted(name for name in names if len({repr(member.settings.get(name)) for member in members}) > 1))
+    settings = [flat_settings(member.settings) for member in members]
+    names = {name for found in settings for name in found}
+    return ", ".join(sorted(name for name in names if len({found.get(name) for found in settings}) > 1))
 
 
 def notes(members: Sequence[Measured]) -> list[str]:

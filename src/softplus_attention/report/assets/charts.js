@@ -57,7 +57,7 @@ function seriesColour(series) {
 }
 
 function seriesDash(series) {
-  if (series.reference) return '2 4';
+  if (series.reference) return REFERENCES[series.look % REFERENCES.length];
   return series.dashed ? '4 4' : DASHES[series.look % LOOKS];
 }
 
@@ -233,6 +233,7 @@ function heatMap(holder, figure) {
   reading.textContent = 'Point at a cell, or use the arrow keys, to read it.';
   holder.append(plot, legend, reading);
   const chosen = { row: 0, column: 0 };
+  const longestCell = Math.max(1, ...figure.values.flat().map((value) => cellText(value).length));
 
   function draw(width) {
     const [rows, columns] = [figure.rows.length, figure.columns.length];
@@ -240,6 +241,8 @@ function heatMap(holder, figure) {
     const [left, top, bottom] = [Math.min(28 + longest * 7.5, width / 3), 6, 30 + 13 * Math.max(...figure.columns.map((name) => name.split('\n').length))];
     const cellWidth = Math.min((width - left - 8) / columns, 90);
     const cellHeight = Math.max(18, Math.min(34, cellWidth * 0.7));
+    // Smaller where the longest would not fit, and none where they could not be read: pointing reads them all.
+    const textSize = Math.min(12, (cellWidth - 4) / (0.6 * longestCell));
     const height = top + rows * cellHeight + bottom;
     const svg = shape('svg', {
       viewBox: `0 0 ${width} ${height}`, role: 'img', tabindex: '0',
@@ -251,8 +254,9 @@ function heatMap(holder, figure) {
       const channels = value === null ? null : between(CIVIDIS, (value - figure.low) / (figure.high - figure.low || 1));
       if (channels) cell.style.fill = cssColour(channels);
       svg.append(cell);
-      if (cellWidth >= 30) {
-        const label = shape('text', { x: x + cellWidth / 2, y: y + cellHeight / 2 + 4, 'text-anchor': 'middle' }, cellText(value));
+      if (textSize >= 8) {
+        const label = shape('text', { class: 'number', x: x + cellWidth / 2, y: y + cellHeight / 2 + 4, 'text-anchor': 'middle' }, cellText(value));
+        label.style.fontSize = `${textSize}px`;
         if (channels) label.style.fill = isDark(channels) ? '#ffffff' : '#000000';
         svg.append(label);
       }
@@ -307,7 +311,7 @@ function heatMap(holder, figure) {
 
   function cellText(value) {
     if (value === null) return '–';
-    if (figure.percent) return (100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0);
+    if (figure.percent) return percentWords(value);
     return String(Number(value.toPrecision(2)));
   }
 

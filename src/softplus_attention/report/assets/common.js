@@ -3,6 +3,7 @@ const DATA = JSON.parse(document.getElementById('report-data').textContent);
 const SVG = 'http://www.w3.org/2000/svg';
 const LOOKS = 8;
 const DASHES = ['', '7 4', '', '8 3 2 3', '2 3', '10 3', '5 2 2 2 2 2', '3 2'];
+const REFERENCES = ['2 4', '8 3 2 3', '9 3', '1 6'];
 const CIVIDIS = ['#00224e', '#123570', '#3b496c', '#575d6d', '#707173', '#8a8678', '#a59c74', '#c3b369', '#e1cc55', '#fee838'];
 const redraws = [];
 
@@ -50,9 +51,17 @@ function isDark(channels) {
   return channels[0] * 0.299 + channels[1] * 0.587 + channels[2] * 0.114 < 128;
 }
 
+// Hundredths of two significant digits where they are below 1: 0.036, not 0.0.
+function percentWords(share) {
+  const size = Math.abs(100 * share);
+  if (size === 0 || size >= 9.95) return (100 * share).toFixed(0);
+  if (size >= 0.995) return (100 * share).toFixed(1);
+  return size >= 1e-4 ? String(Number((100 * share).toPrecision(2))) : (100 * share).toExponential(0);
+}
+
 function shown(value, percent) {
   if (value === null || value === undefined) return '–';
-  if (percent) return `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}%`;
+  if (percent) return `${percentWords(value)}%`;
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return String(value);
   const size = Math.abs(value);
   return size >= 1e5 || size < 1e-4 ? value.toExponential(3) : String(Number(value.toPrecision(4)));

@@ -51,8 +51,17 @@ function visible(token) {
   return token.replace(/\n/g, '⏎').replace(/\t/g, '⇥').replace(/ /g, '␣') || '∅';
 }
 
+function sameTokens(one, other) {
+  return one.cell === other.cell && one.tokens.length === other.tokens.length && one.tokens.every((token, place) => token === other.tokens[place]);
+}
+
+function beginning(text) {
+  const line = text.replace(/\s+/g, ' ').trim();
+  return line.length > 40 ? `“${line.slice(0, 40)}…”` : `“${line}”`;
+}
+
 function explorer(holder, data) {
-  const state = { scale: 'square root', linked: true };
+  const state = { scale: 'square root', linked: true, comparable: true };
   const panels = make('div', { class: 'panels' });
   const scales = select('Colour scale', Object.keys(SCALES).map((name) => [name, name]), (value) => {
     state.scale = value;
@@ -64,28 +73,45 @@ function explorer(holder, data) {
   linked.addEventListener('change', () => { state.linked = linked.checked; });
   const controls = make('div', { class: 'controls' }, scales.label);
   if (data.maps.length > 1) controls.append(make('label', { class: 'check' }, linked, 'Same layer, head and cell in both'));
-  holder.append(controls, panels);
+  const warning = make('p', { class: 'warning', role: 'status', hidden: true });
+  holder.append(controls, warning, panels);
 
   const all = [];
   const others = (panel) => (state.linked ? all.filter((other) => other !== panel) : []);
-  const count = Math.min(2, data.maps.length);
-  for (let place = 0; place < count; place += 1) all.push(panelOf(data, place, state, others));
+  // Side by side at first: two of the same text, where there are two.
+  const partner = data.maps.findIndex((maps, place) => place > 0 && sameTokens(maps, data.maps[0]));
+  const firsts = data.maps.length > 1 ? [0, Math.max(partner, 1)] : [0];
+  for (const place of firsts) all.push(panelOf(data, place, state, others, compare));
   all.forEach((panel) => panels.append(panel.element));
+
+  // Cells of different texts have nothing to do with each other.
+  function compare() {
+    const [one, other] = all.map((panel) => panel.maps());
+    state.comparable = !other || sameTokens(one, other);
+    warning.hidden = state.comparable;
+    if (state.comparable) return;
+    warning.textContent = one.text === other.text
+      ? 'The two maps are of the same text in different tokens: their cells are not the same places, and are not moved together.'
+      : `The two maps are of different texts, ${beginning(one.text)} and ${beginning(other.text)}: their weights cannot be compared cell by cell, and are not moved together.`;
+  }
   all.forEach((panel) => panel.show());
   redraws.push(() => all.forEach((panel) => panel.paintAll()));
 }
 
-function panelOf(data, first, state, others) {
+function panelOf(data, first, state, others, compare) {
   const panel = { element: make('section', { class: 'panel' }) };
   let maps = data.maps[first];
   let layer = maps.heads[0].layer;
   let head = maps.heads[0].head;
   const cell = { query: maps.tokens.length - 1, key: 0 };
 
-  const models = select('Model', data.maps.map((entry, place) => [String(place), entry.model]), (value) => {
+  const texts = new Set(data.maps.map((entry) => entry.text)).size > 1;
+  const named = (entry) => (texts ? `${entry.model}: ${beginning(entry.text)}` : entry.model);
+  const models = select('Model', data.maps.map((entry, place) => [String(place), named(entry)]), (value) => {
     maps = data.maps[Number(value)];
     panel.show();
   });
+  panel.maps = () => maps;
   models.box.value = String(first);
   const layers = select('Layer', [], (value) => panel.choose(Number(value), head, true));
   const heads = select('Head', [], (value) => panel.choose(layer, Number(value), true));
@@ -104,6 +130,7 @@ function panelOf(data, first, state, others) {
   const unique = (name) => [...new Set(maps.heads.map((entry) => entry[name]))].sort((a, b) => a - b);
 
   panel.show = () => {
+    compare();
     if (!current()) {
       layer = maps.heads[0].layer;
       head = maps.heads[0].head;
@@ -180,7 +207,7 @@ function panelOf(data, first, state, others) {
       span.classList.toggle('query', place === cell.query);
       span.classList.toggle('later', place > cell.query);
     });
-    if (spread) others(panel).forEach((other) => other.read(cell.query, cell.key, false));
+    if (spread && state.comparable) others(panel).forEach((other) => other.read(cell.query, cell.key, false));
   };
 
   const under = (event) => {

@@ -1,0 +1,113 @@
+"""Layers of a model that see differently many keys, kept apart: a mean over local and global layers answers nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Number = float | None
+# Means of log N closer than this are of layers that see the same, but for rounding.
+SAME_LOG_KEYS = 0.01
+MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    words: str  # empty where all layers of the model see the same
+    layers: frozenset[int]
+
+
+def mean(values: Sequence[Number]) -> Number:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def log_keys_of(row: Mapping[str, Any], head: Mapping[str, Any]) -> Number:
+    """Of the head where the file has it, else that of all layers together."""
+    own: Number = head.get("log_keys")
+    return own if own is not None else row.get("log_keys")
+
+
+def heads_in(row: Mapping[str, Any], group: LayerGroup) -> list[Mapping[str, Any]]:
+    return [head for head in row["heads"] if head["layer"] in group.layers]
+
+
+def mean_of(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
+    return mean([head.get(name) for head in heads_in(row, group)])
+
+
+def log_keys(row: Mapping[str, Any], group: LayerGroup) -> Number:
+    """The entropy of equal weights in these layers."""
+    return mean([log_keys_of(row, head) for head in heads_in(row, group)])
+
+
+def share_of_log_keys(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
+    """An entropy as a share of that of equal weights."""
+    value, most = mean_of(row, group, name), log_keys(row, group)
+    return None if value is None or most is None or most <= 0 else value / most
+
+
+def layer_groups(rows: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
+    """By the number of keys at the longest length, the layers that see most first."""
+    if not rows:
+        return []
+    row = max(rows, key=lambda row: row["length"])
+    layers = sorted({head["layer"] for head in row["heads"]})
+    everywhere = frozenset(head["layer"] for row in rows for head in row["heads"])
+    seen = {layer: log_keys(row, LayerGroup("", frozenset([layer]))) for layer in layers}
+    if len(layers) < 2 or any(value is None for value in seen.values()):
+        return [LayerGroup("", everywhere)]
+    found: list[tuple[float, list[int]]] = []
+    for layer in sorted(layers, key=lambda layer: -(seen[layer] or 0.0)):
+        value = seen[layer] or 0.0
+        if found and abs(found[-1][0] - value) < SAME_LOG_KEYS:
+            found[-1][1].append(layer)
+        else:
+            found.append((value, [layer]))
+    if len(found) == 1:
+        return [LayerGroup("", everywhere)]
+    # The rows are of the last half: whoever sees everything sees at least half of the length.
+    is_global = row["length"] > 0 and found[0][0] >= math.log(row["length"] / 2)
+    names = ["global layers" if is_global else "widest layers"]
+    if len(found) == 2:
+        names.append("local layers")
+    else:
+        names += [f"local layers of about {math.exp(min(value, 40.0)):.0f} keys" for value, _ in found[1:]]
+    return [LayerGroup(name, frozenset(chosen)) for name, (_, chosen) in zip(names, found, strict=True)]
+
+
+Curve = dict[float, float]
+
+
+def equal_weights(curves: Sequence[tuple[str, Curve]]) -> list[tuple[str, Curve]]:
+    """The distinct ones among (name, log N by length), each named after those it belongs to where there are several."""
+    found: list[tuple[list[str], Curve]] = []
+    for name, curve in curves:
+        if not curve:
+            continue
+        for names, known in found:
+            shared = set(known) & set(curve)
+            if shared and all(abs(known[length] - curve[length]) < SAME_LOG_KEYS for length in shared):
+                names.append(name)
+                known.update(curve)
+                break
+        else:
+            found.append(([name], dict(curve)))
+    words = "equal weights (log N)"
+    return [
+        (words if len(found) == 1 else f"{words}: {some_of(names)}", dict(sorted(curve.items())))
+        for names, curve in found
+    ]
+
+
+def some_of(names: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    more = len(distinct) - MOST_NAMES
+    return "; ".join(distinct[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def log_keys_curve(rows: Sequence[Mapping[str, Any]], group: LayerGroup) -> Curve:
+    found = {row["length"]: log_keys(row, group) for row in rows}
+    return {length: value for length, value in found.items() if value is not None}

@@ -1,0 +1,274 @@
+"""The section of `evaluate inside`: entropy, sink, keys, zeros and tiles, by length, layer and head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from softplus_attention.evaluation import layers
+from softplus_attention.evaluation.layers import LayerGroup
+from softplus_attention.report.charts import HeatMap, LineChart, Number, Series, Table, shown
+from softplus_attention.report.reading import Found, count_of, number_of, rows_of
+from softplus_attention.report.sections import Block, Looks, Measured, base_of, groups, measured, notes, where
+
+LENGTH = "length (tokens)"
+
+
+class Quantity(NamedTuple):
+    name: str  # in the files
+    title: str
+    label: str
+    is_share: bool = False  # of 0 to 1
+
+
+ENTROPY = Quantity("entropy", "Entropy of the weights", "entropy (nats)")
+SINK = Quantity("sink", "Weight on the first token", "share of the weight", True)
+STAGE1 = Quantity("stage1_entropy", "Entropy of stage 1", "entropy (nats)")
+BY_LENGTH = (
+    ENTROPY,
+    SINK,
+    Quantity("effective_keys", "Effective number of keys", "keys"),
+    Quantity("zeros", "Weights that are exactly 0", "share of the weights", True),
+    Quantity("empty_tiles", "Tiles without any weight", "share of the tiles", True),
+)
+HELD = "stage1_entropy_frozen"
+HELD_WORDS = ", log N held"
+HELD_CAPTION = "Hollow marks: the same queries and keys with log N held at that of the training length."
+
+
+def read_inside(results: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = rows_of(results, "lengths")
+    for row in rows:
+        count_of(row, "length"), number_of(row, "log_keys")
+        for head in rows_of(row, "heads"):
+            count_of(head, "layer"), count_of(head, "head")
+            for name in ("log_keys", STAGE1.name, HELD, *(quantity.name for quantity in BY_LENGTH)):
+                number_of(head, name)
+    return sorted(rows, key=lambda row: row["length"])
+
+
+class Part(NamedTuple):
+    """Layers of one model that see the same number of keys."""
+
+    member: Measured
+    group: LayerGroup
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.member.content
+        return rows
+
+    @property
+    def name(self) -> str:
+        return self.member.label + (f", {self.group.words}" if self.group.words else "")
+
+    def by_length(self, name: str, looks: Looks, words: str = "", is_share: bool = False) -> Series:
+        value = layers.share_of_log_keys if is_share else layers.mean_of
+        values = [value(row, self.group, name) for row in self.rows]
+        lengths = [row["length"] for row in self.rows]
+        return Series(self.name + words, lengths, values, None, looks.of(self.member.name), dashed=bool(words))
+
+    def has(self, name: str) -> bool:
+        return any(layers.mean_of(row, self.group, name) is not None for row in self.rows)
+
+
+def inside_section(found: Found, looks: Looks) -> list[Block]:
+    folders = groups([m for m in measured(found, "inside", read_inside) if m.content])
+    blocks: list[Block] = []
+    for group, members in folders.items():
+        folder = where(group, len(folders) > 1)
+        parts = [[Part(m, layer_group) for layer_group in layers.layer_groups(m.content)] for m in members]
+        widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
+        blocks += by_length_blocks(widest, looks, f"{', global layers' if narrower else ''}{folder}", base_of(members))
+        if narrower:
+            blocks += by_length_blocks(narrower, looks, f", local layers{folder}", base_of(members))
+        steady = steady_table([part for own in parts for part in own], folder)
+        blocks += [steady] if steady.body else []
+        for quantity in (STAGE1, ENTROPY, SINK):
+            limits = (0, None) if quantity.is_share else (None, None)
+            lines = [series_by_layer(m, quantity.name, looks) for m in members]
+            caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
+            if quantity is STAGE1:
+                held = [series_by_layer(m, HELD, looks, HELD_WORDS) for m in members]
+                lines += [line for line in held if any(value is not None for value in line.y)]
+                caption += f" {HELD_CAPTION}"
+            title = f"{quantity.title}, by layer{folder}"
+            blocks.append(LineChart(title, "layer", quantity.label, lines, caption, y_range=limits))
+        for m in members:
+            blocks += share_maps(m, folder)
+            blocks += [head_map(m, quantity, members, folder) for quantity in head_quantities(m)]
+        blocks += notes(members)
+    return blocks
+
+
+def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: float | None) -> list[Block]:
+    told_apart = any(part.group.words for part in parts)
+    means = f"Mean over {'these layers and their' if told_apart else 'layers and'} heads"
+    equal = equal_series(parts)
+    held = [part for part in parts if part.has(HELD)]
+    charts = [
+        LineChart(
+            f"Entropy of stage 1, by length{words}",
+            LENGTH,
+            STAGE1.label,
+            [*stage1_series(parts, held, looks, is_share=False), *equal],
+            f"{means}, before re-weighting. {HELD_CAPTION}",
+            x_scale="log2",
+            times_of=base,
+        ),
+        LineChart(
+            f"Entropy of stage 1 / log N, by length{words}",
+            LENGTH,
+            "entropy / log N",
+            stage1_series(parts, held, looks, is_share=True),
+            f"1 is the entropy of equal weights. {means}. {HELD_CAPTION}",
+            x_scale="log2",
+            times_of=base,
+            y_range=(0, 1),
+        ),
+    ]
+    for quantity in BY_LENGTH:
+        series = [part.by_length(quantity.name, looks) for part in parts]
+        if all(value is None for line in series for value in line.y):
+            continue
+        charts.append(
+            LineChart(
+                f"{quantity.title}, by length{words}",
+                LENGTH,
+                quantity.label,
+                [*series, *equal] if quantity is ENTROPY else series,
+                f"{means}.",
+                x_scale="log2",
+                y_scale="log" if quantity.name == "effective_keys" and all_positive(series) else "linear",
+                times_of=base,
+                y_range=(0, None) if quantity.is_share else (None, None),
+            )
+        )
+    return list(charts)
+
+
+def stage1_series(parts: Sequence[Part], held: Sequence[Part], looks: Looks, is_share: bool) -> list[Series]:
+    growing = [part.by_length(STAGE1.name, looks, is_share=is_share) for part in parts]
+    return growing + [part.by_length(HELD, looks, HELD_WORDS, is_share) for part in held]
+
+
+def equal_series(parts: Sequence[Part]) -> list[Series]:
+    curves = layers.equal_weights([(part.name, layers.log_keys_curve(part.rows, part.group)) for part in parts])
+    return [
+        Series(name, list(curve), list(curve.values()), look=place, reference=True)
+        for place, (name, curve) in enumerate(curves)
+    ]
+
+
+STEADY = "How much stage 1's entropy grows, with log N and with log N held"
+STEADY_CAPTION = (
+    "In nats, from the training length (or the shortest measured) to the longest. Kept steady by log N, the entropy "
+    "would change by about 0, and by more with log N held; equal weights change by as much as log N does. Shares are "
+    "of log N, at both ends. Where nothing is held, the scores have no log N."
+)
+STEADY_HEAD = [
+    "model", "from", "to", "equal weights", "with log N", "log N held", "share with log N", "share with log N held",
+]  # fmt: skip
+
+
+def steady_table(parts: Sequence[Part], folder: str) -> Table:
+    body = []
+    for part in parts:
+        trained = [row for row in part.rows if row["length"] == part.member.training_length]
+        ends = (trained or part.rows)[0], part.rows[-1]
+        if ends[0] is ends[1]:
+            continue
+        equal = [layers.log_keys(row, part.group) for row in ends]
+        entropies = [[layers.mean_of(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
+        shares = [[layers.share_of_log_keys(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
+        changes = [grown(*pair) for pair in (equal, *entropies)]
+        body.append([part.name, *(shown(row["length"]) for row in ends), *changes, *(both(*pair) for pair in shares)])
+    return Table(f"{STEADY}{folder}", STEADY_HEAD, body, STEADY_CAPTION)
+
+
+def grown(first: Number, last: Number) -> str:
+    return "" if first is None or last is None else f"{last - first:+.2f}"
+
+
+def both(first: Number, last: Number) -> str:
+    return "" if first is None or last is None else f"{first:.2f} to {last:.2f}"
+
+
+def longest_words(members: Sequence[Measured]) -> str:
+    lengths = {m.content[-1]["length"] for m in members}
+    if len(lengths) == 1:
+        return f"{lengths.pop()} tokens"
+    return ", ".join(f"{m.name} at {m.content[-1]['length']}" for m in members)
+
+
+def all_positive(series: Sequence[Series]) -> bool:
+    return all(value is None or value > 0 for line in series for value in line.y)
+
+
+def layer_numbers(row: dict[str, Any]) -> list[int]:
+    return sorted({head["layer"] for head in row["heads"]})
+
+
+def one_layer(layer: int) -> LayerGroup:
+    return LayerGroup("", frozenset([layer]))
+
+
+def series_by_layer(m: Measured, name: str, looks: Looks, words: str = "") -> Series:
+    row = m.content[-1]
+    numbers = layer_numbers(row)
+    values = [layers.mean_of(row, one_layer(layer), name) for layer in numbers]
+    return Series(m.label + words, numbers, values, None, looks.of(m.name), dashed=bool(words))
+
+
+def share_maps(m: Measured, folder: str) -> list[HeatMap]:
+    """Stage 1's entropy / log N of each layer by length: with log N, and where the scores have it, with log N held."""
+    numbers = sorted({layer for row in m.content for layer in layer_numbers(row)})
+    lengths = [row["length"] for row in m.content]
+    names = [f"{n}" + (f"\n{n / m.training_length:g}x" if m.training_length else "") for n in lengths]
+    found = []
+    for name, words in ((STAGE1.name, ""), (HELD, HELD_WORDS)):
+        values = [[layers.share_of_log_keys(row, one_layer(layer), name) for row in m.content] for layer in numbers]
+        if any(value is not None for line in values for value in line):
+            found.append(
+                HeatMap(
+                    f"Entropy of stage 1 / log N{words}: {m.label}{folder}",
+                    LENGTH,
+                    "layer",
+                    names,
+                    [str(layer) for layer in numbers],
+                    values,
+                    "of log N",
+                    0,
+                    1,
+                    "Mean over heads; 1 is the entropy of equal weights over the keys that the layer sees.",
+                )
+            )
+    return found
+
+
+def head_quantities(m: Measured) -> list[Quantity]:
+    """Stage 1's entropy too, unless it is that of the final weights."""
+    is_same = all(head.get(STAGE1.name) == head.get(ENTROPY.name) for row in m.content for head in row["heads"])
+    return [ENTROPY, SINK] if is_same else [STAGE1, ENTROPY, SINK]
+
+
+def head_map(m: Measured, quantity: Quantity, members: Sequence[Measured], folder: str) -> HeatMap:
+    """The colours mean the same for all members."""
+    row = m.content[-1]
+    values = {(head["layer"], head["head"]): number_of(head, quantity.name) for head in row["heads"]}
+    heads = sorted({head for _, head in values})
+    every = [number_of(head, quantity.name) for member in members for head in member.content[-1]["heads"]]
+    largest = max((value for value in every if value is not None), default=0)
+    return HeatMap(
+        f"{quantity.title}: {m.label}{folder}",
+        "head",
+        "layer",
+        [str(head) for head in heads],
+        [str(layer) for layer in layer_numbers(row)],
+        [[values.get((layer, head)) for head in heads] for layer in layer_numbers(row)],
+        quantity.label,
+        0,
+        largest if largest > 0 else 1,
+        f"Every layer and head at {row['length']} tokens.",
+        percent=quantity.is_share,
+    )
