@@ -235,6 +235,7 @@ def passkey_block(size: Size) -> list[str]:
 INSIDE: dict[str, tuple[str, Callable[[float], str]]] = {
     "log_keys": ("log N", lambda value: plain(value, 2)),
     "stage1_entropy": ("entropy of stage 1", lambda value: plain(value, 2)),
+    "stage1_entropy_frozen": ("with log N held at 1x", lambda value: plain(value, 2)),
     "entropy": ("entropy of the weights", lambda value: plain(value, 2)),
     "sink": ("mass on the first key", plain),
     "effective_keys": ("effective keys", lambda value: plain(value, 1)),

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.evaluate import asked, measure_parser, open_model
+from softplus_attention.commands.evaluate import asked, finish, measure_parser, open_model
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-# As in evaluation/harness.py, which needs transformers to be imported.
+    from softplus_attention.evaluation.models import Request
+
+# As in evaluation/harness_data.py, which needs transformers to be imported.
 USUAL = "arc_easy,arc_challenge,hellaswag,piqa,sciq,mmlu,lambada_openai,summscreen"
 
 
@@ -22,15 +25,18 @@ def add_downstream(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "downstream",
         "accuracy on ARC, HellaSwag, PIQA, SciQ, MMLU, LAMBADA, a summary task and others",
         "Runs lm-evaluation-harness (pip install 'softplus-attention[harness]') on the models. Data comes from the "
-        "hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task (docs/evaluation.md).",
+        "hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task (docs/evaluation.md). A task that "
+        "fails is left out with its reason, and the exit status is then 1.",
         run,
     )
     parser.add_argument(
         "--tasks",
-        default=USUAL,
-        help="names by comma: these, ruler, babilong or any of the harness (default: %(default)s)",
+        help="names by comma: ruler, ruler's and babilong's parts, babilong, or any of the harness (default: "
+        f"{USUAL}, the last only with --data)",
     )
-    parser.add_argument("--data", type=Path, metavar="FOLDER", help="local files in place of the hub")
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="local files in place of the hub, for every task that is named"
+    )
     parser.add_argument(
         "--include-path", type=Path, action="append", default=[], metavar="FOLDER", help="YAML files of more tasks"
     )
@@ -38,7 +44,7 @@ def add_downstream(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N records of each task")
     parser.add_argument("--shots", type=int, metavar="N", help="examples in the prompt (default: the task's own)")
     parser.add_argument(
-        "--batch-size", default="auto", help="a number, or auto: as memory allows (default: %(default)s)"
+        "--batch-size", default="auto", help="at most, or auto; memory can make it smaller (default: %(default)s)"
     )
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of context before it is cut (default: from the config)"
@@ -49,51 +55,64 @@ def add_downstream(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
-    if not names:
-        fail("--tasks", "at least one name", repr(options.tasks))
     for name in ("limit", "max_length"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             fail(f"--{name.replace('_', '-')}", "at least 1", getattr(options, name))
     if options.shots is not None and options.shots < 0:
         fail("--shots", "0 or more", options.shots)
-    lengths = whole_numbers("--lengths", options.lengths)
-    batch_size = (
-        options.batch_size if options.batch_size == "auto" else whole_numbers("--batch-size", options.batch_size)[0]
-    )
+    names = names_in(options)
+    words: dict[str, Any] = {"shots": options.shots, "limit": options.limit, "max_length": options.max_length}
+    words["lengths"] = whole_numbers("--lengths", options.lengths)
+    words["batch_size"] = None if options.batch_size == "auto" else whole_numbers("--batch-size", options.batch_size)[0]
 
     import lm_eval  # noqa: F401  missing, it is named before models are read
 
     from softplus_attention.evaluation import harness
-    from softplus_attention.evaluation.results import file_name, write_csv
-    from softplus_attention.huggingface.loading import load_tokenizer
 
     harness.quiet()
-    data = [] if options.data is None else harness.local_data(options.data, names, options.shots or 0)
+    harness.check_lengths(names, words["lengths"], options.data is not None)
+    words |= {"data": [], "include": options.include_path}
+    if options.data is not None:
+        words["data"] = harness.local_data(options.data, names, options.shots, words["lengths"])
+        words["texts"] = harness.ruler_texts(options.data, list(harness.parts_of(names)))
+    harness.check_names(names, options.include_path, words["data"])
     requests, training_length = asked(options)
-    results = []
+    results, failed = [], []
     for request in requests:
-        tokenizer = load_tokenizer(options.tokenizer or request.source)
-        opened = open_model(options, request, training_length)
-        on_cpu = opened.model.device.type == "cpu"
-        words = {"shots": options.shots, "limit": options.limit, "max_length": options.max_length, "lengths": lengths}
-        results.append(
-            harness.measure_downstream(
-                opened,
-                tokenizer,
-                names,
-                options.output,
-                data=data,
-                include=options.include_path,
-                batch_size=8 if on_cpu and batch_size == "auto" else batch_size,
-                **words,
-            )
-        )
+        try:
+            results.append(measure(options, request, training_length, names, words))
+        except Exception as error:
+            # One model does not take the results of the others with it.
+            failed.append(error)
+            print(f"{request.name} was left out: {error}", file=sys.stderr)
+    if not results:
+        raise failed[0]
     print(harness.table_of(results))
-    written = [options.output / file_name(harness.MEASURE, result["model"]["name"]) for result in results]
-    for path in [*written, write_csv(options.output / "downstream.csv", *harness.csv_rows(results))]:
-        print(f"written: {path}")
-    return 0
+    finish(options.output, harness.MEASURE, results)
+    return 1 if failed or any(result["results"]["skipped"] for result in results) else 0
+
+
+def names_in(options: argparse.Namespace) -> list[str]:
+    if options.tasks is None:
+        usual = USUAL.split(",")
+        if options.data is None:
+            print(f"{usual[-1]} is left out: it has no public set, and is read from --data", file=sys.stderr)
+        return usual if options.data is not None else usual[:-1]
+    names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
+    if not names:
+        fail("--tasks", "at least one name", repr(options.tasks))
+    return names
+
+
+def measure(
+    options: argparse.Namespace, request: Request, training_length: int, names: list[str], words: dict[str, Any]
+) -> dict[str, Any]:
+    from softplus_attention.evaluation import harness
+    from softplus_attention.huggingface.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(options.tokenizer or request.source)
+    opened = open_model(options, request, training_length)
+    return harness.measure_downstream(opened, tokenizer, names, options.output, **words)
 
 
 def whole_numbers(name: str, text: str) -> list[int]:

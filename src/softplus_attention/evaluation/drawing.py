@@ -22,6 +22,7 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
     "synthetic": {"synthetic": ("synthetic_measure", "csv_rows")},
     "inside": {"inside": ("inside_measure", "csv_rows")},
     "maps": {"maps": ("inside", "map_rows")},
+    "downstream": {"downstream": ("harness", "csv_rows")},
 }
 
 
@@ -34,15 +35,17 @@ def write_tables(folder: Path, measure: str, results: Sequence[dict[str, Any]]) 
 
 
 def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
-    """The figure as PNG and SVG; nothing where matplotlib is missing."""
+    """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
     if find_spec("matplotlib") is None:
         return []
     from softplus_attention.report import evaluation_figures, figures
+    from softplus_attention.report.downstream_figure import downstream_figure
 
     shown = [r for r in results if r["results"].get("lengths", True) and r["results"].get("cells", True)]
     if not shown:
         return []
-    return figures.save(evaluation_figures.FIGURES[measure](shown), folder / measure)
+    figure = (evaluation_figures.FIGURES | {"downstream": downstream_figure})[measure](shown)
+    return [] if figure is None else figures.save(figure, folder / measure)
 
 
 def draw_folder(folder: Path) -> list[Path]:

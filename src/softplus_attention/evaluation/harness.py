@@ -2,162 +2,81 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.evaluation import harness_ruler as ruler
 from softplus_attention.evaluation import results as files
+from softplus_attention.evaluation.harness_data import (
+    FOUND_IN_HUB,
+    OUR_TASKS,
+    TASKS,
+    USUAL,
+    LocalData,
+    check_lengths,
+    described_file,
+    described_folder,
+    harness_folder,
+    known_task,
+    length_words,
+    local_data,
+    overrides,
+    ruler_texts,
+)
 from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.validation import fail
 
+__all__ = [
+    "FOUND_IN_HUB",
+    "MEASURE",
+    "OUR_TASKS",
+    "TASKS",
+    "USUAL",
+    "check_lengths",
+    "check_names",
+    "csv_rows",
+    "length_words",
+    "local_data",
+    "measure_downstream",
+    "overrides",
+    "parts_of",
+    "quiet",
+    "rows_of",
+    "ruler_texts",
+    "table_of",
+    "task_manager",
+]
+
 MEASURE = "downstream"
-OUR_TASKS = Path(__file__).parent / "harness_tasks"
+LONGEST_REASON = 240
 # Standard errors of metrics without a formula, such as perplexity.
 BOOTSTRAP_SAMPLES = 1000
 
 
-@dataclass(frozen=True)
-class KnownTask:
-    """Where the harness keeps a task, and what a record of its data holds."""
-
-    folder: str  # under lm_eval/tasks, "" for a task of ours
-    fields: tuple[str, ...] = ()
-    splits: tuple[str, ...] = ()  # in the order of preference for evaluation
-    examples: str = "train"  # the split that examples in the prompt come from
-    has_subjects: bool = False
-    needs_data: bool = True  # else the harness makes or fetches it by itself
-
-
-TASKS = {
-    "arc_easy": KnownTask("arc", ("question", "choices", "answerKey"), ("test", "validation")),
-    "arc_challenge": KnownTask("arc", ("question", "choices", "answerKey"), ("test", "validation")),
-    "hellaswag": KnownTask("hellaswag", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), ("validation",)),
-    "piqa": KnownTask("piqa", ("goal", "sol1", "sol2", "label"), ("validation",)),
-    "sciq": KnownTask(
-        "sciq",
-        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
-        ("test", "validation"),
-    ),
-    "mmlu": KnownTask("mmlu/default", ("question", "choices", "answer"), ("test",), "dev", has_subjects=True),
-    "lambada_openai": KnownTask("lambada", ("text",), ("test",)),
-    "lambada_standard": KnownTask("lambada", ("text",), ("test",)),
-    "summscreen": KnownTask("", ("input", "output"), ("validation", "test")),
-    "ruler": KnownTask("ruler", needs_data=False),
-    "babilong": KnownTask("babilong", needs_data=False),
-}
-USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lambada_openai", "summscreen")
-
-
-@dataclass(frozen=True)
-class LocalData:
-    """The files of one task: ``files[split]``, one JSON object per line."""
-
-    task: str  # as the harness names it
-    known: KnownTask
-    files: Mapping[str, Path]
-
-    @property
-    def evaluated(self) -> str:
-        return next(split for split in self.known.splits if split in self.files)
-
-
-def local_data(folder: Path, names: Sequence[str], shots: int) -> list[LocalData]:
-    """FOLDER/TASK/SPLIT.jsonl, and FOLDER/mmlu/SUBJECT/SPLIT.jsonl, for every task that is read from files."""
-    if not folder.is_dir():
-        fail("--data", "a folder with a folder for each task", repr(str(folder)))
-    found = []
+def parts_of(names: Sequence[str]) -> dict[str, str]:
+    """What is run one after the other, and by which of the names: a part of ruler that fails leaves the others."""
+    found: dict[str, str] = {}
     for name in names:
-        known = TASKS.get(name)
-        if known is None or not known.needs_data:
-            continue
-        places = {name: folder / name}
-        if known.has_subjects:
-            places = {f"{name}_{place.name}": place for place in sorted((folder / name).glob("*")) if place.is_dir()}
-            if not places:
-                fail("--data", f"a folder with {name}/SUBJECT/{known.splits[0]}.jsonl", repr(str(folder)))
-        found += [files_of(task, known, place, shots) for task, place in places.items()]
+        for part in ruler.PARTS if name == "ruler" else (name,):
+            found.setdefault(part, name)
     return found
 
 
-def files_of(task: str, known: KnownTask, place: Path, shots: int) -> LocalData:
-    wanted = (*known.splits, *(() if known.examples in known.splits else (known.examples,)))
-    there = {split: place / f"{split}.jsonl" for split in wanted if (place / f"{split}.jsonl").is_file()}
-    if not set(known.splits) & set(there):
-        fail("--data", f"a folder with {place.name}/{known.splits[0]}.jsonl", f"{str(place)!r}, which has none")
-    if shots and known.examples not in there:
-        fail("--shots", f"0, or {known.examples}.jsonl beside the other files of {task}", shots)
-    for path in there.values():
-        check_fields(path, known.fields)
-    return LocalData(task, known, {split: path.resolve() for split, path in there.items()})
-
-
-def check_fields(path: Path, fields: Sequence[str]) -> None:
-    expected = f"records with the fields {', '.join(fields)}"
-    count = 0
-    with path.open(encoding="utf-8") as lines:
-        for count, line in enumerate((line for line in lines if line.strip()), 1):
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                fail(str(path), expected, f"record {count}, which is no JSON: {error}")
-            missing = [field for field in fields if not isinstance(record, dict) or field not in record]
-            if missing:
-                fail(str(path), expected, f"record {count} without {', '.join(missing)}")
-    if not count:
-        fail(str(path), expected, "an empty file")
-
-
-def write_overrides(folder: Path, data: Sequence[LocalData]) -> None:
-    """A YAML file of the same name for each task: all that the harness has for it, but with the data from files.
-
-    JSON is YAML. The harness takes the later of two tasks of one name, and these come last.
-    """
-    for local in data:
-        split = local.evaluated
-        examples = local.known.examples if local.known.examples in local.files else None
-        word: dict[str, Any] = {
-            "include": str(built_in(local)),
-            "task": local.task,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": {name: str(path) for name, path in local.files.items()}},
-            "training_split": None,
-            "validation_split": None,
-            "test_split": split,
-            "fewshot_split": examples,
-        }
-        (folder / f"{local.task}.yaml").write_text(json.dumps(word, indent=1))
-    subjects = [local.task for local in data if local.known.has_subjects]
-    if subjects:
-        group = {
-            "group": "mmlu",
-            "task": subjects,
-            "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
-            "metadata": {"version": 2},
-        }
-        (folder / "mmlu.yaml").write_text(json.dumps(group, indent=1))
-
-
-def built_in(local: LocalData) -> Path:
-    if not local.known.folder:
-        return OUR_TASKS / f"{local.task}.yaml"
-    path = harness_folder() / local.known.folder / f"{local.task}.yaml"
-    if not path.is_file():
-        fail("--data", "subjects that the harness knows", f"{local.task!r}")
-    return path
-
-
-def harness_folder() -> Path:
-    import lm_eval
-
-    return Path(lm_eval.__file__).parent / "tasks"
+def check_names(names: Sequence[str], include: Sequence[Path], data: Sequence[LocalData]) -> None:
+    """Names that the harness does not have, and tasks that have no data, before any model is loaded."""
+    there = {name for local in data for name in (local.task, local.group)}
+    for name in names:
+        known = known_task(name)
+        if known is not None and not known.in_hub and name not in there:
+            fail("--tasks", f"without {name!r} where there is no --data: it has no public set", ", ".join(names))
+    # Its own are not in question, and reading all of the harness's takes half a minute.
+    others = [name for name in names if known_task(name) is None and name not in ruler.PARTS]
+    if others or include:
+        task_manager(others, include, {})
 
 
 def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mapping[str, Any]) -> Any:
@@ -182,19 +101,12 @@ def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mappin
     return manager
 
 
-@contextlib.contextmanager
-def overrides(data: Sequence[LocalData]) -> Iterator[list[Path]]:
-    """A folder with the YAML files of local data, for as long as it is needed."""
-    with tempfile.TemporaryDirectory(prefix="softplus-attention-tasks-") as folder:
-        write_overrides(Path(folder), data)
-        yield [Path(folder)] if data else []
+def language_model(opened: Opened, tokenizer: Any, *, batch_size: int | None, max_length: int | None) -> Any:
+    """The model as the harness wants it; ``batch_size`` None is as memory allows."""
+    # Imported late: it needs the harness, which takes seconds.
+    from softplus_attention.evaluation.harness_model import HarnessModel
 
-
-def language_model(opened: Opened, tokenizer: Any, *, batch_size: int | str, max_length: int | None) -> Any:
-    """The model as the harness wants it."""
-    from lm_eval.models.huggingface import HFLM
-
-    return HFLM(pretrained=opened.model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
+    return HarnessModel(opened, tokenizer, most_rows=batch_size, max_length=max_length)
 
 
 def measure_downstream(
@@ -204,77 +116,107 @@ def measure_downstream(
     output: Path,
     *,
     data: Sequence[LocalData] = (),
+    texts: ruler.Texts | None = None,
     include: Sequence[Path] = (),
     shots: int | None = None,
     limit: int | None = None,
-    batch_size: int | str = 8,
+    batch_size: int | None = None,
     max_length: int | None = None,
     lengths: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Task after task; what an earlier run finished is not run again."""
+    """Task after task; what an earlier run finished is not run again, and what fails is left out with its reason."""
+    check_lengths(names, lengths, bool(data))
+    check_names(names, include, data)
+    source = {name: described_file(path) for name, path in (texts.paths() if texts else {}).items()}
     settings = {
         "tasks": list(names),
         "shots": shots,
         "limit": limit,
         "max_length": max_length,
         "lengths": list(lengths),
-        "data": {local.task: {split: str(path) for split, path in local.files.items()} for local in data},
-        "include": [str(path) for path in include],
+        "data": {local.task: local.identity() for local in data} | ({"ruler": source} if source else {}),
+        "include": [described_folder(path) for path in include],
     }
-    words = {name: length_words(name, lengths) for name in names}
-    file = files.ResultFile(
-        output,
-        MEASURE,
-        opened.description(),
-        settings,
-        opened.model.device,
-        {"finished": [], "tasks": [], "skipped": []},
-    )
+    empty: dict[str, Any] = {"finished": [], "tasks": [], "skipped": []}
+    file = files.ResultFile(output, MEASURE, opened.description(), settings, opened.model.device, empty)
     progress = Progress()
-    left = [name for name in names if name not in file.results["finished"]]
+    parts = parts_of(names)
+    left = [part for part in parts if part not in file.results["finished"]]
     if left:
-        with overrides(data) as own:
-            managers = {
-                name: task_manager([name], [*include, *own], {**asked, "pretrained": opened.request.source})
-                for name, asked in words.items()
-                if name in left
-            }
-            model = language_model(opened, tokenizer, batch_size=batch_size, max_length=max_length)
-            for name, manager in managers.items():
-                progress.say(f"{opened.request.name}: {name}")
-                file.results["tasks"] += run_task(name, model, manager, shots, limit)
-                file.results["finished"].append(name)
+        allowed = allowed_length(opened, max_length, progress)
+        model = language_model(opened, tokenizer, batch_size=batch_size, max_length=allowed)
+        made_for = getattr(tokenizer, "name_or_path", "") or opened.request.source
+        with overrides(data, left, texts, limit) as own:
+            for part in left:
+                progress.say(f"{opened.request.name}: {part}")
+                words = {**length_words(part, lengths), "pretrained": opened.request.source, "tokenizer": made_for}
+                model.cut_texts = 0
+                # The texts of all lengths are one list, of which the harness takes the first.
+                records = limit * max(1, len(lengths)) if limit and part in ruler.PARTS else limit
+                try:
+                    found = run_task(part, model, task_manager([part], [*include, *own], words), shots, records)
+                except Exception as error:
+                    reason = reason_of(error, part, parts[part])
+                    progress.say(f"{opened.request.name}: {part} was left out: {reason}")
+                    file.results["skipped"].append({"task": part, "reason": reason})
+                else:
+                    if model.cut_texts:
+                        said = f"{model.cut_texts} texts were longer than the model's {model.max_length} tokens allow"
+                        progress.say(f"{opened.request.name}: {part}: {said}, and lost their beginning")
+                    file.results["tasks"] += [{**row, "asked": parts[part]} for row in found]
+                    file.results["finished"].append(part)
                 file.save()
-    return file.save(complete=True)
+    add_means(file.results, parts)
+    return file.save(complete=not file.results["skipped"])
 
 
-def length_words(name: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """How a task is told which lengths to make: babilong has ready sets of 0k, 1k, 2k, ... tokens, one at a time."""
-    if not lengths:
-        return {}
-    if not name.startswith("babilong"):
-        return {"max_seq_lengths": list(lengths)}
-    if len(lengths) > 1:
-        fail("--lengths", "one length for babilong", ", ".join(map(str, lengths)))
-    return {"max_seq_lengths": f"{lengths[0] // 1024}k"}
+def allowed_length(opened: Opened, max_length: int | None, progress: Progress) -> int | None:
+    longest = opened.longest
+    if max_length is None or longest is None or max_length <= longest:
+        return max_length
+    words = f"--max-length {max_length} is cut to {longest}, the positions that the model has"
+    progress.say(f"{opened.request.name}: {words}")
+    return longest
+
+
+def reason_of(error: Exception, part: str, name: str) -> str:
+    """One line for the table: what failed, and what can be done where data could not be reached."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    words = lines[0][:LONGEST_REASON] if lines else "no message"
+    if not isinstance(error, ValueError):
+        words = f"{type(error).__name__}: {words}"
+    is_local = part in ruler.WITH_SOURCES or (part not in ruler.PARTS and known_task(name) is not None)
+    if isinstance(error, OSError) and is_local:
+        words += f" (--data takes {name} from local files)"
+    return words
+
+
+def add_means(results: dict[str, Any], parts: Mapping[str, str]) -> None:
+    """The harness's mean of ruler, over its parts with equal weights, for every length and once all are there."""
+    wanted = [part for part, name in parts.items() if name == "ruler"]
+    results["tasks"] = [row for row in results["tasks"] if row["task"] != "ruler"]
+    if not wanted or not set(wanted) <= set(results["finished"]):
+        return
+    rows = [row for row in results["tasks"] if row["task"] in wanted]
+    for metric in dict.fromkeys(row["metric"] for row in rows):
+        values = [row["value"] for row in rows if row["metric"] == metric]
+        if len(values) == len(wanted):
+            mean = {"task": "ruler", "metric": metric, "value": sum(values) / len(values), "standard_error": None}
+            results["tasks"].append(mean | {"samples": None, "shots": 0, "higher_is_better": True, "asked": "ruler"})
 
 
 def run_task(name: str, model: Any, manager: Any, shots: int | None, limit: int | None) -> list[dict[str, Any]]:
     from lm_eval import simple_evaluate
 
-    try:
-        found = simple_evaluate(
-            model=model,
-            tasks=[name],
-            num_fewshot=shots,
-            limit=limit,
-            task_manager=manager,
-            bootstrap_iters=BOOTSTRAP_SAMPLES,
-            log_samples=False,
-        )
-    except (ConnectionError, FileNotFoundError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        fail("--tasks", f"tasks whose data can be reached, or --data with a folder for {name}", f"{name!r}: {reason}")
+    found = simple_evaluate(
+        model=model,
+        tasks=[name],
+        num_fewshot=shots,
+        limit=limit,
+        task_manager=manager,
+        bootstrap_iters=BOOTSTRAP_SAMPLES,
+        log_samples=False,
+    )
     return rows_of(found)
 
 
@@ -320,12 +262,17 @@ def table_of(results: Sequence[Mapping[str, Any]]) -> str:
     for result in results:
         for row in result["results"]["tasks"]:
             error = row["standard_error"]
-            words = f"{row['value']:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+            # A perplexity beyond all numbers is null in the file.
+            words = "no number" if row["value"] is None else f"{row['value']:.4f}"
+            words += f" ± {error:.4f}" if error is not None else ""
             cells.setdefault((row["task"], row["metric"]), {})[result["model"]["name"]] = words
     width = max([20, *(len(name) + 2 for name in names)])
     lines = [f"{'task':26}{'metric':14}" + "".join(f"{name:>{width}}" for name in names)]
     for (task, metric), by_name in cells.items():
         lines.append(f"{task:26}{metric:14}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names))
+    for result in results:
+        for skip in result["results"]["skipped"]:
+            lines.append(f"left out: {result['model']['name']}: {skip['task']}: {skip['reason']}")
     return "\n".join(lines)
 
 

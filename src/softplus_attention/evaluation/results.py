@@ -23,9 +23,7 @@ from softplus_attention.validation import fail
 FORMAT = "softplus-attention result"
 VERSION = 1
 LONGEST_NAME = 150
-MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps")
-# The last has a table of its own and no figure.
-READABLE = (*MEASURES, "downstream")
+MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
 
 
 def file_name(measure: str, name: str, variant: str = "") -> str:
@@ -138,7 +136,7 @@ def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
 def read(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
-        if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in READABLE:
+        if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in MEASURES:
             raise KeyError("format")
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {error!r}")

@@ -151,7 +151,7 @@ def notes(members: Sequence[Measured]) -> list[str]:
         skipped = member.results.get("skipped")
         if isinstance(skipped, list) and skipped:
             rows = [row for row in skipped if isinstance(row, dict)]
-            words = "; ".join(f"{row.get('length')}: {row.get('reason')}" for row in rows)
+            words = "; ".join(f"{row.get('length', row.get('task'))}: {row.get('reason')}" for row in rows)
             found.append(f"{member.name}, not measured: {words}.")
     unequal = differing_settings(members)
     if unequal:

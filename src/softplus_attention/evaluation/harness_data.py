@@ -1,0 +1,302 @@
+"""The data of downstream tasks: the harness's public sets, or local files in the schema of each task."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.evaluation import harness_ruler as ruler
+from softplus_attention.validation import fail
+
+OUR_TASKS = Path(__file__).parent / "harness_tasks"
+# By the name that `datasets` has for the format.
+FORMATS = {"json": ".jsonl", "parquet": ".parquet"}
+
+
+@dataclass(frozen=True)
+class KnownTask:
+    """Where the harness keeps a task, and what a record of its data holds."""
+
+    folder: str  # under lm_eval/tasks, "" for a task of ours
+    fields: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()  # in the order of preference for evaluation
+    examples: str | None = "train"  # the split that examples in the prompt come from, None where the task has its own
+    has_subjects: bool = False
+    in_local_files: bool = True
+    in_hub: bool = True
+
+
+BABILONG = tuple(f"babilong_qa{number}" for number in range(1, 21))
+BABILONG_FIELDS = ("input", "question", "target")
+# The first five have texts of these lengths, the others only the facts by themselves ("0k").
+BABILONG_LENGTHS = {1024 * thousands: f"{thousands}k" for thousands in (1, 2, 4, 8, 16, 32, 64, 128)}
+BABILONG_WITH_LENGTHS = BABILONG[:5]
+
+TASKS = {
+    "arc_easy": KnownTask("arc", ("question", "choices", "answerKey"), ("test", "validation")),
+    "arc_challenge": KnownTask("arc", ("question", "choices", "answerKey"), ("test", "validation")),
+    "hellaswag": KnownTask("hellaswag", ("activity_label", "ctx_a", "ctx_b", "endings", "label"), ("validation",)),
+    "piqa": KnownTask("piqa", ("goal", "sol1", "sol2", "label"), ("validation",)),
+    "sciq": KnownTask(
+        "sciq",
+        ("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
+        ("test", "validation"),
+    ),
+    "mmlu": KnownTask("mmlu/default", ("question", "choices", "answer"), ("test",), "dev", has_subjects=True),
+    "lambada_openai": KnownTask("lambada", ("text",), ("test",)),
+    "lambada_standard": KnownTask("lambada", ("text",), ("test",)),
+    "summscreen": KnownTask("", ("input", "output"), ("validation", "test"), in_hub=False),
+    # What ruler reads from files is in harness_ruler.
+    "ruler": KnownTask("ruler", in_local_files=False),
+    "babilong": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
+    "babilong_longctx": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
+}
+USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lambada_openai", "summscreen")
+FOUND_IN_HUB = tuple(name for name in USUAL if TASKS[name].in_hub)
+
+
+def known_task(name: str) -> KnownTask | None:
+    if name in BABILONG:
+        return KnownTask("babilong", BABILONG_FIELDS, ("test",), None)
+    return TASKS.get(name)
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """The files of one task, by split."""
+
+    task: str  # as the harness names it
+    group: str | None
+    known: KnownTask
+    files: Mapping[str, Path]
+    evaluated: str  # split
+
+    def identity(self) -> dict[str, dict[str, str]]:
+        return {split: described_file(path) for split, path in self.files.items()}
+
+
+def described_file(path: Path) -> dict[str, str]:
+    """With the sha256 of what it holds, so that results of other data under the same name are not taken for its own."""
+    with path.open("rb") as file:
+        return {"path": str(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def described_folder(folder: Path) -> dict[str, str]:
+    """Of a folder of YAML files and what they import."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml", ".py")):
+        digest.update(str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest())
+    return {"path": str(folder), "sha256": digest.hexdigest()}
+
+
+def local_data(
+    folder: Path, names: Sequence[str], shots: int | None = None, lengths: Sequence[int] = ()
+) -> list[LocalData]:
+    """FOLDER/TASK/SPLIT.jsonl (or .parquet), and FOLDER/mmlu/SUBJECT/SPLIT.jsonl, for every task that is read so."""
+    if not folder.is_dir():
+        fail("--data", "a folder with a folder for each task", repr(str(folder)))
+    found: dict[str, LocalData] = {}
+    for name in names:
+        known = known_task(name)
+        if known is None or not known.in_local_files:
+            continue
+        places = places_of(folder, name, known)
+        for task, place in places.items():
+            group = name if known.has_subjects else None
+            found[task] = files_of(task, group, known, place, shots or 0, lengths)
+    return list(found.values())
+
+
+def places_of(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
+    """The folder of each task that a name stands for."""
+    if known.folder == "babilong" and known.has_subjects:
+        chosen = BABILONG if name == "babilong" else BABILONG_WITH_LENGTHS
+        places = {task: folder / task for task in chosen if (folder / task).is_dir()}
+        if not places:
+            fail("--data", "a folder with babilong_qa1/test.jsonl, babilong_qa2/test.jsonl, ...", repr(str(folder)))
+        return places
+    if not known.has_subjects:
+        return {name: folder / name}
+    places = {f"{name}_{place.name}": place for place in sorted((folder / name).glob("*")) if place.is_dir()}
+    if not places:
+        fail("--data", f"a folder with {name}/SUBJECT/{known.splits[0]}.jsonl", repr(str(folder)))
+    return places
+
+
+def files_of(
+    task: str, group: str | None, known: KnownTask, place: Path, shots: int, lengths: Sequence[int] = ()
+) -> LocalData:
+    # A set of babilong is of one length, and its files are named as the public ones.
+    splits = (BABILONG_LENGTHS[lengths[0]],) if lengths and task in BABILONG else known.splits
+    wanted = dict.fromkeys([*splits, *([known.examples] if known.examples else [])])
+    there = {
+        split: path
+        for split in wanted
+        if (path := next((p for s in FORMATS.values() if (p := place / f"{split}{s}").is_file()), None))
+    }
+    evaluated = next((split for split in splits if split in there), None)
+    if evaluated is None:
+        fail("--data", f"a folder with {place.name}/{splits[0]}.jsonl", f"{str(place)!r}, which has none")
+    if shots and known.examples and known.examples not in there:
+        fail("--shots", f"0, or {known.examples}.jsonl beside the other files of {task}", shots)
+    if len({path.suffix for path in there.values()}) > 1:
+        fail("--data", "files of one format for each task", ", ".join(str(path) for path in there.values()))
+    for path in there.values():
+        check_fields(path, known.fields)
+    return LocalData(task, group, known, {split: path.resolve() for split, path in there.items()}, evaluated)
+
+
+def ruler_texts(folder: Path, names: Sequence[str]) -> ruler.Texts:
+    """FOLDER/ruler/essays.jsonl, squad.json and hotpotqa.json, as far as the asked parts of ruler need them."""
+    found = {}
+    for source, (file, parts) in ruler.SOURCES.items():
+        needing = [part for part in parts if part in names]
+        path = folder / "ruler" / file
+        if not needing:
+            continue
+        if not path.is_file():
+            others = ", ".join(part for part in ruler.PARTS if part not in ruler.WITH_SOURCES)
+            expected = f"a folder with ruler/{file}, which {', '.join(needing)} need (without files: {others})"
+            fail("--data", expected, repr(str(folder)))
+        if path.suffix == ".jsonl":
+            check_fields(path, ("text",))
+        else:
+            check_questions(path, source)
+        found[source] = path.resolve()
+    return ruler.Texts(**found)
+
+
+def check_questions(path: Path, source: str) -> None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        questions, _ = ruler.questions_of(source, data)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fail(str(path), f"in the form of the public {source} file", f"{type(error).__name__}: {error}")
+    if not questions:
+        fail(str(path), "at least one question that has an answer", "none")
+
+
+def check_fields(path: Path, fields: Sequence[str]) -> None:
+    expected = f"records with the fields {', '.join(fields)}"
+    count = 0
+    for count, record in enumerate(records_of(path, expected), 1):
+        missing = [field for field in fields if not isinstance(record, dict) or field not in record]
+        if missing:
+            fail(str(path), expected, f"record {count} without {', '.join(missing)}")
+    if not count:
+        fail(str(path), expected, "an empty file")
+
+
+def records_of(path: Path, expected: str) -> Iterable[Any]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            whole = pyarrow.parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:
+            fail(str(path), expected, f"no Parquet file: {error}")
+        # One schema holds for every row.
+        yield from [dict.fromkeys(whole.schema_arrow.names)] if whole.metadata.num_rows else []
+        return
+    with path.open(encoding="utf-8") as lines:
+        for count, line in enumerate((line for line in lines if line.strip()), 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                fail(str(path), expected, f"record {count}, which is no JSON: {error}")
+
+
+def check_lengths(names: Sequence[str], lengths: Sequence[int], is_local: bool = False) -> None:
+    """babilong has ready sets of certain lengths, one at a time; ruler makes texts of any."""
+    chosen = [name for name in names if name.startswith("babilong")]
+    if not lengths or not chosen:
+        return
+    there = ", ".join(map(str, BABILONG_LENGTHS))
+    if len(lengths) > 1:
+        fail("--lengths", f"one length for babilong, of {there}", ", ".join(map(str, lengths)))
+    if lengths[0] not in BABILONG_LENGTHS:
+        without = "left out for the facts without other text"
+        fail("--lengths", f"one of {there} for babilong ({without})", lengths[0])
+    short = [name for name in chosen if name not in (*BABILONG_WITH_LENGTHS, "babilong_longctx")]
+    if short and not is_local:
+        most = f"{BABILONG_WITH_LENGTHS[0]} to {BABILONG_WITH_LENGTHS[-1]}, or babilong_longctx for all of them"
+        fail("--lengths", f"left out but for {most}, which alone have longer texts", f"{lengths[0]} with {short[0]!r}")
+
+
+def length_words(name: str, lengths: Sequence[int]) -> dict[str, Any]:
+    """How a task is told which lengths to make."""
+    if not lengths:
+        return {}
+    if not name.startswith("babilong"):
+        return {"max_seq_lengths": list(lengths)}
+    return {"max_seq_lengths": BABILONG_LENGTHS[lengths[0]]}
+
+
+@contextlib.contextmanager
+def overrides(
+    data: Sequence[LocalData], names: Sequence[str] = (), texts: ruler.Texts | None = None, limit: int | None = None
+) -> Iterator[list[Path]]:
+    """A folder with the YAML files of local data and of ruler, for as long as it is needed."""
+    with tempfile.TemporaryDirectory(prefix="softplus-attention-tasks-") as name:
+        folder = Path(name)
+        write_overrides(folder, data)
+        parts = [part for part in names if part in ruler.PARTS]
+        ruler.write_overrides(folder, harness_folder() / "ruler", parts, texts, limit)
+        yield [folder] if data or parts else []
+
+
+def write_overrides(folder: Path, data: Sequence[LocalData]) -> None:
+    """A YAML file of the same name for each task: all that the harness has for it, but with the data from files.
+
+    JSON is YAML. The harness takes the later of two tasks of one name, and these come last.
+    """
+    for local in data:
+        examples = local.known.examples if local.known.examples in local.files else None
+        suffix = local.files[local.evaluated].suffix
+        word: dict[str, Any] = {
+            "include": str(built_in(local)),
+            "task": local.task,
+            "custom_dataset": None,
+            "dataset_path": next(name for name, ending in FORMATS.items() if ending == suffix),
+            "dataset_name": None,
+            # A length is no name of a split that `datasets` takes.
+            "dataset_kwargs": {"data_files": {split_name(local, split): str(p) for split, p in local.files.items()}},
+            "training_split": None,
+            "validation_split": None,
+            "test_split": split_name(local, local.evaluated),
+            "fewshot_split": examples,
+        }
+        (folder / f"{local.task}.yaml").write_text(json.dumps(word, indent=1))
+    for group in dict.fromkeys(local.group for local in data if local.group):
+        word = {
+            "group": group,
+            "task": [local.task for local in data if local.group == group],
+            "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+            "metadata": {"version": 2},
+        }
+        (folder / f"{group}.yaml").write_text(json.dumps(word, indent=1))
+
+
+def split_name(local: LocalData, split: str) -> str:
+    return "test" if split == local.evaluated and split not in local.known.splits else split
+
+
+def built_in(local: LocalData) -> Path:
+    if not local.known.folder:
+        return OUR_TASKS / f"{local.task}.yaml"
+    path = harness_folder() / local.known.folder / f"{local.task}.yaml"
+    if not path.is_file():
+        fail("--data", "subjects that the harness knows", f"{local.task!r}")
+    return path
+
+
+def harness_folder() -> Path:
+    import lm_eval
+
+    return Path(lm_eval.__file__).parent / "tasks"
