@@ -193,7 +193,6 @@ GPU = Experiment(
     first_step=20,
     probe_systems=512,
     weight_decay=0.1,
-    law_restarts=1,
     # Ten bits of a coordinate of 5 AU are 0.003 AU, a thirtieth of what a step bends an orbit; bfloat16 has seven.
     precision="tf32",
 )
