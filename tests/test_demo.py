@@ -61,7 +61,8 @@ def test_end_to_end(small, tmp_path, capsys):
     tags.feed(page)
     assert tags.open == []
     assert {"table", "img", "figure", "h1"} <= set(tags.seen)
-    assert "http" not in page.replace("http-equiv", "")
+    # The letters may stand in a picture's base64 by chance.
+    assert "http" not in re.sub(r"data:image/\w+;base64,[\w+/=]+", "", page).replace("http-equiv", "")
     for line in out.split("Look at:")[1].split():
         assert (tmp_path / "d" / line.split("/")[-1]).stat().st_size > 100
 

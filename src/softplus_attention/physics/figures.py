@@ -10,6 +10,7 @@ import numpy as np
 
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
+from softplus_attention.report.figures import COLOURS, MARKERS
 
 
 def draw_all(folder: Folder) -> list[Path]:
@@ -119,6 +120,10 @@ def force_arrows(folder: Folder, pyplot: Any) -> Any:
             axis.plot(0, 0, "*", color="C1", ms=9)
             axis.set_aspect("equal")
             axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
+            # quiver's arrows have no entry of their own in a legend.
+            for name, colour in (("true", "0.45"), ("said", "C3")):
+                axis.plot([], [], color=colour, label=f"force, {name}")
+    axes[0, 0].legend(fontsize=7)
     return figure
 
 
@@ -174,25 +179,35 @@ def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
 
 
 def length(folder: Folder, pyplot: Any) -> Any:
-    """Force, next place and roll-out beyond the trained number of steps."""
-    runs = first_runs(folder, "long.json")
-    if not runs:
+    """Force, next place and roll-out beyond the trained number of steps: every seed thin, their median thick."""
+    found: dict[str, list[Any]] = {}
+    for arm, seed in folder.runs():
+        if (folder.run(arm, seed) / "long.json").is_file():
+            found.setdefault(arm, []).append(read_json(folder.run(arm, seed) / "long.json"))
+    if not found:
         return None
-    figure, axes = grid(pyplot, 1, 3)
-    for arm, file in runs:
-        found = read_json(file)
-        force = pretrained_force(found)
-        axes[0, 0].plot([r["multiple"] for r in force], [1 - r["r2"] for r in force], "o-", ms=3, label=arm)
-        places = found["next_place"]
-        axes[0, 1].plot([r["multiple"] for r in places], [r["error"] for r in places], "o-", ms=3, label=arm)
-        rolled = found["roll_out"]
-        axes[0, 2].plot([r["multiple"] for r in rolled], [r["median_ellipse_error"] for r in rolled], "o-", ms=3)
-    for axis, title in zip(
-        axes[0], ("1 - R^2 of the force", "error of the next place, AU", "off the ellipse, / a"), strict=True
-    ):
+    panels: dict[str, Callable[[Any], dict[int, float]]] = {
+        "1 - R^2 of the force": lambda run: {int(r["multiple"]): 1 - r["r2"] for r in pretrained_force(run)},
+        "error of the next place, AU": lambda run: {r["multiple"]: r["error"] for r in run["next_place"]},
+        "roll-out: off the ellipse, semi-major axes": lambda run: {
+            r["multiple"]: r["median_ellipse_error"] for r in run["roll_out"]
+        },
+    }
+    figure, axes = grid(pyplot, 1, len(panels))
+    for axis, (title, values_of) in zip(axes[0], panels.items(), strict=True):
+        for number, (arm, runs) in enumerate(found.items()):
+            curves = [values_of(run) for run in runs]
+            look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "ms": 4}
+            if len(curves) > 1:
+                for curve in curves:
+                    axis.plot(list(curve), list(curve.values()), color=look["color"], lw=0.6, alpha=0.5)
+            median = {m: float(np.median([curve[m] for curve in curves])) for m in curves[0]}
+            axis.plot(list(median), list(median.values()), label=arm, **look)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
-        axis.set_xlabel("steps / trained steps")
+        multiples = [multiple for multiple in folder.experiment.multiples if multiple > 1 or "roll-out" not in title]
+        axis.set_xticks(multiples, [f"{multiple}x" for multiple in multiples])
+        axis.set_xlabel("the trained steps")
         axis.set_title(title, fontsize=8)
     axes[0, 1].legend(fontsize=7)
     return figure
