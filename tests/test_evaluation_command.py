@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,7 @@ def test_stopped(run, monkeypatch):
 
 WITHOUT_PLOTS = """
 import sys
+import time
 for name in ("matplotlib", "datasets", "pyarrow", "pandas", "scipy", "lm_eval"):
     sys.modules[name] = None
 from softplus_attention.cli import main
@@ -204,3 +206,33 @@ def test_a_machine_without_plots(place, tmp_path):
 def test_figures_of_nothing(tmp_path, capsys):
     assert main(["evaluate", "figures", str(tmp_path)]) == 2
     assert "a folder of results written by" in capsys.readouterr().err
+
+
+def test_killed_and_run_again(place, tmp_path):
+    """kill -9 after the first length: the same command goes on from there, with the same numbers in the end."""
+    words = ["lengths", "lssar/model", "--text", "text.txt", "--lengths", "16,32,64,128,256", "--device", "cpu"]
+    command = [sys.executable, "-m", "softplus_attention.cli", "evaluate", *words, "--output"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    subprocess.run([*command, str(whole)], cwd=place, check=True, capture_output=True)
+    expected = read(whole / "lengths--lssar.json")
+    slowed = (
+        "import sys, time; from softplus_attention.evaluation import length_measure as m; from softplus_attention.cli "
+        "import main; at = m.Measuring.at; m.Measuring.at = lambda *a: (time.sleep(0.5), at(*a))[1]; main(sys.argv[1:])"
+    )
+    running = subprocess.Popen([sys.executable, "-c", slowed, "evaluate", *words, "--output", str(cut)], cwd=place)
+    deadline = time.monotonic() + 60
+    while not (cut / "lengths--lssar.json").exists():
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    before = read(cut / "lengths--lssar.json")
+    assert not before["complete"]
+    assert 1 <= len(before["results"]["lengths"]) < 5
+    again = subprocess.run([*command, str(cut)], cwd=place, check=True, capture_output=True, text=True)
+    assert again.stderr.count("found in") == len(before["results"]["lengths"])
+    found = read(cut / "lengths--lssar.json")
+    assert found["complete"]
+    for one, other in zip(found["results"]["lengths"], expected["results"]["lengths"], strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
