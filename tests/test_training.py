@@ -101,6 +101,8 @@ class TestConfiguration:
             ({"optimizer": "sgd"}, "`optimizer` must be one of adamw, muon"),
             ({"parallel": "zero"}, "`parallel` must be one of ddp, fsdp"),
             ({"loss": "fused"}, "`loss` must be one of plain, chunked, liger"),
+            ({"precision": "fp8"}, "`precision` must be one of auto, bf16, fp16, fp32"),
+            ({"precision": "fp16", "parallel": "fsdp"}, "`precision` must be bf16 or fp32 with --parallel fsdp"),
             ({"steps": 0}, "`steps` must be at least 1"),
             ({"steps": 1.5}, "`steps` must be of type int"),
             ({"compile": 1}, "`compile` must be of type bool"),
@@ -469,6 +471,11 @@ class TestRun:
         sequences = folder.sequences("train", 24, seed=0, document_mask=False)
         ids = torch.stack([sequences[n]["input_ids"] for n in range(8)])
         assert run.losses()[1] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+
+    def test_float16_is_for_gpus(self, run: Run) -> None:
+        run.start(precision="fp16", device="cpu")
+        assert run.wait() == 2
+        assert "`precision` must be bf16 or fp32 on a CPU, got 'fp16'" in run.words()
 
     @pytest.mark.slow
     def test_compiled_through_a_ramp_of_many_powers(self, run: Run) -> None:

@@ -23,7 +23,7 @@ from softplus_attention.training.schedules import PowerSchedule, logarithmic_pow
 from softplus_attention.validation import fail
 
 SCHEDULES = ("cosine", "wsd")
-PRECISIONS = ("auto", "bf16", "fp32")
+PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -95,7 +95,9 @@ class TrainConfig:
     seed: int = option(OPTIMISATION, "of the weights and of the order of the data", 0)
 
     device: str = option(SPEED, "auto, cpu or cuda", "auto", free=True)
-    precision: str = option(SPEED, "bf16 (mixed), fp32, or auto: bf16 on a GPU", "auto", free=True)
+    precision: str = option(
+        SPEED, "bf16 or fp16 (mixed; fp16 scales the loss), fp32, or auto: bf16 on a GPU", "auto", free=True
+    )
     parallel: str = option(SPEED, "under torchrun: ddp, or fsdp (FSDP2: everything sharded)", "ddp", free=True)
     micro_batch_size: int = option(
         SPEED, "sequences on a device at a time, at most; gradients accumulate up to the batch", 32, free=True
@@ -131,6 +133,8 @@ class TrainConfig:
         ):
             if getattr(self, name) not in known:
                 fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+        if self.precision == "fp16" and self.parallel == "fsdp":
+            fail("precision", "bf16 or fp32 with --parallel fsdp", "'fp16'")
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
         self.check_layers()

@@ -151,6 +151,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     if config.device == "cuda" and not cuda:
         fail("device", "cpu or auto: torch sees no GPU", "'cuda'")
     use_cpu = config.device == "cpu" or not cuda
+    if config.precision == "fp16" and use_cpu:
+        fail("precision", "bf16 or fp32 on a CPU", "'fp16'")
     processes = parallel.world_size()
     if config.batch_size % processes:
         fail("batch_size", f"a multiple of the {processes} processes", config.batch_size)
@@ -171,6 +173,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         max_grad_norm=config.clip,
         seed=config.seed,
         use_cpu=use_cpu,
+        fp16=config.precision == "fp16",
         bf16=config.precision == "bf16" or (config.precision == "auto" and not use_cpu),
         gradient_checkpointing=config.gradient_checkpointing,
         ddp_backend="gloo" if use_cpu and "RANK" in os.environ else None,

@@ -97,7 +97,8 @@ class SoftplusTrainer(Trainer):
 
     def stop_if_not_finite(self, loss: Tensor, grad_norm: Tensor | float | None) -> None:
         """Looked at before anything is logged or saved, so that no checkpoint holds weights that are gone."""
-        total = loss.detach().float() + (0.0 if grad_norm is None else grad_norm)
+        # In float16 a step whose gradient overflows is left out, and the loss is scaled down for the next.
+        total = loss.detach().float() + (0.0 if grad_norm is None or self.args.fp16 else grad_norm)
         if bool(torch.isfinite(total)):
             return
         step = self.state.global_step
