@@ -54,7 +54,7 @@ LAST = 5  # logged losses at the end, of which the mean is shown
 
 
 def run(arm: str, rate: float, precision: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
-    folder = options.output / "runs" / name
+    folder = options.runs / name
     words = {**RECIPE, **SIZES[options.size], **ARMS[arm], "learning_rate": rate, "precision": precision}
     words["log_every"] = max(1, words["steps"] // 40)
     config = TrainConfig(data=str(options.data), output=str(folder), seed=options.seed, **words)
@@ -164,7 +164,8 @@ def write_page(results: Path, page: Path, check: bool) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data", type=Path, nargs="?", help="folder of `softplus-attention data prepare`")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS, help="for the results (default: results/stability)")
+    parser.add_argument("--runs", type=Path, default=Path("stability-runs"), help="for models (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="X")

@@ -35,7 +35,17 @@ def test_it_runs(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text(text)
     prepare([tmp_path / "train.txt"], tmp_path / "data", tokenizer="bytes", validation_fraction=0)
     command = [sys.executable, str(ROOT / "runs" / "stability.py"), str(tmp_path / "data"), "--size", "smoke"]
-    command += ["--output", str(tmp_path / "out"), "--precisions", "fp32", "--rates", "1e-3", "1e4"]
+    command += [
+        "--output",
+        str(tmp_path / "out"),
+        "--runs",
+        str(tmp_path / "runs"),
+        "--precisions",
+        "fp32",
+        "--rates",
+        "1e-3",
+        "1e4",
+    ]
     command += ["--arms", "softmax", "lssar-p15"]
     once, again = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
     assert (once.returncode, again.returncode) == (0, 0), once.stderr + again.stderr
