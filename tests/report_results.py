@@ -171,10 +171,17 @@ def results(name: str, sharp: bool) -> dict[str, dict[str, Any]]:
     return {f"{kind}--{'b' if sharp else 'a'}.json": frame(kind, name, found) for kind, found in content.items()}
 
 
+def stability(rate: float, losses: list[Any], score: float | None, stopped: str | None = None) -> dict[str, Any]:
+    steps = [[number, loss] for number, loss in enumerate(losses)]
+    run = {"arm": "softmax", "size": "10m", "precision": "fp16", "learning_rate": rate, "losses": steps, "seed": 0}
+    return {**run, "largest_score": score, "stopped": stopped, "config": {"layers": 6}, "command": "runs/stability.py"}
+
+
 def everything() -> dict[str, dict[str, Any]]:
     """Files of every kind that a report shows, two models among them, one with a hostile name."""
     more = {
         "bench.json": speed(), "demo/results.json": demo(), "newton/cpu.json": newton(), "run/run.json": training(),
+        "stability/a.json": stability(0.01, [9, 4, 3], 20.0),
         "study/10m-lssar-p3-seed3.json": study(), "inside--mix.json": frame("inside", "mix", mixed_inside(64)),
     }  # fmt: skip
     return {**results(HOSTILE, sharp=False), **results("sharp", sharp=True), **more}

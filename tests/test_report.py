@@ -88,6 +88,20 @@ def test_nothing_is_loaded(everything):
     assert "innerHTML" not in page
 
 
+def test_stability(tmp_path):
+    runs = [
+        report_results.stability(0.03, [5, "nan"], None, "stopped"),
+        report_results.stability(0.001, [9, 5, 4, 3, 2, 1], 20.0),
+        report_results.stability(0.01, [9, "inf"], 700.0),
+    ]
+    report_results.write(tmp_path, {f"{number}.json": run for number, run in enumerate(runs)})
+    page, _ = html_of(tmp_path)
+    figures = json.loads(re.search(r'id="report-data">(.*?)</script>', page, re.S)[1])["figures"].values()
+    loss, score = (next(f for f in figures if word in f["title"]) for word in ("Loss by", "Largest score"))
+    assert (loss["series"][0]["x"], loss["series"][0]["y"]) == ([0.001, 0.01, 0.03], [3, None, None])
+    assert score["series"][0]["y"] == [20, 700, None]
+
+
 BROKEN = {
     "cut.json": '{"format": "softplus-attention result", "vers',
     "list.json": "[1, 2]",

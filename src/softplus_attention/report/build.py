@@ -15,6 +15,7 @@ from softplus_attention.report.charts import Figure, Table, csv_text, slug
 from softplus_attention.report.drawing import draw
 from softplus_attention.report.reading import Found, clean_text, find_results
 from softplus_attention.report.sections import Looks, Section
+from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
 from softplus_attention.validation import fail
 
@@ -60,6 +61,7 @@ def all_sections(found: Found) -> list[Section]:
     parts = measures.sections(found, looks)
     parts[0].blocks = [*demo, *parts[0].blocks]
     parts.insert(0, Section("The study", study_blocks(found, looks)))
+    parts.append(Section("Stability", stability_blocks(found, looks)))
     parts.append(Section("Newton from orbits", other.newton_blocks(found, looks)))
     parts.append(Section("Speed", other.speed_blocks(found)))
     return [part for part in parts if part.blocks]

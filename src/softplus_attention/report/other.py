@@ -283,5 +283,5 @@ def run_record(result: Result) -> RunRecord:
 
 MEASUREMENTS = {
     "results", "loss", "standard_error", "rows", "table", "cells", "controls", "pretraining", "probes", "long",
-    "figures", "time", "memory", "evaluation", "training",
+    "figures", "time", "memory", "evaluation", "training", "losses", "gradient_norms",
 }  # fmt: skip

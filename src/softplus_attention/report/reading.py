@@ -31,7 +31,7 @@ class UnreadableError(ValueError):
 @dataclass(frozen=True)
 class Result:
     path: str  # relative to the folder, cleaned
-    kind: str  # a measure, or "demo", "study", "newton", "speed", "training"
+    kind: str  # a measure, or "demo", "study", "stability", "newton", "speed", "training"
     data: dict[str, Any]
 
     @property
@@ -106,6 +106,8 @@ def kind_of(data: dict[str, Any]) -> str:
         return "newton"
     if {"arm", "size", "evaluation"} <= set(data):
         return "study"
+    if {"arm", "learning_rate", "largest_score"} <= set(data):
+        return "stability"
     if isinstance(data.get("config"), dict) and is_table(data.get("sessions")):
         return "training"
     if {"lengths", "loss", "settings"} <= set(data) and isinstance(data["loss"], dict):

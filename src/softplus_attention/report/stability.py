@@ -1,0 +1,65 @@
+"""Training at high learning rates and in half precision, from the files of runs/stability.py."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from softplus_attention.report.charts import LineChart, Series
+from softplus_attention.report.reading import Found, Result, UnreadableError, number_of, text_of, typed
+from softplus_attention.report.sections import Block, Looks, checked
+
+# Of the logged losses, how many at the end are averaged.
+LAST = 5
+# By word of a run: title, axis and caption.
+FIGURES = {
+    "loss": ("Loss by learning rate", "loss at the end (nats)", "A run that became infinite or NaN has no point."),
+    "score": ("Largest score by learning rate", "largest score", "Before softmax or softplus, in absolute size."),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    arm: str
+    group: tuple[str, str]  # size and precision
+    rate: float
+    loss: float | None  # None where the run stopped
+    score: float | None
+
+
+def trained(result: Result) -> Trained:
+    data = result.data
+    rate = number_of(data, "learning_rate")
+    if rate is None or rate <= 0:
+        raise UnreadableError("`learning_rate` must be above 0")
+    pairs = typed(data, "losses", list, "a list")
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise UnreadableError("`losses` must be pairs of a step and a loss")
+    # What is not finite is a word in the logs.
+    losses = [loss for _, loss in pairs[-LAST:] if isinstance(loss, int | float) and not isinstance(loss, bool)]
+    stopped = data.get("stopped") is not None or not losses or len(losses) < min(LAST, len(pairs))
+    loss = None if stopped else math.fsum(losses) / len(losses)
+    group = (text_of(data, "size"), text_of(data, "precision"))
+    return Trained(text_of(data, "arm"), group, rate, loss, number_of(data, "largest_score"))
+
+
+def stability_blocks(found: Found, looks: Looks) -> list[Block]:
+    runs: list[Trained] = checked(found, "stability", trained)
+    blocks: list[Block] = []
+    for group in dict.fromkeys(run.group for run in runs):
+        mine = sorted((run for run in runs if run.group == group), key=lambda run: run.rate)
+        arms = dict.fromkeys(run.arm for run in mine)
+        for word, (title, axis, caption) in FIGURES.items():
+            series = [
+                Series(
+                    arm,
+                    [run.rate for run in mine if run.arm == arm],
+                    [getattr(run, word) for run in mine if run.arm == arm],
+                    look=looks.of(arm),
+                )
+                for arm in arms
+            ]
+            scale = "log" if word == "score" else "linear"
+            heading = f"{title} ({', '.join(group)})"
+            blocks.append(LineChart(heading, "learning rate", axis, series, caption, x_scale="log2", y_scale=scale))
+    return blocks
