@@ -102,6 +102,15 @@ def test_stability(tmp_path):
     assert score["series"][0]["y"] == [20, 700, None]
 
 
+def test_logarithmic_axes_have_plain_numbers(tmp_path):
+    runs = {f"{rate}.json": report_results.stability(rate, [3], score) for rate, score in ((0.001, 5.0), (0.1, 5000.0))}
+    report_results.write(tmp_path, runs)
+    build.write_report(tmp_path, tmp_path / "page.html")
+    (drawing,) = (tmp_path / "page-files").glob("*largest-score*.svg")
+    assert "mathdefault" not in drawing.read_text()
+    assert ">1000</text>" in drawing.read_text()
+
+
 BROKEN = {
     "cut.json": '{"format": "softplus-attention result", "vers',
     "list.json": "[1, 2]",

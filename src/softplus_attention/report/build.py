@@ -22,7 +22,7 @@ from softplus_attention.validation import fail
 # Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 DRAWN = ".drawn"
 # Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
-WAY_OF_DRAWING = 2
+WAY_OF_DRAWING = 3
 
 
 @dataclass

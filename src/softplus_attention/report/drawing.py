@@ -42,6 +42,7 @@ def label(name: str) -> str:
 
 def lines(chart: LineChart) -> Any:
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     canvas = Canvas(figsize=(7.2, 4.4), layout="constrained")
     axes = canvas.subplots()
@@ -77,6 +78,9 @@ def lines(chart: LineChart) -> Any:
         axes.set_xticks(thinned(places, 13))
     if chart.y_scale == "log":
         axes.set_yscale("log")
+        # The usual labels are written in mathematics, which is not read here: names may hold a dollar.
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     bottom, top = chart.y_range
     if bottom is not None:
         axes.set_ylim(bottom=bottom - 0.02 * ((top or axes.get_ylim()[1]) - bottom))
