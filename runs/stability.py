@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from softplus_attention.data import TokenDataset
 from softplus_attention.evaluation.capture import Call, run_decoder, watching
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.reference import unit
+from softplus_attention.report.stability import final_loss
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import METRICS
@@ -50,7 +50,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 PRECISIONS = ("bf16", "fp16")
-LAST = 5  # logged losses at the end, of which the mean is shown
 
 
 def run(arm: str, rate: float, precision: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -106,19 +105,11 @@ def largest_score(model: str, data: Path, length: int) -> float:
     return largest
 
 
-def number(value: Any) -> float:
-    """As the logs have it: what is not finite is a word there."""
-    return math.nan if value is None else float(value)
-
-
 def cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return "-"
-    if record["stopped"]:
-        return "stopped: not finite"
-    losses = [number(loss) for _, loss in record["losses"]]
-    words = f"{statistics.fmean(losses[-LAST:]):.3f}"
-    return words + f" ({record['largest_score']:.0f})"
+    loss = None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
+    return "stopped: not finite" if loss is None else f"{loss:.3f} ({record['largest_score']:.0f})"
 
 
 def about(records: list[dict[str, Any]]) -> str:

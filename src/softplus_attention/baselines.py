@@ -423,7 +423,7 @@ def sdpa_attention(
     # Softmax as torch has it takes the scale along; whatever differs by row is worked into the queries.
     scale = spec.score_scale(q.shape[-1])
     if spec.qk_norm or spec.log_n or spec.learned_scale:
-        q, scale = scaled_queries(spec, q.to(work), visible_counts(visibility).to(work), parameters), 1.0
+        q, scale = scaled_queries(spec, q.to(work), visibility.counts().to(work), parameters), 1.0
     k = unit(k.to(work)) if spec.qk_norm and not normalized_keys else k
     q, k, v = q.to(run_in), k.to(run_in), v.to(run_in)
     if window is not None:
@@ -465,14 +465,6 @@ def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) ->
     later = F.scaled_dot_product_attention(q[:, 1:], k, v, attn_mask=visible, scale=scale)
     out = torch.cat([first, later], 1).reshape(batch, heads, blocks * block, v.shape[-1])
     return out[:, :, :length]
-
-
-def visible_counts(visibility: Visibility) -> Tensor:
-    """N_i (B|1, H|1, T_q), without a dense mask where there is none."""
-    if visibility.mask is not None:
-        return visibility.dense().sum(-1)
-    start, end = visibility.ranges()
-    return (end - start)[:, None]
 
 
 def attend(

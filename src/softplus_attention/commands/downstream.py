@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.evaluate import asked, finish, measure_parser, open_model
+from softplus_attention.commands.evaluate import asked, finish, measure_each, measure_parser
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from softplus_attention.evaluation.models import Request
+    from softplus_attention.evaluation.models import Opened
 
 # As in evaluation/harness_data.py, which needs transformers to be imported.
 USUAL = "arc_easy,arc_challenge,hellaswag,piqa,sciq,mmlu,lambada_openai,summscreen"
@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
     import lm_eval  # noqa: F401  missing, it is named before models are read
 
     from softplus_attention.evaluation import harness
+    from softplus_attention.huggingface.loading import load_tokenizer
 
     harness.quiet()
     harness.check_lengths(names, words["lengths"], options.data is not None)
@@ -77,19 +78,15 @@ def run(options: argparse.Namespace) -> int:
         words["texts"] = harness.ruler_texts(options.data, list(harness.parts_of(names)))
     harness.check_names(names, options.include_path, words["data"])
     requests, training_length = asked(options)
-    results, failed = [], []
-    for request in requests:
-        try:
-            results.append(measure(options, request, training_length, names, words))
-        except Exception as error:
-            # One model does not take the results of the others with it.
-            failed.append(error)
-            print(f"{request.name} was left out: {error}", file=sys.stderr)
-    if not results:
-        raise failed[0]
-    print(harness.table_of(results))
-    finish(options.output, harness.MEASURE, results)
-    return 1 if failed or any(result["results"]["skipped"] for result in results) else 0
+
+    def measure(opened: Opened) -> dict[str, Any]:
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
+        return harness.measure_downstream(opened, tokenizer, names, options.output, **words)
+
+    measured = measure_each(options, requests, training_length, measure)
+    print(harness.table_of(measured.results))
+    finish(options.output, harness.MEASURE, measured.results)
+    return 1 if any(result["results"]["skipped"] for result in measured.results) else measured.status
 
 
 def names_in(options: argparse.Namespace) -> list[str]:
@@ -102,17 +99,6 @@ def names_in(options: argparse.Namespace) -> list[str]:
     if not names:
         fail("--tasks", "at least one name", repr(options.tasks))
     return names
-
-
-def measure(
-    options: argparse.Namespace, request: Request, training_length: int, names: list[str], words: dict[str, Any]
-) -> dict[str, Any]:
-    from softplus_attention.evaluation import harness
-    from softplus_attention.huggingface.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(options.tokenizer or request.source)
-    opened = open_model(options, request, training_length)
-    return harness.measure_downstream(opened, tokenizer, names, options.output, **words)
 
 
 def whole_numbers(name: str, text: str) -> list[int]:

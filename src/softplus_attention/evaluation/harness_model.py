@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softplus_attention.evaluation import memory
 from softplus_attention.evaluation.memory import TooLongError
-from softplus_attention.evaluation.models import Opened, forget_stretched_rope
+from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.progress import Progress
 
 # Where no number of sequences is asked for.
@@ -55,13 +55,11 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         self.batch_size_per_gpu = self.most_rows
 
     def _model_call(self, inps: Tensor, attn_mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        forget_stretched_rope(self.model)
         with torch.no_grad():
             logits: Tensor = self.model(inps, use_cache=False).logits
         return logits
 
     def _model_generate(self, *given: Any, **words: Any) -> Tensor:
-        forget_stretched_rope(self.model)
         with torch.no_grad():
             found: Tensor = super()._model_generate(*given, **words)
         return found

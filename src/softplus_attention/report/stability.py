@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from softplus_attention.report.charts import LineChart, Series
 from softplus_attention.report.reading import Found, Result, UnreadableError, number_of, text_of, typed
@@ -27,6 +29,12 @@ class Trained:
     score: float | None
 
 
+def final_loss(logged: Sequence[Any]) -> float | None:
+    """The mean at the end; None where some of it is not finite, which is a word in the logs."""
+    last = [loss for loss in logged[-LAST:] if isinstance(loss, int | float) and not isinstance(loss, bool)]
+    return math.fsum(last) / len(last) if last and len(last) == len(logged[-LAST:]) else None
+
+
 def trained(result: Result) -> Trained:
     data = result.data
     rate = number_of(data, "learning_rate")
@@ -35,10 +43,7 @@ def trained(result: Result) -> Trained:
     pairs = typed(data, "losses", list, "a list")
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise UnreadableError("`losses` must be pairs of a step and a loss")
-    # What is not finite is a word in the logs.
-    losses = [loss for _, loss in pairs[-LAST:] if isinstance(loss, int | float) and not isinstance(loss, bool)]
-    stopped = data.get("stopped") is not None or not losses or len(losses) < min(LAST, len(pairs))
-    loss = None if stopped else math.fsum(losses) / len(losses)
+    loss = None if data.get("stopped") is not None else final_loss([loss for _, loss in pairs])
     group = (text_of(data, "size"), text_of(data, "precision"))
     return Trained(text_of(data, "arm"), group, rate, loss, number_of(data, "largest_score"))
 
