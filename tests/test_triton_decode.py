@@ -29,7 +29,7 @@ if INTERPRETED or torch.cuda.is_available():
     @triton.jit
     def squares_kernel(K, Inverse, Square, n_high, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
         o_n = tl.arange(0, BN)
-        b_inverse, b_square = careful_squares(K, o_n, n_high, D, D, BD, BN)
+        b_inverse, b_square = careful_squares(K + o_n * D, o_n < n_high, BN, D, BD)
         tl.store(Inverse + o_n, b_inverse)
         tl.store(Square + o_n, b_square)
 

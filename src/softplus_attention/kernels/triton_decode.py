@@ -19,6 +19,7 @@ import triton.language as tl
 from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
 
 SCRATCH_UNIT = tl.constexpr(32)
+COLUMNS = tl.constexpr(16)  # of a vector, read and multiplied at a time where exactness or registers ask for it
 # Lengths and counts come as plain numbers: no value of theirs compiles a kernel anew.
 NUMBERS = ["rows", "t_q", "t_max", "h_kv", "splits", "window", "f_units", "partial_units"]
 
@@ -79,35 +80,55 @@ def inverse_power(size):
 
 
 @triton.jit
-def careful_squares(p_k, o_n, n_high, stride, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
-    """([BN], [BN]): 1 over the size of each key as ``inverse_size`` has it, and the sum of squares of key times that.
+def careful_squares(p_rows, m_rows, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """([ROWS], [ROWS]): 1 over the size of each vector as ``inverse_size`` has it, and the sum of squares of vector
+    times that.
 
-    Reads the keys once more, a few columns at a time: a whole tile would take registers from the tiles without such
+    Reads the vectors once more, a few columns at a time: a whole tile would take registers from the tiles without such
     keys, 187 a thread in place of 110.
     """
-    b_largest = tl.zeros([BN], tl.float32)
-    for column in tl.range(0, BD, 16, num_stages=1):
-        b_largest = tl.maximum(b_largest, tl.max(tl.abs(key_columns(p_k, o_n, n_high, stride, column, D)), 1))
+    b_largest = tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, BD, COLUMNS, num_stages=1):
+        b_largest = tl.maximum(b_largest, tl.max(tl.abs(some_columns(p_rows, m_rows, column, D)), 1))
     b_inverse = inverse_power(b_largest)
-    b_square = tl.zeros([BN], tl.float32)
-    for column in tl.range(0, BD, 16, num_stages=1):
-        b_part = key_columns(p_k, o_n, n_high, stride, column, D) * b_inverse[:, None]
+    b_square = tl.zeros([ROWS], tl.float32)
+    for column in tl.range(0, BD, COLUMNS, num_stages=1):
+        b_part = some_columns(p_rows, m_rows, column, D) * b_inverse[:, None]
         b_square += tl.sum(b_part * b_part, 1)
     return b_inverse, b_square
 
 
 @triton.jit
-def key_columns(p_k, o_n, n_high, stride, column, D: tl.constexpr):
-    """[BN, 16] float32"""
-    o_d = column + tl.arange(0, 16)
-    m_k = (o_n < n_high)[:, None] & (o_d < D)[None, :]
-    return tl.load(p_k + o_n.to(tl.int64)[:, None] * stride + o_d[None, :], mask=m_k, other=0.0).to(tl.float32)
+def some_columns(p_rows, m_rows, column, D: tl.constexpr):
+    """[ROWS, COLUMNS] float32"""
+    o_d = column + tl.arange(0, COLUMNS)
+    return tl.load(p_rows[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def inverse_root(square):
+def precise_product(
+    p_q, m_q, b_q_scale, b_factor, p_keys, m_keys, b_k_scale, b_k_inverse,
+    BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """[BM, BN]: factor * (scale q) . (inverse scale k) in float32, summed by COLUMNS: 256 products one after another
+    have several times the rounding error, which a power of 15 multiplies."""
+    t = tl.zeros([BM, BN], tl.float32)
+    for column in tl.range(0, BD, COLUMNS, num_stages=1):
+        b_q = some_columns(p_q, m_q, column, D) * b_q_scale[:, None]
+        b_k = some_columns(p_keys, m_keys, column, D) * b_k_scale[:, None] * b_k_inverse[:, None]
+        # The factor stands inside: the compiler makes one running sum of a plain dot + t.
+        t += tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_factor[:, None]
+    return t
+
+
+@triton.jit
+def inverse_root(square, PRECISE: tl.constexpr):
     """1 / sqrt(square), 0 for 0."""
-    return tl.where(square == 0, 0.0, tl.rsqrt(square))
+    if PRECISE:
+        root = tl.div_rn(1.0, tl.sqrt_rn(tl.where(square == 0, 1.0, square)))
+    else:
+        root = tl.rsqrt(square)
+    return tl.where(square == 0, 0.0, root)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -121,8 +142,8 @@ def scores_kernel(
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
     Total, Largest (B, H_kv, rows, splits): sum and maximum of f' over the tiles of a split. WIDE is for dtypes whose
-    squares leave float32: the sizes of the vectors are taken out first. PRECISE is float32, where unit vectors are
-    multiplied; rounding those to half precision would cost more than norms after the product.
+    squares leave float32: the sizes of the vectors are taken out first. PRECISE is float32, with sums and roots as
+    exact as the reference's.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
     b_start, b_end = cache_range(
@@ -136,38 +157,43 @@ def scores_kernel(
 
     p_q = Q + b * q_strides[0] + head * q_strides[1] + o_i.to(tl.int64) * q_strides[2]  # [BM]
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
+    b_q_scale = tl.full([BM], 1.0, tl.float32)
     if WIDE:
         # 2^-9 more, so that no product of up to 256 columns with a finite key overflows
-        b_q = (b_q.to(tl.float32) * inverse_size(b_q.to(tl.float32))[:, None] * 2.0**-9).to(b_q.dtype)
+        b_q_scale = inverse_size(b_q.to(tl.float32)) * 2.0**-9
+        b_q = (b_q.to(tl.float32) * b_q_scale[:, None]).to(b_q.dtype)
     b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
     b_counts = (b_end - b_start).to(tl.float32)
-    b_factor = score_scale * tl.log2(tl.maximum(b_counts, 1.0)) * inverse_root(b_square)  # [BM]
-    if PRECISE:
-        b_q *= b_factor[:, None]
+    b_factor = score_scale * tl.log2(tl.maximum(b_counts, 1.0)) * inverse_root(b_square, PRECISE)  # [BM]
 
     b_total = tl.zeros([BM], tl.float32)
     b_largest = tl.zeros([BM], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        m_k = o_n[:, None] < n_high
-        if D != BD:
-            m_k &= o_d[None, :] < D
-        b_k = tl.load(p_k + o_n.to(tl.int64)[:, None] * k_strides[2] + o_d[None, :], mask=m_k, other=0.0)  # [BN, BD]
-        if PRECISE and not NORMALIZED_KEYS:
-            b_k *= inverse_size(b_k)[:, None]
-            b_k *= inverse_root(tl.sum(b_k * b_k, 1))[:, None]
-        t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
-        if not PRECISE:
-            t *= b_factor[:, None]
+        p_keys = p_k + o_n.to(tl.int64) * k_strides[2]  # [BN]
+        if PRECISE:
+            m_keys = o_n < n_high
+            b_k_scale = tl.full([BN], 1.0, tl.float32)
+            b_k_inverse = b_k_scale
+            if not NORMALIZED_KEYS:
+                b_k_scale, b_key_square = careful_squares(p_keys, m_keys, BN, D, BD)
+                b_k_inverse = inverse_root(b_key_square, PRECISE)
+            t = precise_product(p_q, m_rows, b_q_scale, b_factor, p_keys, m_keys, b_k_scale, b_k_inverse, BM, BN, D, BD)
+        else:
+            m_k = o_n[:, None] < n_high
+            if D != BD:
+                m_k &= o_d[None, :] < D
+            b_k = tl.load(p_keys[:, None] + o_d[None, :], mask=m_k, other=0.0)  # [BN, BD]
+            t = tl.dot(b_q, tl.trans(b_k)) * b_factor[:, None]  # [BM, BN]
             if not NORMALIZED_KEYS:
                 b_wide = b_k.to(tl.float32)
                 b_key_square = tl.sum(b_wide * b_wide, 1)  # [BN]
                 if WIDE:
                     extreme = (b_key_square < 2.0**-100) | ((b_key_square < 2.0**100) == 0)
                     if tl.max(extreme.to(tl.int32)) > 0:
-                        b_inverse, b_key_square = careful_squares(p_k, o_n, n_high, k_strides[2], D, BD, BN)
+                        b_inverse, b_key_square = careful_squares(p_keys, o_n < n_high, BN, D, BD)
                         t *= b_inverse[None, :]
-                t *= inverse_root(b_key_square)[None, :]
+                t *= inverse_root(b_key_square, PRECISE)[None, :]
         if NORMALIZED_KEYS:
             # Softplus would make a plausible 0 of -inf. Not t - t: a fused multiply-add need not make 0 of it.
             t = tl.where(tl.abs(t) < float("inf"), t, float("nan"))
