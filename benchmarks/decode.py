@@ -4,7 +4,8 @@
 
 The caches are filled with random keys and values of the context's length, then single tokens are decoded through the
 whole model. "eager" is a plain forward with transformers' DynamicCache, as generate() runs it; "graph" replays a CUDA
-graph of the forward with a StaticCache, as a server would: without the cost of launching from Python.
+graph of the forward with a StaticCache, as a server would: without the cost of launching from Python. The two models
+take turns, step by step over the same cache: a host whose speed drifts slows both.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from softplus_attention import provenance
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
+WARM_UP, BEFORE_CAPTURE = 3, 3
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
 GPT = {"vocab_size": 50304, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
 LLAMA = {"vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16}
@@ -41,60 +46,66 @@ def build(name: str, attention: str, small: bool):
 
 
 def filled(cache, model, batch: int, context: int):
-    """The cache holding ``context`` random tokens; unit keys where the model caches those."""
+    """The cache holding ``context`` random tokens, with unit keys, which any attention can read."""
     config = model.config
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
     for layer in range(config.num_hidden_layers):
         k, v = (torch.randn(shape, device=model.device, dtype=model.dtype) for _ in range(2))
-        if isinstance(config, SoftplusGPTConfig) and config.chosen_attention().spec.qk_norm:
-            k = torch.nn.functional.normalize(k, dim=-1)
-        cache.update(k, v, layer)
+        cache.update(torch.nn.functional.normalize(k, dim=-1), v, layer)
     return cache
 
 
-def median_ms(run, device: torch.device, repeats: int) -> float:
-    times = []
-    for i in range(repeats + 3):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        if i >= 3:
-            times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+def medians_ms(steps: dict[str, Callable[[], None]], device: torch.device, repeats: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(WARM_UP + repeats):
+        for name, step in steps.items():
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if i >= WARM_UP:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 @torch.inference_mode()
-def eager_ms(model, batch: int, context: int, repeats: int) -> float:
+def eager_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: int) -> dict[str, float]:
     """Every step is measured at the same context: the cache is cut back before the next."""
-    cache = filled(DynamicCache(config=model.config), model, batch, context - 1)
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+    some = next(iter(models.values()))
+    cache = filled(DynamicCache(config=some.config), some, batch, context - 1)
+    token = torch.ones(batch, 1, dtype=torch.long, device=some.device)
     kept = [(layer.keys, layer.values) for layer in cache.layers]
 
-    def step() -> None:
+    def step(model: nn.Module) -> None:
         model(token, past_key_values=cache, use_cache=True)
         for layer, (keys, values) in zip(cache.layers, kept, strict=True):
             layer.keys, layer.values = keys, values
 
-    return median_ms(step, model.device, repeats)
+    return medians_ms({name: partial(step, model) for name, model in models.items()}, some.device, repeats)
 
 
 @torch.inference_mode()
-def graph_ms(model, batch: int, context: int, repeats: int) -> float:
-    cache = filled(StaticCache(config=model.config, max_cache_len=context + 64), model, batch, context - 1)
-    token = torch.ones(batch, 1, dtype=torch.long, device=model.device)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
+def graph_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: int) -> dict[str, float]:
+    """Every replay fills one place of the cache."""
+    some = next(iter(models.values()))
+    room = len(models) * (BEFORE_CAPTURE + 1 + WARM_UP + repeats)
+    cache = filled(StaticCache(config=some.config, max_cache_len=context + room), some, batch, context - 1)
+    token = torch.ones(batch, 1, dtype=torch.long, device=some.device)
+    replays = {}
+    for name, model in models.items():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(BEFORE_CAPTURE):
+                model(token, past_key_values=cache, use_cache=True)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             model(token, past_key_values=cache, use_cache=True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model(token, past_key_values=cache, use_cache=True)
-    return median_ms(graph.replay, model.device, repeats)
+        replays[name] = graph.replay
+    return medians_ms(replays, some.device, repeats)
 
 
 def main() -> int:
@@ -112,17 +123,17 @@ def main() -> int:
     rows = []
     for name in options.models:
         models = {
-            attention: build(name, attention, options.small).to(
-                device, torch.bfloat16 if device.type == "cuda" else None
-            )
+            attention: build(name, attention, options.small)
+            .to(device, torch.bfloat16 if device.type == "cuda" else None)
+            .eval()
             for attention in ("softmax", "lssar")
         }
         for batch in options.batches:
             for context in options.contexts:
                 for way, measure in ways.items():
                     row = {"model": name, "batch": batch, "context": context, "way": way}
-                    for attention, model in models.items():
-                        row[attention] = round(measure(model.eval(), batch, context, options.repeats), 4)
+                    taken = measure(models, batch, context, options.repeats)
+                    row |= {attention: round(ms, 4) for attention, ms in taken.items()}
                     row["ratio"] = round(row["lssar"] / row["softmax"], 3)
                     rows.append(row)
                     print(
