@@ -2,9 +2,10 @@
 
     python runs/study.py TRAIN_DATA VALIDATION_TEXT --output FOLDER [--group NAME | --arms NAME ...] [--seed N]
 
-TRAIN_DATA is a folder of `softplus-attention data prepare`, VALIDATION_TEXT a file of long documents. Every arm has the
-same data, order, steps and size. What is finished is not done again, and a run that was cut goes on. It imports what
-torch and transformers need and nothing more, so that it runs where nothing can be installed.
+TRAIN_DATA is a folder of `softplus-attention data prepare`, VALIDATION_TEXT a file of long documents, or such a folder,
+of which the held-back part is taken. Every arm has the same data, order, steps and size. What is finished is not done
+again, and a run that was cut goes on. It imports what torch and transformers need and nothing more, so that it runs
+where nothing can be installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from softplus_attention.evaluation.length_measure import measure_lengths
 from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
 from softplus_attention.evaluation.passkey import prompt_of
 from softplus_attention.evaluation.passkey_measure import measure_passkey
-from softplus_attention.evaluation.texts import Documents, raw_texts, text_documents
+from softplus_attention.evaluation.texts import Documents, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.training import TrainConfig, train
@@ -46,6 +47,17 @@ SIZES: dict[str, dict[str, Any]] = {
         "steps": 4,
         "batch_size": 4,
         "log_every": 2,
+    },
+    # For a CPU and the books that ship with the package: 0.8M parameters, two minutes of a core an arm.
+    "books": {
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "sequence_length": 128,
+        "steps": 240,
+        "batch_size": 32,
+        "micro_batch_size": 32,
+        "workers": 0,
     },
     # On bytes: 4.7M parameters, for questions with many arms.
     "bytes": {"layers": 6, "width": 256, "heads": 4, "sequence_length": 256, "steps": 1000},
@@ -99,7 +111,12 @@ RECIPES: dict[str, dict[str, Any]] = {
 ABLATIONS: dict[str, dict[str, Any]] = {
     name: {"attention": name} for name in catalog.ABLATIONS if "entmax" not in name and "by-length" not in name
 }
-GROUPS = {"headline": HEADLINE, "recipes": RECIPES, "ablations": ABLATIONS}
+BESIDE_ABLATIONS = ("lssar-p15", "lssar-p3", "lssa", "softmax", LOGN)
+GROUPS = {
+    "headline": HEADLINE,
+    "recipes": RECIPES,
+    "ablations": {arm: HEADLINE[arm] for arm in BESIDE_ABLATIONS} | ABLATIONS,
+}
 ARMS = HEADLINE | RECIPES | ABLATIONS
 # What each arm is measured with beside its own form, at fewer lengths; 1x stands for the training length.
 VARIANTS: dict[str, list[str]] = {
@@ -121,7 +138,11 @@ def main() -> int:
     options = parsed()
     began = time.monotonic()
     tokenizer = load_tokenizer(options.tokenizer or str(options.data))
-    documents = text_documents(raw_texts([options.text]), [Path(options.text).name], tokenizer)
+    documents = (
+        folder_documents(options.text)
+        if Path(options.text).is_dir()
+        else text_documents(raw_texts([options.text]), [Path(options.text).name], tokenizer)
+    )
     for arm in options.arms or GROUPS[options.group]:
         name = f"{options.size}-{arm}-seed{options.seed}"
         result = options.output / f"{name}.json"
@@ -142,7 +163,7 @@ def main() -> int:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
-    parser.add_argument("text", help="file of long documents to measure on")
+    parser.add_argument("text", help="file of long documents to measure on, or a prepared folder")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
     chosen = parser.add_mutually_exclusive_group()
@@ -151,6 +172,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="in place of the size's")
     parser.add_argument("--tokenizer", help="default: the data's")
+    parser.add_argument("--only-lengths", action="store_true", help="measure the loss by length and nothing else")
+    parser.add_argument(
+        "--multiples", type=int, nargs="+", default=MULTIPLES, metavar="N", help="of the training length (default: all)"
+    )
     parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
@@ -186,13 +211,21 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
             "step_seconds": sorted(entry["step_seconds"] for entry in losses)[len(losses) // 2],
             "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
         },
-        "command": f"runs/study.py --size {options.size} --arms {arm} --seed {options.seed}",
+        "command": command_of(arm, options),
         "commit": provenance.commit(),
         "versions": provenance.versions(),
         "machine": provenance.machine(),
     }
     measured = evaluation(arm, str(model), folder / "evaluation", config.sequence_length, options, documents, tokenizer)
     return record | {"evaluation": measured, "seconds": round(time.monotonic() - began, 1)}
+
+
+def command_of(arm: str, options: argparse.Namespace) -> str:
+    words = ["runs/study.py", "--size", options.size, "--arms", arm, "--seed", options.seed]
+    words += ["--steps", options.steps] if options.steps else []
+    words += ["--only-lengths"] if options.only_lengths else []
+    words += ["--multiples", *options.multiples] if tuple(options.multiples) != MULTIPLES else []
+    return " ".join(map(str, words))
 
 
 def evaluation(
@@ -207,33 +240,50 @@ def evaluation(
     def open_as(option: str | None = None) -> Opened:
         return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
 
-    def lengths(found: Opened, multiples: tuple[int, ...]) -> dict[str, Any]:
+    def lengths(found: Opened, multiples: Sequence[int]) -> dict[str, Any]:
         words = [multiple * length for multiple in multiples]
         return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
 
     own = open_as()
-    measured: dict[str, Any] = {"parameters": own.description()["parameters"], "lengths": lengths(own, MULTIPLES)}
-    measured["learned"] = learned_by_layer(own.model)
-    prompt = prompt_of("compact")
+    measured: dict[str, Any] = {
+        "parameters": own.description()["parameters"],
+        "lengths": lengths(own, options.multiples),
+        "learned": learned_by_layer(own.model),
+        "passkey": [],
+        "inside": [],
+        "variants": {},
+    }
+    if options.only_lengths:
+        return measured
+    measured["passkey"] = passkey(own, length, folder, options, documents, tokenizer)
+    measured["inside"] = inside(own, length, folder, documents)
+    del own
+    variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
+    return measured | {"variants": {option: lengths(open_as(option), FEW_MULTIPLES) for option in variants}}
+
+
+def passkey(
+    own: Opened, length: int, folder: Path, options: argparse.Namespace, documents: Documents, tokenizer: Any
+) -> list[dict[str, Any]]:
+    multiples, depths = (1, 2, 4, 16, 64), [0.1, 0.5, 0.9]
     cells = measure_passkey(
-        own, tokenizer, prompt, [length * m for m in (1, 2, 4, 16, 64)], [0.1, 0.5, 0.9], folder,
+        own, tokenizer, prompt_of("compact"), [length * multiple for multiple in multiples], depths, folder,
         documents=documents, trials=options.trials,
     )["results"]["cells"]  # fmt: skip
-    measured["passkey"] = [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
-    inside = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
-    measured["inside"] = [
+    return [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
+
+
+def inside(own: Opened, length: int, folder: Path, documents: Documents) -> list[dict[str, Any]]:
+    entries = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
+    return [
         {
             "length": entry["length"],
             "log_keys": entry["log_keys"],
             **{word: mean_of(entry, word) for word in WORDS},
-            "groups": inside_by_group(entry, layer_groups(inside)),
+            "groups": inside_by_group(entry, layer_groups(entries)),
         }
-        for entry in inside
+        for entry in entries
     ]
-    del own
-    variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
-    measured["variants"] = {option: lengths(open_as(option), FEW_MULTIPLES) for option in variants}
-    return measured
 
 
 def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:
