@@ -336,6 +336,60 @@ def noise_block(size: Size) -> list[str]:
     return [f"**{size.name}**: {sentence}.", ""]
 
 
+# What is changed in LSSAR with the power 15, or what else stands beside it.
+ABLATED: dict[str, str] = {
+    "lssar-p15": "the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15",
+    "lssar-without-log-d": "scores without log d",
+    "lssar-without-log-n": "scores without log N",
+    "lssar-without-qk-norm": "queries and keys not normalised",
+    "lssar-with-exp": "exp in place of softplus",
+    "lssar-with-sigmoid": "sigmoid in place of softplus",
+    "lssar-with-relu": "ReLU in place of softplus",
+    "lssar-with-elu1": "ELU + 1 in place of softplus",
+    "lssar-without-l1": "stage 1 not normalised",
+    "lssar-without-times-n": "stage 1 not multiplied by N: nothing is above 1",
+    "lssar-without-offset": "no 1 subtracted: every key keeps some weight",
+    "lssar-then-exp": "exp in place of ReLU and power",
+    "lssar-p1": "power 1",
+    "lssar-p2": "power 2",
+    "lssar-p3": "power 3",
+    "lssar-p4": "power 4",
+    "lssar-p7": "power 7",
+    "lssar-p11": "power 11",
+    "lssar-p23": "power 23",
+    "lssar-p31": "power 31",
+    "lssa": "stage 1 alone",
+    "lssa-without-log-d": "stage 1 alone, without log d",
+    "lssa-without-log-n": "stage 1 alone, without log N",
+    "lssa-without-qk-norm": "stage 1 alone, queries and keys not normalised",
+    "softmax": "plain softmax",
+    "softmax-qknorm": "softmax of cosines",
+    "softmax-logn": "softmax, scores times log N",
+    "softmax-qknorm-logn": "softmax of cosines times log N",
+    "softmax-qknorm-logn-learned": "the same, with a learned scale per head",
+    "softmax-reweighted": "softmax, then stage 2 with the power 15",
+    "sigmoid-l1": "sigmoid, normalised",
+    "sigmoid-l1-reweighted": "sigmoid, normalised, then stage 2",
+    "relu-l1-reweighted": "ReLU of plain scores, normalised, then stage 2",
+}
+WHOLE = "lssar-p15"
+
+
+def ablations_block(size: Size) -> list[str]:
+    arms = [arm for arm in ABLATED if arm in size.arms]
+    curves = [size.curves(arm) for arm in arms]
+    whole = loss_at(size.curves(WHOLE), 1) if WHOLE in size.arms else None
+    multiples = [multiple for multiple in (1, 4, 16) if multiple in size.multiples]
+    columns = [[f"`{arm}`" for arm in arms], [ABLATED[arm] for arm in arms]]
+    columns += [column([loss_at(own, multiple) for own in curves]) for multiple in multiples]
+    columns.append(column([rise(own, multiples[-1]) for own in curves], signed))
+    behind = [None if whole is None else spread(one.loss.get(1) - whole.mean for one in own) for own in curves]
+    columns.append(column(behind, signed))
+    head = ["arm", "attention", *(f"{multiple}x" for multiple in multiples)]
+    head += [f"{multiples[-1]}x - 1x", f"1x, less `{WHOLE}`'s"]
+    return title(size) + table(head, columns) + of_several_seeds(size, arms)
+
+
 def figures_block(size: Size) -> list[str]:
     shown = [(name, figure.title(size)) for name, figure in FIGURES.items() if figure.lines(size)]
     return [f"![{words}](figures/{name}-{size.name}.svg)" for name, words in shown] + [""]
@@ -352,12 +406,18 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
     "learned": learned_block,
     "speed": speed_block,
     "noise": noise_block,
+    "ablations": ablations_block,
 }
+# Sizes of many arms, trained for the ablations alone.
+SMALL = ("books", "bytes")
 
 
 def blocks_of(sizes: Sequence[Size]) -> dict[str, str]:
-    made = {name: "\n".join(line for size in sizes for line in block(size)).strip() for name, block in BLOCKS.items()}
-    return {name: text or NOTHING for name, text in made.items()}
+    made = {}
+    for name, block in BLOCKS.items():
+        shown = [size for size in sizes if name == "runs" or (name == "ablations") == (size.name in SMALL)]
+        made[name] = "\n".join(line for size in shown for line in block(size)).strip() or NOTHING
+    return made
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -381,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     text, changed = rewritten(text, places, blocks_of(sizes))
-    data = figure_data(sizes)
+    data = figure_data([size for size in sizes if size.name not in SMALL])
     if options.check:
         stale = [f"block {name}" for name in changed]
         stale += [f"figure {stem}" for stem in stale_figures(options.figures, data)]

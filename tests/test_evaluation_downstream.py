@@ -1,0 +1,281 @@
+"""Downstream tasks on small files in each task's own schema, against the harness's own `hf` model and by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
+
+from harness_cases import QUESTIONS, be_quick, records, result_of, saved_models, values, words_for, write, write_records
+from huggingface_models import byte_tokenizer
+
+from softplus_attention.cli import main
+from softplus_attention.commands import downstream
+from softplus_attention.evaluation import harness
+from softplus_attention.huggingface import SoftplusGPTForCausalLM
+
+# What the stock Llama is compared on; ours on every task.
+FEW = ("arc_easy", "lambada_openai")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    be_quick(monkeypatch)
+
+
+def test_end_to_end(data, models, tmp_path, capsys):
+    """One command for each model; the numbers of the harness itself; and what a second run does."""
+    words = ["evaluate", "downstream", "--data", str(data), "--output", str(tmp_path), "--device", "cpu"]
+    assert main([*words, str(models["lssar"])]) == 0
+    assert main([*words, str(models["llama"]), "--tasks", ",".join(FEW)]) == 0
+    result = json.loads((tmp_path / "downstream--lssar.json").read_text())
+    assert result["complete"]
+    assert result["results"]["finished"] == list(harness.USUAL)
+    assert (
+        (tmp_path / "downstream.csv").read_text().startswith("model,task,metric,value,standard_error,samples,shots\n")
+    )
+    check_every_task(result)
+    check_by_hand(values(result), models["lssar"])
+    for name, tasks in (("lssar", harness.USUAL), ("llama", FEW)):
+        ours = values(json.loads((tmp_path / f"downstream--{name}.json").read_text()))
+        theirs = of_the_harness(models[name], data, tasks)
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            assert value == pytest.approx(theirs[key], rel=1e-4), key
+
+    # Cut short before PIQA: only that is run.
+    result["complete"] = False
+    result["results"]["finished"].remove("piqa")
+    result["results"]["tasks"] = [row for row in result["results"]["tasks"] if row["task"] != "piqa"]
+    (tmp_path / "downstream--lssar.json").write_text(json.dumps(result))
+    capsys.readouterr()
+    assert main([*words, str(models["lssar"])]) == 0
+    assert re.findall("lssar: (.*)", capsys.readouterr().err) == ["piqa"]
+    again = json.loads((tmp_path / "downstream--lssar.json").read_text())
+    assert again["complete"]
+    assert ("piqa", "acc") in values(again)
+
+
+def check_every_task(result: dict) -> None:
+    found = values(result)
+    for name in ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq"):
+        assert 0 <= found[name, "acc_norm"] <= 1
+    assert found["lambada_openai", "perplexity"] > 1
+    assert 0 <= found["summscreen", "rougeL"] <= 100
+    parts = [found[f"mmlu_{subject}", "acc"] for subject in ("anatomy", "virology")]
+    assert found["mmlu", "acc"] == pytest.approx((6 * parts[0] + 4 * parts[1]) / 10)
+    samples = {row["task"]: row["samples"] for row in result["results"]["tasks"]}
+    assert samples["arc_easy"] == 6
+
+
+def of_the_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Its own `hf` model, loaded by the harness from the folder, on the same files."""
+    from lm_eval import simple_evaluate
+
+    with harness.overrides(harness.local_data(data, tasks, 0)) as folder:
+        manager = harness.task_manager(tasks, folder, {})
+        found = simple_evaluate(
+            model="hf", model_args={"pretrained": str(model)}, device="cpu", batch_size=3, tasks=list(tasks),
+            task_manager=manager, bootstrap_iters=20, log_samples=False,
+        )  # fmt: skip
+    return {(row["task"], row["metric"]): row["value"] for row in harness.rows_of(found)}
+
+
+def check_by_hand(found: dict[tuple[str, str], float], folder: Path) -> None:
+    """ARC: the answer with the largest summed log-likelihood, and with the largest per byte."""
+    model = SoftplusGPTForCausalLM.from_pretrained(folder).eval()
+    tokenizer = byte_tokenizer()
+    right = {"acc": 0, "acc_norm": 0}
+    for question, choices, answer in QUESTIONS:
+        sums = []
+        for choice in choices:
+            prompt, end = (tokenizer(text)["input_ids"] for text in (f"Question: {question}\nAnswer:", f" {choice}"))
+            with torch.inference_mode():
+                logits = model(torch.tensor([prompt + end])).logits[0].log_softmax(-1)
+            sums.append(sum(logits[len(prompt) + i - 1, token].item() for i, token in enumerate(end)))
+        norms = [total / len(choice) for total, choice in zip(sums, choices, strict=True)]
+        right["acc"] += sums.index(max(sums)) == answer
+        right["acc_norm"] += norms.index(max(norms)) == answer
+    for metric, count in right.items():
+        assert found["arc_easy", metric] == pytest.approx(count / len(QUESTIONS))
+
+
+def test_rouge_of_known_texts():
+    import importlib.util
+
+    path = harness.OUR_TASKS / "summscreen.py"
+    spec = importlib.util.spec_from_file_location("summscreen", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    scores = module.process_results({"output": "the cat sat here"}, ["the cat lay here"])
+    # 3 of 4 words; 1 of 3 pairs; the longest common subsequence has 3 words.
+    assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0})
+
+
+def test_examples_in_the_prompt_and_a_limit(data, models, tmp_path):
+    words = ["evaluate", "downstream", str(models["lssar"]), "--data", str(data), "--output", str(tmp_path)]
+    assert main([*words, "--tasks", "arc_easy,mmlu", "--shots", "1", "--limit", "3", "--device", "cpu"]) == 2
+    (data / "mmlu" / "virology" / "dev.jsonl").write_text((data / "mmlu" / "anatomy" / "dev.jsonl").read_text())
+    assert main([*words, "--tasks", "arc_easy,mmlu", "--shots", "1", "--limit", "3", "--device", "cpu"]) == 0
+    rows = json.loads((tmp_path / "downstream--lssar.json").read_text())["results"]["tasks"]
+    assert {(row["task"], row["samples"], row["shots"]) for row in rows if row["task"] != "mmlu"} == {
+        ("arc_easy", 3, 1), ("mmlu_anatomy", 3, 1), ("mmlu_virology", 3, 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "error"),
+    [
+        ({}, ["--tasks", ","], "`--tasks` must be at least one name"),
+        ({}, ["--tasks", "arc_easy"], "must be a folder with arc_easy/test.jsonl"),
+        ({"arc_easy/test": '{"question": "q"}'}, ["--tasks", "arc_easy"], "record 1 without choices, answerKey"),
+        ({"piqa/validation": "{"}, ["--tasks", "piqa"], "record 1, which is no JSON"),
+        ({"piqa/validation": ""}, ["--tasks", "piqa"], "an empty file"),
+        ({"mmlu/x": None}, ["--tasks", "mmlu"], "mmlu/SUBJECT/test.jsonl"),
+        ({}, ["--tasks", "ruler", "--lengths", "4k"], "`--lengths` must be whole numbers above 0"),
+        ({}, ["--tasks", "babilong", "--lengths", "4096,8192"], "`--lengths` must be one length for babilong"),
+        (
+            {},
+            ["--tasks", "babilong", "--lengths", "1000"],
+            "must be one of 1024, 2048, 4096, 8192, 16384, 32768, 65536",
+        ),
+        ({}, ["--tasks", "babilong"], "must be a folder with babilong_qa1/test.jsonl"),
+        ({"babilong_qa1/x": None}, ["--tasks", "babilong_qa1"], "must be a folder with babilong_qa1/test.jsonl"),
+        ({"babilong_qa1/test": '{"input": "", "target": ""}'}, ["--tasks", "babilong"], "record 1 without question"),
+        ({}, ["--tasks", "ruler"], "a folder with ruler/essays.jsonl, which niah_single_2, niah_single_3, niah_multi"),
+        ({}, ["--tasks", "ruler_qa_hotpot"], "a folder with ruler/hotpotqa.json, which ruler_qa_hotpot"),
+        ({"ruler/essays": "{}"}, ["--tasks", "niah_multivalue"], "record 1 without text"),
+        ({}, ["--limit", "0"], "`--limit` must be at least 1"),
+    ],
+)
+def test_bad_input(files, words, error, models, tmp_path, capsys):
+    for name, text in files.items():
+        if text is not None:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / f"{name}.jsonl").write_text(text)
+    given = ["evaluate", "downstream", str(models["lssar"]), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
+    assert main([*given, *words]) == 2
+    assert error in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_named():
+    """All tasks of the harness are read before one is called unknown: half a minute."""
+    with pytest.raises(ValueError, match="near it: arc_easy"):
+        harness.task_manager(["arc_esay"], [], {})
+
+
+def test_the_default_is_what_the_harness_module_says():
+    assert downstream.USUAL.split(",") == list(harness.USUAL)
+    assert set(harness.USUAL) <= set(harness.TASKS)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, list(harness.FOUND_IN_HUB)), ("d", list(harness.USUAL))])
+def test_the_usual_tasks_with_and_without_data(given, expected):
+    options = argparse.Namespace(tasks=None, data=given)
+    assert downstream.names_in(options) == expected
+
+
+def test_summscreen_needs_data(models, tmp_path, capsys, monkeypatch):
+    """Without it `datasets` would take what JSON lies in the current folder."""
+    write(tmp_path / "validation.jsonl", [{"input": "mine", "output": "mine"}])
+    monkeypatch.chdir(tmp_path)
+    words = ["evaluate", "downstream", str(models["lssar"]), "--tasks", "summscreen", "--output", str(tmp_path / "o")]
+    assert main(words) == 2
+    assert "without 'summscreen' where there is no --data" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+    assert tuple(name for name in harness.USUAL if name != "summscreen") == harness.FOUND_IN_HUB
+
+
+def test_changed_data_is_measured_again(models, tmp_path, capsys):
+    rows = records()["piqa/validation"]
+    path = tmp_path / "data/piqa/validation.jsonl"
+    words = [*words_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    measured = []
+    for labels in (rows, rows, [row | {"label": 1 - row["label"]} for row in rows]):
+        write(path, labels)
+        assert main(words) == 0
+        measured.append(("lssar: piqa" in capsys.readouterr().err, values(result_of(tmp_path, "lssar"))["piqa", "acc"]))
+    assert [ran for ran, _ in measured] == [True, False, True]
+    assert measured[0][1] == measured[1][1] == pytest.approx(1 - measured[2][1])
+
+
+def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "broken.py").write_text("def score(doc, results):\n    raise RuntimeError('no scores today')\n")
+    files = json.dumps({"test": str(data / "lambada_openai/test.jsonl")})
+    (own / "broken.yaml").write_text(
+        f"task: broken\ndataset_path: json\ndataset_kwargs: {{data_files: {files}}}\noutput_type: loglikelihood\n"
+        "test_split: test\ndoc_to_text: '{{text}}'\ndoc_to_target: ' end'\nprocess_results: !function broken.score\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    words = [*words_for(data, tmp_path), str(models["lssar"]), "--tasks", "broken,piqa", "--include-path", str(own)]
+    assert main(words) == 1
+    said = capsys.readouterr()
+    assert "left out: lssar: broken: RuntimeError: no scores today" in said.out
+    assert re.search(r"^piqa +acc +\d", said.out, re.M)
+    for suffix in ("csv", "png", "svg"):
+        assert (tmp_path / f"downstream.{suffix}").stat().st_size
+    # The same command tries it again; a change of its files starts anew.
+    assert main(words) == 1
+    assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken"]
+    (own / "broken.py").write_text("def score(doc, results):\n    return {'acc': 1}\n")
+    assert main(words) == 0
+    assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken", "piqa"]
+
+
+def test_a_model_that_fails_leaves_the_others(data, models, tmp_path, capsys):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for path in models["lssar"].iterdir():
+        (broken / path.name).write_bytes(path.read_bytes()[: 300 if path.suffix == ".safetensors" else None])
+    words = [*words_for(data, tmp_path / "out"), "--tasks", "piqa"]
+    assert main([*words, str(models["lssar"]), str(broken)]) == 1
+    said = capsys.readouterr()
+    assert "broken was not measured" in said.err
+    assert re.search(r"^piqa +acc +\d", said.out, re.M)
+    assert main([*words, str(broken)]) == 2
+
+
+# ---- the figure
+
+
+def test_the_figure_has_a_bar_for_each_model_and_task():
+    from softplus_attention.report.downstream_figure import downstream_figure
+
+    def row(task: str, metric: str, value: float | None, asked: str | None = None) -> dict:
+        error = None if value is None else value / 10
+        return {"task": task, "metric": metric, "value": value, "standard_error": error, "asked": asked or task}
+
+    first = [row("arc_easy", "acc", 0.5), row("arc_easy", "acc_norm", 0.6), row("summscreen", "rougeL", 12.0)]
+    first += [row("mmlu", "acc", 0.3), row("mmlu_anatomy", "acc", 0.2, "mmlu"), row("ruler", "4096", 0.25)]
+    second = [row("arc_easy", "acc", 0.4), row("lambada_openai", "perplexity", None)]
+    results = [{"model": {"name": name}, "results": {"tasks": rows}} for name, rows in (("a", first), ("b", second))]
+    axes = downstream_figure(results).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["arc_easy\nacc", "mmlu\nacc", "ruler\n4096"]
+    heights = [[bar.get_height() for bar in bars] for bars in axes.containers if hasattr(bars, "patches")]
+    assert heights == [[0.5, 0.3, 0.25], [0.4]]
+    errors = axes.containers[0].get_segments() if hasattr(axes.containers[0], "get_segments") else None
+    errors = axes.collections[0].get_segments() if errors is None else errors
+    assert [(high[1] - low[1]) / 2 for low, high in errors] == pytest.approx([0.05, 0.03, 0.025])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
+    assert downstream_figure([{"model": {"name": "a"}, "results": {"tasks": []}}]) is None

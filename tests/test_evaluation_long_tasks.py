@@ -1,0 +1,146 @@
+"""The long-context tasks, BABILong and RULER: their texts from local files or made up, and their numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
+
+from harness_cases import be_quick, result_of, saved_models, values, words_for, write
+
+from softplus_attention.cli import main
+from softplus_attention.evaluation import harness, harness_ruler
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    be_quick(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def few_words():
+    """Of the harness's 6 million pairs of words, which it sorts for ten seconds when it is imported."""
+    import wonderwords
+
+    class Few(wonderwords.RandomWord):
+        def __init__(self) -> None:
+            super().__init__()
+            self._categories = {name: words[:200] for name, words in self._categories.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wonderwords, "RandomWord", Few)
+        harness_ruler.needle_module()
+        yield
+
+
+@pytest.fixture
+def long_texts(tmp_path, few_words):
+    folder = tmp_path / "long"
+    facts = {"input": "Mary went to the kitchen.", "question": "Where is Mary?"}
+    # An empty target is in every answer, and the other in none: half of them are right.
+    write(folder / "babilong_qa1/test.jsonl", [facts | {"target": ""}, facts | {"target": "no model writes this"}])
+    write(folder / "babilong_qa2/4k.jsonl", [facts | {"target": ""}])
+    write(folder / "ruler/essays.jsonl", [{"text": "The mill stood by the river. " * 60}, {"text": "It rained. " * 60}])
+    lamps = [
+        {
+            "context": f"Lamp {n} is green. " * 5,
+            "qas": [{"question": f"What is lamp {n}?", "is_impossible": False, "answers": [{"text": "green"}]}],
+        }
+        for n in range(3)
+    ]
+    (folder / "ruler/squad.json").write_text(json.dumps({"data": [{"paragraphs": lamps}]}))
+    singers = {"question": "Who sang?", "answer": "Ann", "context": [["Ann", ["She sang."]], ["Bob", ["He ran."]]]}
+    (folder / "ruler/hotpotqa.json").write_text(json.dumps([singers]))
+    return folder
+
+
+def test_the_long_context_tasks_are_listed():
+    manager = harness.task_manager(["ruler", "babilong"], [], {})
+    assert {"babilong_qa1", *harness_ruler.PARTS} <= set(manager.all_tasks)
+    assert harness.length_words("babilong", [4096]) == {"max_seq_lengths": "4k"}
+    assert harness.length_words("ruler", [4096, 8192]) == {"max_seq_lengths": [4096, 8192]}
+
+
+@pytest.mark.slow
+def test_ruler_on_texts_that_it_makes(models, tmp_path):
+    """Its first task makes its own texts for a tokenizer and needs no data."""
+    words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
+    words += ["--tasks", "niah_single_1", "--lengths", "512", "--limit", "2", "--max-length", "700"]
+    subprocess.run([sys.executable, "-m", "softplus_attention.cli", *words], check=True)
+    result = json.loads((tmp_path / "downstream--lssar.json").read_text())
+    assert values(result) == {("niah_single_1", "512"): 0.0}
+
+
+def test_babilong_on_local_files(long_texts, models, tmp_path):
+    words = [*words_for(long_texts, tmp_path), str(models["lssar"]), "--tasks"]
+    assert main([*words, "babilong_qa1"]) == 0
+    result = result_of(tmp_path, "lssar")
+    assert values(result) == {("babilong_qa1", "acc"): 0.5}
+    assert result["results"]["tasks"][0]["samples"] == 2
+    assert main([*words, "babilong_qa2", "--lengths", "4096"]) == 0
+    assert values(result_of(tmp_path, "lssar")) == {("babilong_qa2", "acc"): 1.0}
+    write(long_texts / "babilong_qa1/4k.jsonl", [{"input": "", "question": "Who?", "target": "no model writes this"}])
+    assert main([*words, "babilong_longctx", "--lengths", "4096"]) == 0
+    assert values(result_of(tmp_path, "lssar"))["babilong_longctx", "acc"] == 0.5
+    # The group takes the parts that are there; Parquet is read as well.
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [json.loads(line) for line in (long_texts / "babilong_qa1/test.jsonl").read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), long_texts / "babilong_qa2/test.parquet")
+    assert main([*words, "babilong"]) == 0
+    found = values(result_of(tmp_path, "lssar"))
+    assert found["babilong_qa2", "acc"] == 1.0
+    assert found["babilong", "acc"] == pytest.approx(2 / 3)
+
+
+def test_ruler_on_local_files(long_texts, models, tmp_path):
+    """Every part of it, in a real run; a random model finds nothing."""
+    words = [*words_for(long_texts, tmp_path), str(models["lssar"]), "--max-length", "4096"]
+    assert main([*words, "--tasks", "ruler", "--lengths", "3584", "--limit", "1"]) == 0
+    result = result_of(tmp_path, "lssar")
+    assert result["results"]["finished"] == list(harness_ruler.PARTS)
+    found = values(result)
+    assert set(found) == {(part, "3584") for part in (*harness_ruler.PARTS, "ruler")}
+    parts = [value for (task, _), value in found.items() if task != "ruler"]
+    assert found["ruler", "3584"] == pytest.approx(sum(parts) / 13)
+    assert set(result["settings"]["data"]["ruler"]) == {"essays", "squad", "hotpotqa"}
+
+
+def test_a_limit_is_of_each_length(models, tmp_path, few_words):
+    words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
+    assert main([*words, "--tasks", "niah_single_1", "--lengths", "512,600", "--limit", "1"]) == 0
+    assert set(values(result_of(tmp_path, "lssar"))) == {("niah_single_1", "512"), ("niah_single_1", "600")}
+
+
+def test_the_texts_of_ruler_come_from_the_files(long_texts, models):
+    sources = {name: str(long_texts / "ruler" / name) for name in ("essays.jsonl", "squad.json", "hotpotqa.json")}
+    sources = {name.partition(".")[0]: path for name, path in sources.items()}
+    words = {"max_seq_lengths": [3584], "pretrained": str(models["lssar"]), "samples": 2, **sources}
+    essay = harness_ruler.texts_of(part="niah_single_2", **words)["test"]
+    assert len(essay) == 2
+    assert "The mill stood by the river." in essay[0]["input"]
+    assert essay[0]["outputs"][0] in essay[0]["input"]
+    squad = harness_ruler.texts_of(part="ruler_qa_squad", **words)["test"]
+    assert all(f"Lamp {n} is green." in squad[0]["input"] for n in range(3))
+    assert (squad[1]["input"].endswith("What is lamp 1?"), squad[1]["outputs"]) == (True, ["green"])
+    hotpot = harness_ruler.texts_of(part="ruler_qa_hotpot", **words)["test"]
+    assert (len(hotpot), hotpot[0]["outputs"]) == (1, ["Ann"])
+
+
+@pytest.mark.parametrize("part", ["niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe"])
+def test_a_length_that_a_part_of_ruler_has_no_texts_of(part, models, long_texts):
+    """The harness would try for ever, ask for words out of none, or hide the needle in one word."""
+    essays = str(long_texts / "ruler/essays.jsonl")
+    words = {"samples": 1, "max_seq_lengths": [300], "pretrained": str(models["lssar"]), "essays": essays}
+    with pytest.raises(ValueError, match=f"{part} has no texts of 300 tokens with this tokenizer"):
+        harness_ruler.texts_of(part=part, **words)

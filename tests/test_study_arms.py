@@ -1,0 +1,38 @@
+"""The study itself: its arms are trained and measured, from text to file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from study_cases import SCRIPTS
+
+from softplus_attention.data import prepare
+
+
+def test_the_study_runs(tmp_path: Path) -> None:
+    """An arm of each kind from text to file, in a process of its own; what is finished is not done again."""
+    text = " ".join(f"The {n}th line of a long story, told to {n * n} people." for n in range(400))
+    prepare([written(tmp_path / "train.txt", text)], tmp_path / "data", tokenizer="bytes", validation_fraction=0)
+    documents = written(tmp_path / "long.jsonl", "".join(json.dumps({"text": text[n:]}) + "\n" for n in (0, 50)))
+    arms = ["lssar-learned-log-global3", "softmax"]
+    command = [sys.executable, str(SCRIPTS / "study.py"), str(tmp_path / "data"), str(documents)]
+    command += ["--output", str(tmp_path / "out"), "--size", "smoke", "--texts", "1", "--trials", "1", "--arms", *arms]
+    once, again = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
+    assert (once.returncode, again.returncode) == (0, 0), once.stderr + again.stderr
+    assert [f"smoke-{arm}-seed0: found" in again.stdout for arm in arms] == [True, True]
+    mixed, rotary = (json.loads((tmp_path / "out" / f"smoke-{arm}-seed0.json").read_text()) for arm in arms)
+    for run in (mixed, rotary):
+        lengths = run["evaluation"]["lengths"]["lengths"]
+        assert [entry["length"] for entry in lengths] == [128 * multiple for multiple in (1, 2, 4, 8, 16, 32, 64)]
+        assert all(5 < entry["loss"] < 6 for entry in lengths), "nothing is learned in four steps: about log 257"
+    assert list(rotary["evaluation"]["variants"]) == ["window=128", "rope=dynamic:16", "rope=yarn:16"]
+    assert [list(layer) for layer in mixed["evaluation"]["learned"]] == [["power_per_log"]] * 3
+    assert mixed["config"]["window"] == 64
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
