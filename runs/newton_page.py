@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "newton"
 LAW = "m1 m2 / r^2"
 EXPONENTS = ("m1", "m2", "r")
+ENGINES = ("operon", "enumerator")
 Found = dict[str, Any]
 
 
@@ -152,14 +153,40 @@ def probes_block(found: Found) -> list[str]:
     return table(["R^2 at the best layer (which)", *targets], columns)
 
 
-FILES = {"cpu": "cpu.json", "h200": "h200.json"}
+def faithful_block(found: Found) -> list[str]:
+    """Raw F, which a model may say to be negative, on the published data; the laws of several draws of points."""
+    losses = {run["arm"]: run["loss"] for run in found["pretraining"]}
+    rows = []
+    for (_, pretrained, arm), cells in groups(found["cells"]).items():
+        inside = [cell["quality"]["inside"] for cell in cells]
+        fitted = [cell["exponents"]["inside"]["exponents"] for cell in cells]
+        rows.append(
+            [
+                name_of(arm, pretrained),
+                f"{losses[arm]:.2f}" if pretrained else "-",
+                mean_and_range((q["r2_force"] for q in inside), ".2f"),
+                mean_and_range((q["r2_ln_force"] for q in inside), ".2f"),
+                mean_and_range((100 * q["not_positive"] / q["points"] for q in inside), ".0f"),
+                *(mean_and_range((exponents[word] for exponents in fitted), ".2f") for word in EXPONENTS),
+                *(laws_found(cells, "force", engine, "score") for engine in ENGINES),
+            ]
+        )
+    truth = [laws_found(list(found["controls"].values()), "force", engine, "score") for engine in ENGINES]
+    rows.append(["true F", *["-"] * (len(rows[0]) - 1 - len(truth)), *truth])
+    head = ["arm", "loss of pre-training", "R^2 of F", "R^2 of ln F", "F said to be 0 or less, %"]
+    head += [*(f"exponent of {word}" for word in EXPONENTS), f"law {LAW}: pyoperon", "enumerator"]
+    return table(head, list(zip(*rows, strict=True)))
+
+
+FILES = {"cpu": "cpu.json", "h200": "h200.json", "faithful": "faithful-h200.json"}
 KINDS: dict[str, Callable[[Found], list[str]]] = {
     "force": force_block,
     "controls": controls_block,
     "length": length_block,
     "probes": probes_block,
 }
-BLOCKS = [f"{name}-{kind}" for name in FILES for kind in KINDS]
+KINDS_OF = {"cpu": KINDS, "h200": KINDS, "faithful": {"force": faithful_block}}
+BLOCKS = [f"{name}-{kind}" for name, kinds in KINDS_OF.items() for kind in kinds]
 
 
 def blocks_of(results: Path) -> dict[str, str]:
@@ -167,7 +194,7 @@ def blocks_of(results: Path) -> dict[str, str]:
     for name, file in FILES.items():
         try:
             found = json.loads((results / file).read_text())
-            made |= {f"{name}-{kind}": "\n".join(block(found)).strip() for kind, block in KINDS.items()}
+            made |= {f"{name}-{kind}": "\n".join(block(found)).strip() for kind, block in KINDS_OF[name].items()}
         except OSError as error:
             raise PageError(f"{results / file} cannot be read: {error.strerror}") from error
         except (KeyError, ValueError, TypeError, AttributeError) as error:

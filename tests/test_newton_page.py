@@ -89,10 +89,32 @@ EXPECTED = {
 }
 
 
+FAITHFUL: dict[str, Any] = {
+    "pretraining": [{"arm": "softmax", "seed": 0, "loss": 11.784}],
+    "cells": [
+        {
+            "arm": "softmax",
+            "seed": 0,
+            "labels": 9000,
+            "pretrained": pretrained,
+            "quality": {"inside": {"r2_force": 0.25, "r2_ln_force": -0.5, "points": 400, "not_positive": 90}},
+            "exponents": {"inside": {"exponents": {"m1": 0.125, "m2": 1.0, "r": -2.0}}},
+            "laws": {"force": laws(LAW, OTHER, LAW)["ln_force"] + laws(OTHER, LAW, LAW)["ln_force"]},
+        }
+        for pretrained in (False, True)
+    ],
+    "controls": {"seed0": {"laws": {"force": laws(LAW, LAW, OTHER)["ln_force"]}}},
+}
+EXPECTED_FAITHFUL = """\
+| `softmax` | 11.78 | 0.25 | -0.50 | 22 | 0.12 | 1.00 | -2.00 | 1 of 2 | 2 of 2 |
+| `softmax`, no pre-training | - | 0.25 | -0.50 | 22 | 0.12 | 1.00 | -2.00 | 1 of 2 | 2 of 2 |
+| true F | - | - | - | - | - | - | - | 1 of 1 | 0 of 1 |"""
+
+
 @pytest.fixture
 def folder(tmp_path: Path, newton_page: ModuleType) -> Path:
     for file in newton_page.FILES.values():
-        (tmp_path / file).write_text(json.dumps(FOUND))
+        (tmp_path / file).write_text(json.dumps(FAITHFUL if "faithful" in file else FOUND))
     blocks = [f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in newton_page.BLOCKS]
     (tmp_path / "page.md").write_text("By hand.\n" + "".join(blocks))
     return tmp_path
@@ -118,7 +140,8 @@ def test_rewriting_and_checking(folder: Path, newton_page: ModuleType, capsys: p
     assert newton_page.main(words(folder)) == 0
     page = (folder / "page.md").read_text()
     assert page.startswith("By hand.\n")
-    assert page.count("| 0.850 (0.800 to 0.900) |") == len(newton_page.FILES)
+    assert page.count("| 0.850 (0.800 to 0.900) |") == len(newton_page.FILES) - 1
+    assert EXPECTED_FAITHFUL in page
     assert newton_page.main([*words(folder), "--check"]) == 0
     changed = json.loads(json.dumps(FOUND))
     changed["cells"][0]["tune"]["quality"]["inside"]["r2_ln_force"] = 0.4
@@ -151,3 +174,28 @@ def test_a_page_without_a_block(folder: Path, newton_page: ModuleType, capsys: p
     shutil.copy(ROOT / "README.md", folder / "page.md")
     assert newton_page.main(words(folder)) == 2
     assert "has no <!-- begin: cpu-force -->" in capsys.readouterr().err
+
+
+def test_what_is_kept_for_the_repository(tmp_path: Path, newton_page: ModuleType) -> None:
+    keep = importlib.import_module("newton_keep")
+    front = {"front": [{"length": 1}], "chosen": {"within": {"law": LAW}}}
+    found = {
+        "cells": [{"arm": "lssar", "laws": {"force": [{"operon": front}]}, "control_with_noise": {"laws": [front]}}],
+        "pretraining": [{"arm": "lssar", "losses": [[step, 1.0] for step in range(11)]}],
+        "machine": "here",
+    }
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "orbits.png").write_bytes(b"a picture")
+    (tmp_path / "results.json").write_text(json.dumps(found))
+    other = {"machine": "there", "versions": {}, "commit": "old", "command": "newton"}
+    (tmp_path / "there.json").write_text(json.dumps(other))
+    destination = tmp_path / "kept" / "h200.json"
+    words = [str(tmp_path), str(destination), "--trained-on", str(tmp_path / "there.json"), "--trained-at", "new"]
+    assert keep.main([*words, "--note", "shared"]) == 0
+    kept = json.loads(destination.read_text())
+    assert kept["cells"][0]["control_with_noise"] == {"laws": [{"chosen": {"within": {"law": LAW}}}]}
+    assert kept["cells"][0]["laws"] == found["cells"][0]["laws"]
+    assert kept["pretraining"][0]["losses"] == [[0, 1.0], [5, 1.0], [10, 1.0]]
+    assert kept["trained_on"] == {**other, "commit": "new"}
+    assert (kept["machine"], kept["note"]) == ("here", "shared")
+    assert (tmp_path / "kept" / "h200" / "orbits.png").read_bytes() == b"a picture"

@@ -209,7 +209,8 @@ def length(folder: Folder, pyplot: Any) -> Any:
         axis.set_xticks(multiples, [f"{multiple}x" for multiple in multiples])
         axis.set_xlabel("the trained steps")
         axis.set_title(title, fontsize=8)
-    axes[0, 1].legend(fontsize=7)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
     return figure
 
 
