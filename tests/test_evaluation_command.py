@@ -146,7 +146,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         (["maps", "lssar/model", "--file", "none"], "a readable UTF-8 file"),
         (["synthetic", "nothing"], "no attention is named 'nothing'"),
         (["synthetic", "lssar", "--task", "sort"], "`--task` must be of recall, copy, flip-flop, got sort"),
-        (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of cpu, mixed, gpu"),
+        (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of mixed, rotary"),
         (["synthetic", "lssar", "--task", "copy", "--writes", "3"], "`--writes` must be left out for copy"),
     ],
 )

@@ -234,7 +234,7 @@ class TestTraining:
 def test_the_cpu_preset_learns(name, tmp_path):
     """The preset of the command is enough for these at the training length; recall takes local and global layers."""
     task = task_of(name)
-    settings = dict(measure.PRESETS["cpu"])
+    settings = dict(measure.PRESETS["rotary"])
     config = measure.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
     result = measure.measure_synthetic(task, config, [64], tmp_path)
     assert result["results"]["lengths"][0]["accuracy"] > 0.95

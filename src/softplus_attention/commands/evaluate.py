@@ -24,7 +24,7 @@ MODEL_HELP = (
     "[NAME=]FOLDER[+OPTION=VALUE...]: a folder with a saved model or a name on the hub, what to call it, and what to "
     "change at inference for it alone, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
 )
-PRESET_HELP = "cpu (a minute or two), mixed (the same with local and global layers) or gpu (default: %(default)s)"
+PRESET_HELP = "mixed (local and global layers) or rotary (positions in every layer) (default: %(default)s)"
 SIZES = ("layers", "width", "heads", "steps", "batch_size")
 RESUME = "The same command again reuses what is finished."
 
@@ -176,12 +176,12 @@ def add_synthetic(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results")
     parser.add_argument("--train-length", type=int, default=64, metavar="N", help="tokens (default: %(default)s)")
-    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x, gpu: to 1000x)")
+    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x)")
     parser.add_argument("--sequences", type=int, default=64, metavar="N", help="tested at each length, at most")
     parser.add_argument(
         "--test-tokens", type=int, default=1 << 18, metavar="N", help="tested at each length, about (default: 262144)"
     )
-    parser.add_argument("--preset", default="cpu", help=PRESET_HELP)
+    parser.add_argument("--preset", default="mixed", help=PRESET_HELP)
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     replaced = parser.add_argument_group("in place of the preset's")
@@ -464,7 +464,7 @@ def run_synthetic(options: argparse.Namespace) -> int:
     if unknown := set(options.task) - set(TASKS):
         fail("--task", f"of {', '.join(TASKS)}", ", ".join(sorted(unknown)))
     tasks = [task_of(name, **task_options(options, name, TASKS)) for name in options.task]
-    lengths = lengths_in(options.lengths or measure.MULTIPLES[options.preset], options.train_length)
+    lengths = lengths_in(options.lengths or measure.MULTIPLES, options.train_length)
     words = {"seed": options.seed, "device": options.device}
     configs = [
         (task, measure.training_config(task, name, options.train_length, options.output, settings, **words))
