@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 2, "width": 64, "heads": 2, "steps": 1800, "batch_size": 32,
         "optimizer": "muon", "learning_rate": 1e-2, "window": 8, "global_every": 2, "power": "learned-log",
     },
-    # Rotary positions in every layer, as in the paper: a minute on one core, enough for copy and flip-flop, not for recall.
+    # Rotary positions in every layer, as in the paper: a minute on one core. Learns copy and flip-flop, not recall.
     "rotary": {"layers": 2, "width": 64, "heads": 2, "steps": 600, "batch_size": 64, "learning_rate": 2e-3},
 }  # fmt: skip
 MULTIPLES = "1,2,4,8,16,32,64"
