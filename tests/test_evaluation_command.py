@@ -101,7 +101,20 @@ def test_inside_and_maps(run, tmp_path):
 
 
 def test_synthetic(run, tmp_path):
-    small = ("--layers", "1", "--width", "16", "--heads", "1", "--steps", "4", "--batch-size", "4")
+    small = (
+        "--preset",
+        "rotary",
+        "--layers",
+        "1",
+        "--width",
+        "16",
+        "--heads",
+        "1",
+        "--steps",
+        "4",
+        "--batch-size",
+        "4",
+    )
     words = ("--task", "flip-flop", "copy", "--lengths", "1,4", "--sequences", "4", "--device", "cpu", *small)
     status, out, _ = run("synthetic", "lssar", "softmax", *words, "--symbols", "8")
     assert status == 0
