@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from softplus_attention.evaluation import synthetic_measure as measure
+from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.synthetic import (
     IGNORED,
     TASKS,
@@ -238,6 +239,19 @@ def test_the_cpu_preset_learns(name, tmp_path):
     config = measure.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
     result = measure.measure_synthetic(task, config, [64], tmp_path)
     assert result["results"]["lengths"][0]["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "words"),
+    [
+        ("recall", {"pairs": 8}, "recall, 8 pairs"),
+        ("recall", {"pairs": 0}, "recall, as many pairs as fit"),
+        ("recall", {}, "recall"),
+        ("copy", {"symbols": 32}, "copy"),
+    ],
+)
+def test_forms_of_a_task(task, settings, words):
+    assert form_of(task, settings) == words
 
 
 @pytest.mark.slow

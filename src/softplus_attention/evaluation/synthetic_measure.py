@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from softplus_attention.catalog import attention
+from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.loss import LOGITS
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
 from softplus_attention.evaluation.models import Opened, Request, load
@@ -197,7 +198,8 @@ def table_of(results: Sequence[dict[str, Any]]) -> str:
 def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     words = ["length", "times", "sequences", "answers", "accuracy", "exact"]
     rows = [
-        [result["results"]["task"], result["model"]["attention"], *(entry[word] for word in words)]
+        [form_of(result["results"]["task"], result["settings"]), result["model"]["attention"]]
+        + [entry[word] for word in words]
         for result in results
         for entry in result["results"]["lengths"]
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from softplus_attention.evaluation import layers
+from softplus_attention.evaluation.forms import form_of
 from softplus_attention.report.drawing import REFERENCES
 from softplus_attention.report.figures import COLOURS, MARKERS, STYLES
 
@@ -90,11 +91,12 @@ def passkey_figure(results: Sequence[Result]) -> Any:
 
 
 def synthetic_figure(results: Sequence[Result]) -> Any:
-    """Accuracy by length, a panel per task."""
-    tasks = sorted({result["results"]["task"] for result in results})
-    figure, grid = figure_of(6.4 * len(tasks) + 0.4, 4.4, 1, len(tasks), sharey=True)
-    for axes, task in zip(grid.flat, tasks, strict=True):
-        chosen = [result for result in results if result["results"]["task"] == task]
+    """Accuracy by length, a panel per task and form of it."""
+    forms = [form_of(result["results"]["task"], result["settings"]) for result in results]
+    panels = sorted(set(forms))
+    figure, grid = figure_of(6.4 * len(panels) + 0.4, 4.4, 1, len(panels), sharey=True)
+    for axes, panel in zip(grid.flat, panels, strict=True):
+        chosen = [result for result, form in zip(results, forms, strict=True) if form == panel]
         for number, result in enumerate(chosen):
             entries = result["results"]["lengths"]
             points = [entry["length"] for entry in entries], [entry["accuracy"] for entry in entries]
@@ -102,7 +104,7 @@ def synthetic_figure(results: Sequence[Result]) -> Any:
         lengths = sorted({entry["length"] for result in chosen for entry in result["results"]["lengths"]})
         length_axis(axes, lengths, chosen[0]["model"]["training_length"])
         axes.set_ylim(-0.03, 1.03)
-        axes.set_title(task)
+        axes.set_title(panel)
         axes.legend(frameon=False)
     grid[0, 0].set_ylabel("accuracy of the answer tokens")
     return figure

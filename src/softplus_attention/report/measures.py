@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.layers import mean
 from softplus_attention.report.charts import AttentionMaps, HeatMap, LineChart, Number, Series, Table, shown
 from softplus_attention.report.inside import LENGTH, inside_section
@@ -217,13 +218,14 @@ def synthetic_section(found: Found, looks: Looks) -> list[Block]:
     parts = groups(measured(found, "synthetic", read_synthetic))
     blocks: list[Block] = []
     for group, members in parts.items():
-        for task in dict.fromkeys(m.content[0] for m in members):
-            those = [m for m in members if m.content[0] == task]
+        forms = [form_of(m.content[0], m.settings) for m in members]
+        for form in dict.fromkeys(forms):
+            those = [m for m, own in zip(members, forms, strict=True) if own == form]
             for name, words in (("accuracy", "answer tokens right"), ("exact", "sequences all right")):
                 series = [Series(m.label, *by_length(m.content[1], name), None, looks.of(m.name)) for m in those]
                 blocks.append(
                     LineChart(
-                        f"{task}: {words}{where(group, len(parts) > 1)}",
+                        f"{form}: {words}{where(group, len(parts) > 1)}",
                         LENGTH,
                         words,
                         series,
