@@ -6,7 +6,6 @@ python runs/newton_page.py --check    writes nothing; exit status 1, naming what
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_blocks import PageError, parts_of, rewritten, table
+from page_blocks import PageError, table, write_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "newton"
@@ -205,26 +204,7 @@ def blocks_of(results: Path) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder of {', '.join(FILES.values())}")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "newton.md")
-    options = parser.parse_args(arguments)
-    try:
-        blocks = blocks_of(options.results)
-        text, places = parts_of(options.page, BLOCKS)
-    except PageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text, changed = rewritten(text, places, blocks)
-    if options.check:
-        if changed:
-            stale = ", ".join(changed)
-            print(f"{options.page} is out of date: {stale}; run python runs/newton_page.py", file=sys.stderr)
-        return 1 if changed else 0
-    options.page.write_text(text)
-    print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")
-    return 0
+    return write_page("newton_page.py", arguments, RESULTS, ROOT / "docs" / "newton.md", BLOCKS, blocks_of)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
@@ -47,3 +49,34 @@ def rewritten(text: str, places: Mapping[str, tuple[int, int]], blocks: Mapping[
             changed.append(name)
         text = text[:begin] + content + text[end:]
     return text, changed[::-1]
+
+
+def write_page(
+    script: str,
+    arguments: Sequence[str] | None,
+    results: Path,
+    page: Path,
+    names: Collection[str],
+    blocks_of: Callable[[Path], Mapping[str, str]],
+) -> int:
+    """The command of a script that writes the blocks of a page from a folder of results."""
+    parser = argparse.ArgumentParser(prog=script, description=f"Writes the tables of {page.name}.")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
+    parser.add_argument("--results", type=Path, default=results, help="folder of the data")
+    parser.add_argument("--page", type=Path, default=page)
+    options = parser.parse_args(arguments)
+    try:
+        blocks = blocks_of(options.results)
+        text, places = parts_of(options.page, names)
+    except PageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text, changed = rewritten(text, places, blocks)
+    if options.check:
+        if changed:
+            stale = ", ".join(changed)
+            print(f"{options.page} is out of date: {stale}; run python runs/{script}", file=sys.stderr)
+        return 1 if changed else 0
+    options.page.write_text(text)
+    print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")
+    return 0

@@ -6,14 +6,13 @@ python runs/synthetic_page.py --check    writes nothing; exit status 1 where it 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from page_blocks import PageError, parts_of, rewritten, table
+from page_blocks import PageError, table, write_page
 
 from softplus_attention.evaluation.forms import form_of
 
@@ -31,7 +30,7 @@ def rank(found: dict[str, Any]) -> tuple[str, int, int]:
     return settings["task"], -settings.get("pairs", 0), ATTENTIONS.index(attention)
 
 
-def synthetic_block(results: Path) -> str:
+def blocks_of(results: Path) -> dict[str, str]:
     found = [json.loads(path.read_text()) for path in sorted(results.glob("synthetic--*.json"))]
     if not found:
         raise PageError(f"{results} has no results of `softplus-attention evaluate synthetic`")
@@ -48,28 +47,13 @@ def synthetic_block(results: Path) -> str:
         columns.append([f"{100 * own[multiple]['accuracy']:.1f}" if multiple in own else "-" for own in lengths])
     columns.append([f"{own[max(own)]['answers']:,}" for own in lengths])
     head = ["answers right, %", "attention", *(f"{multiple}x" for multiple in multiples), "answers at the longest"]
-    return "\n".join(table(head, columns)).strip()
+    return {"synthetic": "\n".join(table(head, columns)).strip()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "evaluation.md")
-    options = parser.parse_args(arguments)
-    try:
-        text, places = parts_of(options.page, ["synthetic"])
-        text, changed = rewritten(text, places, {"synthetic": synthetic_block(options.results)})
-    except PageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.check:
-        if changed:
-            print(f"{options.page} is out of date; run python runs/synthetic_page.py", file=sys.stderr)
-        return 1 if changed else 0
-    options.page.write_text(text)
-    print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")
-    return 0
+    return write_page(
+        "synthetic_page.py", arguments, RESULTS, ROOT / "docs" / "evaluation.md", ["synthetic"], blocks_of
+    )
 
 
 if __name__ == "__main__":

@@ -100,7 +100,18 @@ def saved_models(folder: Path) -> dict[str, Path]:
     return {name: folder / name for name in built}
 
 
-def be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_records(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what is tested, and longer than all the rest: a pool of processes for a bootstrap, the list of packages."""
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     monkeypatch.setattr(harness, "BOOTSTRAP_SAMPLES", 20)

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
-from harness_cases import QUESTIONS, be_quick, records, result_of, saved_models, values, words_for, write, write_records
+import harness_cases
+from harness_cases import QUESTIONS, records, result_of, values, words_for, write
 from huggingface_models import byte_tokenizer
 
 from softplus_attention.cli import main
@@ -21,23 +22,11 @@ from softplus_attention.commands import downstream
 from softplus_attention.evaluation import harness
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 
+# Fixtures that the tests of the harness share.
+data, models, quick = harness_cases.data, harness_cases.models, harness_cases.quick
+
 # What the stock Llama is compared on; ours on every task.
 FEW = ("arc_easy", "lambada_openai")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_records(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    be_quick(monkeypatch)
 
 
 def test_end_to_end(data, models, tmp_path, capsys):

@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
-from harness_cases import be_quick, result_of, saved_models, values, words_for, write, write_records
+import harness_cases
+from harness_cases import result_of, values, words_for, write
 from huggingface_models import byte_tokenizer
 from transformers import LlamaForCausalLM
 
@@ -22,20 +23,8 @@ from softplus_attention.evaluation.memory import TooLongError
 from softplus_attention.evaluation.models import opened, request_of
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_records(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    be_quick(monkeypatch)
+# Fixtures that the tests of the harness share.
+data, models, quick = harness_cases.data, harness_cases.models, harness_cases.quick
 
 
 def test_answers_longer_than_the_model(data, models, tmp_path, capsys):

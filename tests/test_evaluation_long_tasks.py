@@ -10,20 +10,14 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
-from harness_cases import be_quick, result_of, saved_models, values, words_for, write
+import harness_cases
+from harness_cases import result_of, values, words_for, write
 
 from softplus_attention.cli import main
 from softplus_attention.evaluation import harness, harness_ruler
 
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    return saved_models(tmp_path_factory.getbasetemp() / "harness-models")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    be_quick(monkeypatch)
+# Fixtures that the tests of the harness share.
+models, quick = harness_cases.models, harness_cases.quick
 
 
 @pytest.fixture(scope="module")
