@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention_decode
 from softplus_attention.functional import power_arguments
+from softplus_attention.reference import unit
 
 POWERS = {
     "lssa": None,
@@ -157,3 +159,27 @@ def check_launches_again() -> None:
                 for _ in range(2):
                     out = decode(q, k, v, lengths, power=power)
                     assert torch.allclose(out, expected, atol=0.02, rtol=0.02)
+
+
+def check_unit_vectors(device: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Every size, layout and head dimension to a rounding; zero stays zero, what is not finite spoils its own alone."""
+    from softplus_attention.kernels.triton_decode_launch import unit_vectors
+
+    for dtype in dtypes:
+        for d in (64, 5, 100, 256):
+            for size in (1.0, 1e-35, 1e30) if dtype != torch.float16 else (1.0, 1e-3, 1e3):
+                x = (torch.randn(2, 7, 3, d, device=device) * size).to(dtype)
+                for keys in (x, x.transpose(1, 2), x[:, 1:, :1], x.expand(2, 7, 3, d)[..., : d - 1]):
+                    expected = unit(keys.double())
+                    for _ in range(2):
+                        found = unit_vectors(keys)
+                        assert (found.dtype, found.shape) == (dtype, keys.shape)
+                        worst = (found.double() - expected).abs().max().item()
+                        assert worst <= torch.finfo(dtype).eps, f"{dtype} D={d} size {size:g}: {worst:.3g}"
+    keys = torch.randn(1, 2, 4, 8, device=device)
+    keys[0, 0, 0], keys[0, 0, 1, 2], keys[0, 0, 2, 3] = 0.0, float("inf"), float("nan")
+    found = unit_vectors(keys)
+    assert found[0, 0, 0].eq(0).all()
+    assert [bool(found[0, 0, row].isnan().any()) for row in range(4)] == [False, True, True, False]
+    assert found[0, 1].isfinite().all()
+    assert unit_vectors(keys[:, :, :0]).shape == (1, 2, 0, 8)

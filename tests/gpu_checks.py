@@ -52,6 +52,11 @@ def check_decode_graph() -> str:
     return "6 replays of one capture equal to eager"
 
 
+def check_decode_unit_vectors() -> str:
+    decode_cases.check_unit_vectors("cuda", decode_cases.GPU_DTYPES)
+    return "every size, layout and head dimension to a rounding"
+
+
 def check_decode_launches() -> str:
     decode_cases.check_launches_again()
     return "96 launches with odd and even strides, pointers, lengths and powers"
@@ -66,6 +71,7 @@ DECODE: dict[str, Check] = {
     "decode not finite": check_decode_not_finite,
     "graph decode": check_decode_graph,
     "decode launches": check_decode_launches,
+    "decode unit vectors": check_decode_unit_vectors,
 }
 LARGE = gpu_numbers.LARGE
 CHECKS: dict[str, Check] = {

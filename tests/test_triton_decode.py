@@ -22,7 +22,7 @@ if INTERPRETED or torch.cuda.is_available():
     import triton
     import triton.language as tl
 
-    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops, triton_relaunch  # noqa: F401  registers the op
     from softplus_attention.kernels.triton_decode import careful_squares
     from softplus_attention.kernels.triton_relaunch import all_aligned, launch
 
@@ -274,11 +274,22 @@ def test_squares_of_keys_beyond_float32s(d: int) -> None:
     assert (square[12:] == 0).all()
 
 
+@interpreted
+def test_unit_vectors() -> None:
+    decode_cases.check_unit_vectors("cpu", [torch.float32, torch.float16])
+
+
 class Kernel:
     """What Triton's kernels are to ``launch``: compiled by the first call, which gives back the binary."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.runs: list[Any] = []
+
+    def run(self, *arguments: Any) -> None:
+        self.runs.append(arguments)
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def run(*arguments: Any, **options: Any) -> Kernel:
@@ -293,18 +304,36 @@ class Kernel:
 class TestLaunch:
     """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
 
-    def test_the_binary_of_a_key_is_kept(self) -> None:
-        kernel, key = Kernel(), object()
-        launch(kernel, (1, 1, 1), (5, True), {"num_warps": 2}, key)
+    def test_the_binary_of_a_key_is_kept_and_takes_addresses(self) -> None:
+        kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
+        launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)
         binary = kernel.binary
-        launch(kernel, (2, 1, 1), (7, True), {"num_warps": 2}, key)
-        assert kernel.calls == [((1, 1, 1), (5, True), {"num_warps": 2})]
-        assert binary.calls == [((2, 1, 1), (7, True), {})]
+        launch(kernel, (2, 3, 4), (y,), (7, True), {"num_warps": 2}, key, 9)
+        [(grid, (tensor, *numbers), options)] = kernel.calls
+        assert tensor is x
+        assert (grid, numbers, options) == ((1, 1, 1), [5, True], {"num_warps": 2})
+        assert binary.runs == [(2, 3, 4, 9, "function", "metadata", None, None, None, y.data_ptr(), 7, True)]
+        assert binary.calls == []
+
+    @pytest.mark.parametrize("why", ["hooks", "another version of Triton"])
+    def test_a_binary_is_asked_in_its_own_way(self, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Where somebody hears of launches, or where the form of ``run`` is not known."""
+        kernel, key, x = Kernel(), object(), torch.zeros(4)
+        launch(kernel, (1, 1, 1), (x,), (), {}, key, None)
+        if why == "hooks":
+            monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [print])
+        else:
+            monkeypatch.setattr(triton_relaunch, "KNOWN_BINARIES", False)
+        launch(kernel, (2, 1, 1), (x,), (7,), {"num_warps": 2}, key, None)
+        [(grid, (tensor, number), options)] = kernel.binary.calls
+        assert tensor is x
+        assert (grid, number, options) == ((2, 1, 1), 7, {})
+        assert kernel.binary.runs == []
 
     def test_other_keys_and_none_ask_triton(self) -> None:
         kernel = Kernel()
         for key in (object(), object(), None, None):
-            launch(kernel, (1, 1, 1), (), {}, key)
+            launch(kernel, (1, 1, 1), (), (), {}, key, None)
         assert len(kernel.calls) == 4
 
     @pytest.mark.parametrize(
@@ -336,6 +365,9 @@ class TestOnGpu:
 
     def test_a_graph_serves_every_length(self) -> None:
         decode_cases.check_a_graph_serves_every_length()
+
+    def test_unit_vectors(self) -> None:
+        decode_cases.check_unit_vectors("cuda", decode_cases.GPU_DTYPES)
 
     def test_launches_again(self) -> None:
         decode_cases.check_launches_again()

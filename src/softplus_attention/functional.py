@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from softplus_attention import reference
 from softplus_attention import validation as check
 from softplus_attention.power import Power, PowerByLength, by_head_or_row
 from softplus_attention.reference import attention_stages, reference_attention, without_autocast
@@ -390,6 +391,16 @@ def triton_decode(
     return decode(
         q, k, v, cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys
     )
+
+
+def unit_keys(k: Tensor) -> Tensor:
+    """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
+    fused = k.is_cuda and HAS_TRITON and k.dtype != torch.float64 and not wants_gradient(k) and not traced(k)
+    if not fused:
+        return reference.unit_keys(k)
+    from softplus_attention.kernels import triton_decode_launch
+
+    return triton_decode_launch.unit_vectors(k)
 
 
 def traced(*tensors: Tensor) -> bool:

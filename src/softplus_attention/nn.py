@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from softplus_attention import validation as check
 from softplus_attention.baselines import AttentionSpec
 from softplus_attention.catalog import Attention, attention
+from softplus_attention.functional import unit_keys
 from softplus_attention.power import (
     RAW_NAMES,
     PowerByLength,
@@ -18,7 +19,7 @@ from softplus_attention.power import (
     is_learned,
     learned_parameter,
 )
-from softplus_attention.reference import compute_dtype, unit_keys
+from softplus_attention.reference import compute_dtype
 
 
 class RotaryEmbedding(nn.Module):

@@ -22,6 +22,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from softplus_attention import validation as check
+from softplus_attention.functional import unit_keys
 from softplus_attention.huggingface.attention import (
     attend,
     attentions_are_recorded,
@@ -33,7 +34,7 @@ from softplus_attention.huggingface.attention import (
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.nn import rotate, rotation_tables
 from softplus_attention.power import RAW_NAMES, PowerByLength, first_raw_power, is_learned, learned_parameter
-from softplus_attention.reference import compute_dtype, unit_keys
+from softplus_attention.reference import compute_dtype
 
 
 class SoftplusGPTRotaryEmbedding(nn.Module):

@@ -345,3 +345,19 @@ def combine_kernel(
     b_row = tl.sum(b_out, 0) / tl.where(weight == 0, 1.0, weight)
     p_out = Out + (bh // h_kv) * out_strides[0] + head * out_strides[1] + (r % t_q) * out_strides[2]
     tl.store(p_out + o_dv, b_row.to(Out.dtype.element_ty), mask=o_dv < DV)
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "t"])
+def unit_kernel(X, Out, rows, heads, t, x_strides, out_strides, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
+    """Out = X / ||X||, vectors (B, H, T, D), 0 for a zero vector: keys as a cache holds them."""
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    batch, head, i = o_r // (heads * t), o_r // t % heads, o_r % t
+    o_d = tl.arange(0, BD)
+    m = (o_r < rows)[:, None] & (o_d < D)[None, :]
+    p_x = X + batch * x_strides[0] + head * x_strides[1] + i * x_strides[2]
+    p_out = Out + batch * out_strides[0] + head * out_strides[1] + i * out_strides[2]
+    b_x = tl.load(p_x[:, None] + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+    b_x *= inverse_size(b_x)[:, None]
+    b_length = tl.sqrt_rn(tl.sum(b_x * b_x, 1))
+    b_unit = tl.div_rn(b_x, tl.where(b_length == 0, 1.0, b_length)[:, None])
+    tl.store(p_out[:, None] + o_d[None, :], b_unit.to(Out.dtype.element_ty), mask=m)

@@ -16,11 +16,12 @@ from softplus_attention.kernels.triton_launch import (
     power_code,
     unit_last_stride,
 )
-from softplus_attention.kernels.triton_relaunch import all_aligned, launch
+from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 256
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
+VECTOR_NUMBERS = 1024  # held by a program of unit_kernel
 # Keys whose N * w / W is below this add nothing that the output's dtype can hold.
 NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
 
@@ -134,28 +135,50 @@ def decode(
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
         dtypes = (dtype, lengths.dtype, starts.dtype, powers.dtype)
         key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, power_strides, heavy)
-    with torch.cuda.device_of(q):
+    with current_device(q):
+        stream = current_stream(device)
         launch(
-            kernels.scores_kernel, plan.grid, (
-                q, k, scratch, lengths, starts, *numbers, score_scale, q_strides, k_strides, plan.f_stride,
-                *visible, normalized_keys, dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4,
+            kernels.scores_kernel, plan.grid, (q, k, scratch, lengths, starts), (
+                *numbers, score_scale, q_strides, k_strides, plan.f_stride, *visible, normalized_keys,
+                dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4,
             ),
-            {"num_warps": 8 if heavy else 4}, key and ("scores", *key),
+            {"num_warps": 8 if heavy else 4}, key and ("scores", *key), stream,
         )  # fmt: skip
         growth = (power, 0.0, 1.0) if power_by_length is None else tuple(power_by_length)
         lift = 4096.0 if dtype == torch.float16 else 1.0
         launch(
-            kernels.values_kernel, plan.grid, (
-                v, scratch, lengths, starts, powers, *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides,
-                plan.f_stride, *visible, code, power_rows is not None, dv, bdv, bm, bn, 64, lift, 3,
+            kernels.values_kernel, plan.grid, (v, scratch, lengths, starts, powers), (
+                *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides, plan.f_stride, *visible, code,
+                power_rows is not None, dv, bdv, bm, bn, 64, lift, 3,
             ),
-            {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key),
+            {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key), stream,
         )  # fmt: skip
         launch(
-            kernels.combine_kernel, (batch * h_kv * plan.rows, 1, 1), (
-                scratch, out, plan.rows, t_q, h_kv, plan.splits, plan.f_units, plan.partial_units, out_strides,
-                dv, bdv, 32,
+            kernels.combine_kernel, (batch * h_kv * plan.rows, 1, 1), (scratch, out), (
+                plan.rows, t_q, h_kv, plan.splits, plan.f_units, plan.partial_units, out_strides, dv, bdv, 32,
             ),
-            {"num_warps": 4}, key and ("sums", *key),
+            {"num_warps": 4}, key and ("sums", *key), stream,
+        )  # fmt: skip
+    return out
+
+
+def unit_vectors(x: Tensor) -> Tensor:
+    """x / ||x|| along the last dimension of (B, H, T, D), in x's dtype, zero for a zero vector: no gradient."""
+    x = unit_last_stride(x)
+    out = torch.empty_like(x)
+    batch, heads, t, d = x.shape
+    rows, width = batch * heads * t, padded(d)
+    if not rows:
+        return out
+    per_program = max(1, VECTOR_NUMBERS // width)
+    strides, out_strides = x.stride()[:3], out.stride()[:3]
+    key: tuple[Any, ...] | None = None
+    if all_aligned((x, out), (*strides, *out_strides)):
+        key = ("unit", x.device, x.dtype, d)
+    with current_device(x):
+        launch(
+            kernels.unit_kernel, (blocks_of(rows, per_program), 1, 1), (x, out),
+            (rows, heads, t, strides, out_strides, d, width, per_program), {"num_warps": 4}, key,
+            current_stream(x.device),
         )  # fmt: skip
     return out

@@ -7,31 +7,68 @@ longer than the kernels run. Here the caller says by a key which launches are al
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
+from triton import knobs
 
 # What Triton specialises pointers and strides on.
 ALIGNMENT = 16
+# Versions whose binaries were seen to take addresses for tensors from `run`; another is asked in its own way.
+KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7."))
 _binaries: dict[Hashable, Any] = {}
+_here = nullcontext()
 
 
 def launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], options: Mapping[str, Any], key: Hashable
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[Any, ...],
+    options: Mapping[str, Any],
+    key: Hashable,
+    stream: int | None,
 ) -> None:
-    """``kernel[grid](*arguments, **options)``. Arguments come in the kernel's order, constants too.
+    """``kernel[grid](*tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
 
     Two launches of one ``key`` must agree in whatever Triton specialises on: kernel, device, options, constants,
     dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond 32 bits.
-    None says nothing, and Triton looks for itself.
+    None says nothing, and Triton looks for itself. ``stream`` is ``current_stream`` of the tensors' device, which is
+    the current one.
     """
     binary = None if key is None else _binaries.get(key)
-    if binary is not None:
-        binary[grid](*arguments)
-        return
-    binary = kernel[grid](*arguments, **options)
-    if key is not None and binary is not None:  # the interpreter has none
-        _binaries[key] = binary
+    if binary is None:
+        binary = kernel[grid](*tensors, *numbers, **options)
+        if key is not None and binary is not None:  # the interpreter has none
+            _binaries[key] = binary
+    elif KNOWN_BINARIES and not has_hooks():
+        # An address is taken as it is; of a tensor the driver is asked whether it may be read.
+        addresses = [x.data_ptr() for x in tensors]
+        no_hooks = (None, None, None)
+        binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
+    else:
+        binary[grid](*tensors, *numbers)
+
+
+def has_hooks() -> bool:
+    """Whether somebody, such as a profiler, wants to hear of every launch."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def current_stream(device: torch.device) -> int | None:
+    """The handle of the stream on which torch works there; None where there are no streams."""
+    return None if device.type != "cuda" else torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def current_device(x: Tensor) -> AbstractContextManager[Any]:
+    """``torch.cuda.device_of``, at no cost where the tensor's device is current already."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return _here
+    return torch.cuda.device_of(x)
 
 
 def all_aligned(pointers: tuple[Tensor, ...], numbers: tuple[int, ...]) -> bool:
