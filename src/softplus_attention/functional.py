@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -223,11 +225,12 @@ def refuse_transforms(impl: str, *tensors: object) -> None:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or first.device.type == "meta":
+    if not isinstance(first, Tensor):
         return tensors
-    if not torch.is_autocast_enabled(first.device.type):
+    kind = first.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
         for x in tensors
@@ -384,23 +387,27 @@ def triton_decode(
     q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: Power, score_scale: float, normalized_keys: bool
 ) -> Tensor:
     check_for_triton(q)
-    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops  # noqa: F401  registers the op
-
+    options = (cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys)
     # The way through torch's dispatcher takes as long as launching a kernel.
-    decode = torch.ops.softplus_attention.triton_decode if traced(q, k, v) else triton_decode_launch.decode
-    return decode(
-        q, k, v, cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys
-    )
+    if not traced(q, k, v):
+        return decode_launches().decode(q, k, v, *options)
+    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+
+    return torch.ops.softplus_attention.triton_decode(q, k, v, *options)
+
+
+@functools.cache
+def decode_launches() -> ModuleType:
+    """Imported where it is first needed, and an import takes a microsecond also when it is there."""
+    from softplus_attention.kernels import triton_decode_launch
+
+    return triton_decode_launch
 
 
 def unit_keys(k: Tensor) -> Tensor:
     """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
     fused = k.is_cuda and HAS_TRITON and k.dtype != torch.float64 and not wants_gradient(k) and not traced(k)
-    if not fused:
-        return reference.unit_keys(k)
-    from softplus_attention.kernels import triton_decode_launch
-
-    return triton_decode_launch.unit_vectors(k)
+    return decode_launches().unit_vectors(k) if fused else reference.unit_keys(k)
 
 
 def traced(*tensors: Tensor) -> bool:
@@ -410,7 +417,7 @@ def traced(*tensors: Tensor) -> bool:
         or profiler._is_profiler_enabled
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._get_tracing_state() is not None
-        or any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+        or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
     )
 
 
@@ -419,9 +426,11 @@ def check_for_triton(q: Tensor) -> None:
         check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
     if not HAS_TRITON:
         raise ImportError(f"impl='triton': {NO_TRITON}")
-    if q.device.type != "cuda" and not triton_interprets():
+    if q.is_cuda:
+        return
+    if not triton_interprets():
         check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
-    if q.device.type != "cuda" and q.dtype == torch.bfloat16:
+    if q.dtype == torch.bfloat16:
         expected = "float16 or float32 in Triton's interpreter, whose products misread bfloat16"
         check.fail("q", expected, "bfloat16", TypeError)
 

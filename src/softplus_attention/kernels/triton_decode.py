@@ -137,7 +137,7 @@ def scores_kernel(
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, score_scale, q_strides, k_strides, f_stride,
     HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
     WIDE: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr, BY_PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
@@ -186,8 +186,13 @@ def scores_kernel(
             b_k = tl.load(p_keys[:, None] + o_d[None, :], mask=m_k, other=0.0)  # [BN, BD]
             t = tl.dot(b_q, tl.trans(b_k)) * b_factor[:, None]  # [BM, BN]
             if not NORMALIZED_KEYS:
-                b_wide = b_k.to(tl.float32)
-                b_key_square = tl.sum(b_wide * b_wide, 1)  # [BN]
+                if BY_PRODUCT:
+                    # The diagonal of K K^T: a product more costs less than squaring the tile outside of one.
+                    diagonal = tl.arange(0, BN)[:, None] == tl.arange(0, BN)[None, :]
+                    b_key_square = tl.sum(tl.where(diagonal, tl.dot(b_k, tl.trans(b_k)), 0.0), 0)  # [BN]
+                else:
+                    b_wide = b_k.to(tl.float32)
+                    b_key_square = tl.sum(b_wide * b_wide, 1)  # [BN]
                 if WIDE:
                     extreme = (b_key_square < 2.0**-100) | ((b_key_square < 2.0**100) == 0)
                     if tl.max(extreme.to(tl.int32)) > 0:

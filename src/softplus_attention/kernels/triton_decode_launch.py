@@ -84,7 +84,8 @@ def splits_for(tiles: int, programs: int, device: torch.device) -> int:
 
 def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
     batch, heads, t_q, _ = q.shape
-    if q.stride(1) < q.stride(2):  # a (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order
+    # A (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order, which for one row is no other.
+    if t_q > 1 and q.stride(1) < q.stride(2):
         return q.new_empty(batch, t_q, heads, v_cache.shape[3]).transpose(1, 2)
     return q.new_empty(batch, heads, t_q, v_cache.shape[3])
 
@@ -140,7 +141,7 @@ def decode(
         launch(
             kernels.scores_kernel, plan.grid, (q, k, scratch, lengths, starts), (
                 *numbers, score_scale, q_strides, k_strides, plan.f_stride, *visible, normalized_keys,
-                dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4,
+                dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4, bd >= 128,
             ),
             {"num_warps": 8 if heavy else 4}, key and ("scores", *key), stream,
         )  # fmt: skip
