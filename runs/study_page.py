@@ -32,6 +32,7 @@ from study_runs import (
     rise,
     spread,
 )
+from study_sizes import OURS, THEIRS, both_measured, gap_at, slope_at, step_ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
@@ -390,6 +391,34 @@ def ablations_block(size: Size) -> list[str]:
     return title(size) + table(head, columns) + of_several_seeds(size, arms)
 
 
+def sizes_block(sizes: Sequence[Size]) -> list[str]:
+    """The best LSSAR beside the strongest softmax, size by size, at the lengths that all of them have."""
+    sizes = both_measured(sizes)
+    if not sizes:
+        return []
+    shared = set.intersection(*(set(size.multiples) for size in sizes))
+    multiples = [multiple for multiple in sorted(shared) if multiple == 1 or multiple >= SHORTEST_LONG]
+    columns = [
+        [*(size.name for size in sizes), "slope"],
+        [*(f"{size.any_run.parameters / 1e6:.0f}M" for size in sizes), "for each factor of ten"],
+        [*(f"{size.any_run.config['sequence_length']:,}" for size in sizes), ""],
+        [*(f"{size.any_run.tokens / 1e6:.0f}M" for size in sizes), ""],
+        [*(" and ".join(str(len(size.arms[arm])) for arm in (OURS, THEIRS)) for size in sizes), ""],
+    ]
+    for multiple in multiples:
+        gaps = [gap_at(size, multiple) for size in sizes]
+        slope = slope_at(sizes, multiple)
+        line = "-"
+        if slope is not None:
+            line = signed(slope.value, 4) + ("" if slope.error is None else f" ± {plain(slope.error, 4)}")
+        columns.append([*("-" if gap is None else signed(gap, 4) for gap in gaps), line])
+    head = ["size", "parameters", "trained at", "tokens of training", "seeds", *(f"{m}x" for m in multiples)]
+    head.append("step time, times softmax's")
+    columns.append([*("-" if (ratio := step_ratio(size)) is None else plain(ratio, 2) for size in sizes), ""])
+    words = f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds"
+    return [*table(head, columns), f"{words} differ; step times are of runs that had the GPU to themselves.", ""]
+
+
 def figures_block(size: Size) -> list[str]:
     shown = [(name, figure.title(size)) for name, figure in FIGURES.items() if figure.lines(size)]
     return [f"![{words}](figures/{name}-{size.name}.svg)" for name, words in shown] + [""]
@@ -408,6 +437,8 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
     "noise": noise_block,
     "ablations": ablations_block,
 }
+# Of all sizes together.
+BLOCKS_OF_ALL: dict[str, Callable[[Sequence[Size]], list[str]]] = {"sizes": sizes_block}
 # Sizes of many arms, trained for the ablations alone.
 SMALL = ("books", "bytes")
 
@@ -417,6 +448,8 @@ def blocks_of(sizes: Sequence[Size]) -> dict[str, str]:
     for name, block in BLOCKS.items():
         shown = [size for size in sizes if name == "runs" or (name == "ablations") == (size.name in SMALL)]
         made[name] = "\n".join(line for size in shown for line in block(size)).strip() or NOTHING
+    for name, block_of_all in BLOCKS_OF_ALL.items():
+        made[name] = "\n".join(block_of_all(sizes)).strip() or NOTHING
     return made
 
 
@@ -436,7 +469,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.results != RESULTS and not options.results.is_dir():
             raise PageError(f"{options.results} is not a folder")
         sizes = read_study(options.results)
-        text, places = parts_of(options.page, BLOCKS)
+        text, places = parts_of(options.page, [*BLOCKS, *BLOCKS_OF_ALL])
     except PageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

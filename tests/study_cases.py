@@ -240,6 +240,7 @@ The best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985)
 **10m**: two seeds of one arm (`softmax`, `lssar-learned-log-global3`) are at most 0.010 at 1x and 0.100 at 64x apart, \
 and the standard error over texts is 0.020 at most.""",
     "ablations": "No runs yet.",
+    "sizes": "No runs yet.",
 }
 # Runs of a small size, by arm: the losses of each seed at 1x, 16x and 64x.
 SMALL_RUNS = {

@@ -1,0 +1,73 @@
+"""The gap between the best LSSAR and the strongest softmax over sizes of the model, and the line through it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from study_runs import Run, Size
+
+OURS, THEIRS = "lssar-learned-log-global3", "softmax-qknorm-logn-learned-global3"
+LEAST_SIZES = 3  # a line goes through two whatever they are
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Nats for each factor of ten in parameters. The error is one standard error, None where seeds say nothing."""
+
+    value: float
+    error: float | None
+
+
+def both_measured(sizes: Sequence[Size]) -> list[Size]:
+    return [size for size in sizes if OURS in size.arms and THEIRS in size.arms]
+
+
+def losses(runs: Sequence[Run], multiple: int) -> list[float]:
+    return [run.own.loss[multiple] for run in runs if multiple in run.own.loss]
+
+
+def gap_at(size: Size, multiple: int) -> float | None:
+    """The mean loss of LSSAR less that of softmax."""
+    ours, theirs = (losses(size.arms[arm], multiple) for arm in (OURS, THEIRS))
+    return sum(ours) / len(ours) - sum(theirs) / len(theirs) if ours and theirs else None
+
+
+def variance_of_a_seed(sizes: Sequence[Size], multiple: int) -> float | None:
+    """Pooled over both arms and all sizes that have several seeds of one: how far a run is from its arm's mean."""
+    squares, freedom = 0.0, 0
+    for size in sizes:
+        for arm in (OURS, THEIRS):
+            found = losses(size.arms[arm], multiple)
+            mean = sum(found) / max(1, len(found))
+            squares += sum((loss - mean) ** 2 for loss in found)
+            freedom += max(0, len(found) - 1)
+    return squares / freedom if freedom else None
+
+
+def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
+    """The line through the gaps by least squares, each weighted by the number of seeds behind it."""
+    points = [(size, gap) for size in sizes if (gap := gap_at(size, multiple)) is not None]
+    if len(points) < LEAST_SIZES:
+        return None
+    x = [math.log10(size.any_run.parameters) for size, _ in points]
+    # The variance of a gap in those of one run.
+    variances = [sum(1 / len(losses(size.arms[arm], multiple)) for arm in (OURS, THEIRS)) for size, _ in points]
+    weights = [1 / variance for variance in variances]
+    center = sum(w * value for w, value in zip(weights, x, strict=True)) / sum(weights)
+    spread = sum(w * (value - center) ** 2 for w, value in zip(weights, x, strict=True))
+    products = zip(weights, x, points, strict=True)
+    value = sum(w * (place - center) * gap for w, place, (_, gap) in products) / spread
+    of_a_seed = variance_of_a_seed(sizes, multiple)
+    return Slope(value, None if of_a_seed is None else math.sqrt(of_a_seed / spread))
+
+
+def step_ratio(size: Size) -> float | None:
+    """The time of a training step over softmax's, of runs alone on the GPU with the same code."""
+    alone = {arm: [run for run in size.arms[arm] if run.processes == 1] for arm in (OURS, THEIRS)}
+    for ours in alone[OURS]:
+        for theirs in alone[THEIRS]:
+            if ours.commit == theirs.commit:
+                return ours.step_seconds / theirs.step_seconds
+    return None

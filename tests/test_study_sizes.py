@@ -1,0 +1,103 @@
+"""The gap over sizes and the line through it (runs/study_sizes.py), on runs whose numbers are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from study_cases import curve, imported, record
+
+PARAMETERS = {"10m": 10_000_000, "25m": 100_000_000, "85m": 1_000_000_000}
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[tuple[ModuleType, ModuleType, ModuleType]]:
+    with imported("study_sizes") as sizes, imported("study_runs") as runs, imported("study_page") as page:
+        yield sizes, runs, page
+
+
+def made(
+    scripts: tuple[ModuleType, ModuleType, ModuleType], size: str, ours: list[float], theirs: list[float], **words: Any
+) -> Any:
+    """A size whose arms have these losses, one for each seed, at every length."""
+    sizes, runs, _ = scripts
+    arms = {}
+    for arm, losses in ((sizes.OURS, ours), (sizes.THEIRS, theirs)):
+        seconds = 0.3 if arm == sizes.OURS else 0.2
+        records = [
+            record(arm, seed, curve([loss] * 3, 0.0, 0.1), [[1, 1], [1, 1]], step_seconds=seconds, **words)
+            for seed, loss in enumerate(losses)
+        ]
+        for one in records:
+            one["size"] = size
+            one["evaluation"]["parameters"] = PARAMETERS[size]
+        arms[arm] = [runs.run_of(one) for one in records]
+    return runs.Size(size, arms)
+
+
+def test_a_line_of_three_sizes(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    """Gaps of 0.01, 0.03 and 0.05 over two factors of ten; seeds of softmax 0.002 apart."""
+    sizes, *_ = scripts
+    study = [
+        made(scripts, "10m", [4.01], [3.999, 4.001]),
+        made(scripts, "25m", [3.03], [3.0]),
+        made(scripts, "85m", [2.05], [2.0]),
+    ]
+    assert [sizes.gap_at(size, 16) for size in study] == pytest.approx([0.01, 0.03, 0.05])
+    slope = sizes.slope_at(study, 16)
+    assert slope.value == pytest.approx(0.02)
+    # The same by matrices: weights are 1 over the variance of each gap, that of one run being 2 * 0.001^2.
+    design = np.array([[1, math.log10(PARAMETERS[size.name])] for size in study])
+    precision = np.diag(1 / (2e-6 * np.array([1.5, 2, 2])))
+    covariance = np.linalg.inv(design.T @ precision @ design)
+    assert slope.error == pytest.approx(math.sqrt(covariance[1, 1]))
+
+
+def test_the_line_weighs_seeds(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    sizes, *_ = scripts
+    study = [
+        made(scripts, "10m", [4.02, 4.02, 4.02, 4.02], [4.0, 4.0, 4.0, 4.0]),
+        made(scripts, "25m", [3.0], [3.0]),
+        made(scripts, "85m", [2.05], [2.0]),
+    ]
+    gaps, places = [0.02, 0.0, 0.05], [7, 8, 9]
+    expected = np.polyfit(places, gaps, 1, w=[math.sqrt(1 / 0.5), math.sqrt(1 / 2), math.sqrt(1 / 2)])[0]
+    assert sizes.slope_at(study, 1).value == pytest.approx(expected)
+
+
+def test_no_line_and_no_error_without_the_runs_for_them(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    sizes, *_ = scripts
+    two = [made(scripts, "10m", [4.01], [4.0]), made(scripts, "25m", [3.03], [3.0])]
+    assert sizes.slope_at(two, 1) is None
+    three = [*two, made(scripts, "85m", [2.05], [2.0])]
+    assert sizes.slope_at(three, 1).error is None
+    assert sizes.slope_at(three, 2) is None, "nothing was measured there"
+
+
+def test_step_times_are_of_the_same_code_alone(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    sizes, *_ = scripts
+    assert sizes.step_ratio(made(scripts, "10m", [4.0], [4.0])) == pytest.approx(1.5)
+    assert sizes.step_ratio(made(scripts, "10m", [4.0], [4.0], processes=2)) is None
+
+
+def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    _, _, page = scripts
+    study = [
+        made(scripts, "10m", [4.01], [3.999, 4.001]),
+        made(scripts, "25m", [3.03], [3.0], processes=3),
+        made(scripts, "85m", [2.05], [2.0]),
+    ]
+    rows = page.sizes_block(study)
+    assert rows[:6] == [
+        "| size | parameters | trained at | tokens of training | seeds | 1x | 16x | 64x | step time, times softmax's |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 10m | 10M | 4 | 0M | 1 and 2 | +0.0100 | +0.0100 | +0.0100 | 1.50 |",
+        "| 25m | 100M | 4 | 0M | 1 and 1 | +0.0300 | +0.0300 | +0.0300 | - |",
+        "| 85m | 1000M | 4 | 0M | 1 and 1 | +0.0500 | +0.0500 | +0.0500 | 1.50 |",
+        "| slope | for each factor of ten |  |  |  | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 |  |",
+    ]
+    assert page.sizes_block(study[:0]) == []
