@@ -233,7 +233,8 @@ class Attention:
         """What the rows are sharpened with: a parameter where there is one, else the attention's own."""
         given = parameters or {}
         if "power_per_log" in given:
-            return power_by_log(given["power_per_log"], visibility.counts())
+            known = visibility.known_count()
+            return power_by_log(given["power_per_log"], visibility.counts() if known is None else known)
         return given.get("power", self.spec.sharpening)
 
     @property

@@ -90,6 +90,9 @@ def learned_parameter(kind: str, raw: Tensor) -> dict[str, Tensor]:
     return {"power_per_log": positive} if kind == LEARNED_LOG else {"power": 1 + positive}
 
 
-def power_by_log(per_log: Tensor, counts: Tensor) -> Tensor:
-    """(B|1, H, T_q): ``per_log`` (H,) times log N, at least 1; ``counts`` is (B|1, H|1, T_q)."""
+def power_by_log(per_log: Tensor, counts: Tensor | int) -> Tensor:
+    """(B|1, H, T_q), or (H,) for one count of all rows: ``per_log`` (H,) times log N, at least 1; ``counts`` is
+    (B|1, H|1, T_q)."""
+    if isinstance(counts, int):
+        return (per_log * math.log(max(counts, 1))).clamp(min=1)
     return (per_log[:, None] * counts.clamp(min=1).log()).clamp(min=1)

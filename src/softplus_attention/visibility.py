@@ -80,6 +80,16 @@ class Visibility:
         start, end = self.ranges()
         return (end - start)[:, None]
 
+    def known_count(self) -> int | None:
+        """N of all rows, where it is one number that follows from shapes: that of a decode step, say."""
+        if torch.compiler.is_compiling() or any(
+            x is not None for x in (self.mask, self.key_start, self.key_end, self.own_key)
+        ):
+            return None
+        if not self.is_causal:
+            return self.t_k
+        return min(self.t_k, self.window or self.t_k) if self.t_q == 1 else None
+
     def dense(self) -> Tensor:
         """(B|1, H|1, t_q, t_k), True = visible."""
         start, end = self.ranges()

@@ -1,0 +1,71 @@
+"""Which keys each row sees, as a number where the shapes say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from softplus_attention import validation
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+from softplus_attention.visibility import Visibility
+
+CPU = torch.device("cpu")
+RANGE = torch.tensor([[2]])
+SHAPES = [(1, 1), (1, 7), (3, 7), (7, 7)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 20])
+@pytest.mark.parametrize(("t_q", "t_k"), SHAPES)
+def test_a_known_count_is_that_of_every_row(t_q: int, t_k: int, window: int | None, is_causal: bool) -> None:
+    sight = Visibility(t_q, t_k, CPU, is_causal, window if is_causal else None)
+    known = sight.known_count()
+    assert (known is not None) == (not is_causal or t_q == 1)
+    if known is not None:
+        assert (sight.dense().sum(-1) == known).all()
+        assert (sight.counts() == known).all()
+
+
+@pytest.mark.parametrize("word", ["key_start", "key_end", "own_key", "mask"])
+def test_no_count_is_known_where_tensors_say_it(word: str) -> None:
+    given: Any = torch.ones(1, 1, 1, 5, dtype=torch.bool) if word == "mask" else RANGE
+    assert Visibility(1, 5, CPU, True, **{word: given}).known_count() is None
+
+
+class Operations(TorchDispatchMode):
+    """How many operations run below it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if not any(word in str(function) for word in ("view", "transpose", "expand", "unsqueeze", "slice", "detach")):
+            self.count += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a launch on a GPU, in every layer and for every token; values of powers are looked at on a CPU only."""
+    monkeypatch.setattr(validation, "readable", lambda x, validate: False)
+    counts = {}
+    for power in (15, "learned-log"):
+        config = SoftplusGPTConfig(
+            vocab_size=32,
+            bos_token_id=None,
+            eos_token_id=None,
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            attention="lssar",
+            power=power,
+        )
+        model = SoftplusGPTForCausalLM(config).eval()
+        with torch.inference_mode():
+            cache = model(torch.ones(1, 4, dtype=torch.long), use_cache=True).past_key_values
+            with Operations() as operations:
+                model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
+        counts[power] = operations.count
+    # The parameter as float32, its softplus, times log N, at least 1.
+    assert counts["learned-log"] <= counts[15] + 4, counts
