@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 
 from softplus_attention import PowerByLength, softplus_attention
 from softplus_attention.huggingface import set_power, use_attention
+from softplus_attention.huggingface.attention import attention_of
 from softplus_attention.huggingface.masks import end_of_document, first_of_document, range_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -436,3 +437,19 @@ class TestComposite:
                     layer.self_attn.v_proj.weight.mul_(20)
                 logits.append(model(ids).logits)
         assert (logits[0] - logits[1]).abs().max() > 1e-4
+
+
+def test_settings_are_looked_at_again_when_they_change() -> None:
+    """An attention is made once for settings that stay equal, also where somebody changes them in place."""
+    config = LlamaConfig()
+    assert attention_of(config, "lssar") is attention_of(LlamaConfig(), "lssar")
+    config.softplus_attention = {"power": {"base": 3, "slope": 1, "n0": 8}}
+    assert attention_of(config, "lssar").spec.power == PowerByLength(3, 1, 8)
+    config.softplus_attention["power"]["base"] = 5
+    assert attention_of(config, "lssar").spec.power == PowerByLength(5, 1, 8)
+    assert attention_of(config, "lssar-p3").spec.power == PowerByLength(5, 1, 8)
+    assert attention_of(LlamaConfig(), "lssar").spec.power is None
+    config.softplus_attention = {"powre": 3}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="powre"):
+            attention_of(config, "lssar")

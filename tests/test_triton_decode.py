@@ -16,6 +16,12 @@ import pytest
 import torch
 from decode_cases import POWERS, agree, caches, decode
 from helpers import randn, transposed
+from huggingface_models import small_model, token_rows
+
+from softplus_attention import functional, softplus_attention
+from softplus_attention.catalog import attention
+from softplus_attention.functional import decode_step
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED or torch.cuda.is_available():
@@ -272,6 +278,61 @@ def test_squares_of_keys_beyond_float32s(d: int) -> None:
     assert found[4] == 0
     assert found[6].isnan()
     assert (square[12:] == 0).all()
+
+
+@interpreted
+class TestOfAModel:
+    """The short way of a decode step, which a model takes in every layer where the kernels are."""
+
+    @pytest.mark.parametrize("family", ["llama", "mistral", "softplus-gpt", "softplus-gpt learned", "softplus-gpt mix"])
+    def test_the_same_logits(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        family, _, learned = family.partition(" ")
+        words = {"learned": {"power": "learned"}, "mix": {"power": "learned-log", "window": 5, "global_every": 2}}
+        model, ids = small_model(family), token_rows(2, 12)
+        if learned:
+            model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**model.config.to_dict() | words[learned])).eval()
+        steps = []
+
+        def counted(*arguments: Any) -> Any:
+            steps.append(decode_step(*arguments))
+            return steps[-1]
+
+        def last_logits() -> torch.Tensor:
+            with torch.inference_mode():
+                cache = model(ids[:, :-1], use_cache=True).past_key_values
+                monkeypatch.setattr(functional, "decode_step", counted)
+                return model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
+
+        plain = last_logits()
+        assert not steps, "tensors on a CPU"
+        monkeypatch.setattr(functional, "fused_on", lambda x: x.dtype != torch.float64)
+        torch.testing.assert_close(last_logits(), plain, atol=1e-4, rtol=1e-4)
+        assert len(steps) == model.config.num_hidden_layers
+        assert all(step is not None for step in steps)
+
+    def test_what_it_leaves_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        q, k, v = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2), randn(1, 2, 9, 8, seed=3)
+        step = attention("lssar", power=3, window=5).step
+        assert step is not None
+        assert decode_step(q, k, v, step, False) is None, "gradients may be wanted"
+        with torch.no_grad():
+            expected = softplus_attention(q, k, v, power=3, is_causal=True, window=5, impl="reference")
+            found = decode_step(q, k, v, step, False)
+            assert found is not None
+            torch.testing.assert_close(found, expected)
+            torch.set_autocast_enabled("cuda", True)  # the context manager looks for a GPU
+            assert decode_step(q, k, v, step, False) is None
+            torch.set_autocast_enabled("cuda", False)
+            with torch.profiler.profile():
+                assert decode_step(q, k, v, step, False) is None
+            with torch.autograd.forward_ad.dual_level():
+                assert decode_step(q, k, v, step, False) is None
+            left = torch.func.vmap(lambda x: torch.tensor(decode_step(x, k, v, step, False) is None))(q[None])
+            assert left.all()
+            with pytest.raises(ValueError, match="`key` must be of a number of heads that divides"):
+                decode_step(randn(1, 3, 1, 8, seed=1), k, v, step, False)
+        assert attention("softmax").step is None
 
 
 @interpreted

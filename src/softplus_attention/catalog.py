@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor
@@ -236,6 +237,13 @@ class Attention:
             known = visibility.known_count()
             return power_by_log(given["power_per_log"], visibility.counts() if known is None else known)
         return given.get("power", self.spec.sharpening)
+
+    @cached_property
+    def step(self) -> ours.Step | None:
+        """Of LSSA and LSSAR, for ``functional.decode_step``."""
+        if not self.spec.is_softplus_attention:
+            return None
+        return ours.Step(ours.power_arguments(self.spec.sharpening), self.score_scale, self.spec.window)
 
     @property
     def score_scale(self) -> float | None:

@@ -8,6 +8,7 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
 WORDS = ("power", "score_scale", "window")
+_last_asked: dict[str, tuple[Any, Attention]] = {}  # by name: the settings, and what came of them
 # Keyword arguments by which a host model asks for something that this attention does not have.
 REFUSED = {
     "softcap": "soft-capping of the scores",
@@ -68,8 +70,17 @@ def settings_of(config: Any) -> dict[str, Any]:
 
 
 def attention_of(config: Any, name: str) -> Attention:
-    """The attention of that name, with the power and the scale that the config asks for."""
-    return attention_with(name, settings_of(config))
+    """The attention of that name, with the power and the scale that the config asks for.
+
+    That of the last call, where the settings are equal: every layer of a model asks, for every token.
+    """
+    if torch.compiler.is_compiling():
+        return attention_with(name, settings_of(config))
+    found = vars(config).get(SETTINGS)
+    last = _last_asked.get(name)
+    if last is None or last[0] != found:
+        last = _last_asked[name] = (deepcopy(found), attention_with(name, settings_of(config)))
+    return last[1]
 
 
 def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
@@ -102,9 +113,13 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         chosen = attention_of(module.config, name)
         check_host(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        wanted = output_attentions or attentions_are_recorded()
+        if causal and attention_mask is None and not wanted:
+            step = attend_one(chosen, query, key, value)
+            if step is not None:
+                return step.transpose(1, 2), None
         visibility = visibility_of(query, key, attention_mask, causal, chosen.window(None))
         out = attend(chosen, query, key, value, visibility)
-        wanted = output_attentions or attentions_are_recorded()
         seen = weights(chosen, query, key, visibility) if wanted else None
         return out.transpose(1, 2), seen
 
@@ -205,6 +220,24 @@ def attend(
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
     return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
+
+
+def attend_one(
+    chosen: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    parameters: Mapping[str, Tensor] | None = None,
+    normalized_keys: bool = False,
+) -> Tensor | None:
+    """A causal row over all keys, as ``attend`` has it, where ``decode_step`` can do it; else None."""
+    step = chosen.step
+    if torch.compiler.is_compiling() or step is None or query.shape[2] != 1 or not ours.fused_on(query):
+        return None
+    if parameters:
+        visibility = Visibility(1, key.shape[2], query.device, True, step.window)
+        step = step._replace(power=ours.power_arguments(chosen.power(parameters, visibility)))
+    return ours.decode_step(query, key, value, step, normalized_keys)
 
 
 def weights(
