@@ -18,7 +18,7 @@ from triton import knobs
 # What Triton specialises pointers and strides on.
 ALIGNMENT = 16
 # Versions whose binaries were seen to take addresses for tensors from `run`; another is asked in its own way.
-KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7."))
+KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
 _binaries: dict[Hashable, Any] = {}
 _here = nullcontext()
 
