@@ -122,11 +122,12 @@ def headline_table(size: Size) -> list[str]:
     columns = [[f"`{arm}`" for arm in size.arms]]
     columns += [column([loss_at(own, multiple) for own in curves]) for multiple in size.multiples]
     columns.append(column([rise(own, longest) for own in curves], signed))
-    columns.append(column([gain_at(own, longest) for own in curves], signed, max))
-    errors = [gain_error_at(own, longest) for own in curves]
-    columns.append(["-" if error is None else plain(error.mean) for error in errors])
-    head = ["arm", *(f"{multiple}x" for multiple in size.multiples)]
-    head += [f"{longest}x - 1x", f"gain at {longest}x", "standard error of the gain"]
+    head = ["arm", *(f"{multiple}x" for multiple in size.multiples), f"{longest}x - 1x"]
+    for multiple in sorted({SHORTEST_LONG, longest} & set(size.multiples)):
+        columns.append(column([gain_at(own, multiple) for own in curves], signed, max))
+        errors = [gain_error_at(own, multiple) for own in curves]
+        columns.append(["-" if error is None else plain(error.mean) for error in errors])
+        head += [f"gain at {multiple}x", "its standard error"]
     return table(head, columns) + of_several_seeds(size, size.arms)
 
 

@@ -232,7 +232,7 @@ def test_a_loss_that_is_no_number_wins_nothing(study: Path, study_page: ModuleTy
         change(study / "runs" / "10m-lssar-p3-seed0.json", place, float("nan"))
     assert study_page.main(words(study)) == 0
     text = (study / "page.md").read_text()
-    assert "| `lssar-p3` | nan | nan | nan | +nan | -0.010 | 0.004 |" in text
+    assert "| `lssar-p3` | nan | nan | nan | +nan | +0.990 | 0.008 | -0.010 | 0.004 |" in text
     assert "| `lssar-p15` | 4.012 | **3.950** | **3.940** | **-0.072** |" in text
     assert "| `lssar-p3` | not met: +nan | not met: +nan | not met: 16x +nan, 64x +nan |" in text
 
