@@ -32,7 +32,7 @@ from study_runs import (
     rise,
     spread,
 )
-from study_sizes import OURS, THEIRS, both_measured, gap_at, slope_at, step_ratio
+from study_sizes import OURS, THEIRS, both_measured, degrees_of_freedom, gap_at, slope_at, step_ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
@@ -416,8 +416,14 @@ def sizes_block(sizes: Sequence[Size]) -> list[str]:
     head = ["size", "parameters", "trained at", "tokens of training", "seeds", *(f"{m}x" for m in multiples)]
     head.append("step time, times softmax's")
     columns.append([*("-" if (ratio := step_ratio(size)) is None else plain(ratio, 2) for size in sizes), ""])
-    words = f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds"
-    return [*table(head, columns), f"{words} differ; step times are of runs that had the GPU to themselves.", ""]
+    freedom = degrees_of_freedom(sizes, 1)
+    return [
+        *table(head, columns),
+        f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds differ "
+        f"({freedom} degree{'' if freedom == 1 else 's'} of freedom); step times are of runs that had the GPU to "
+        "themselves.",
+        "",
+    ]
 
 
 def figures_block(size: Size) -> list[str]:

@@ -34,20 +34,24 @@ def gap_at(size: Size, multiple: int) -> float | None:
     return sum(ours) / len(ours) - sum(theirs) / len(theirs) if ours and theirs else None
 
 
+def degrees_of_freedom(sizes: Sequence[Size], multiple: int) -> int:
+    """How many runs there are beyond the first of each arm and size: what is known of the seeds rests on them."""
+    return sum(max(0, len(losses(size.arms[arm], multiple)) - 1) for size in sizes for arm in (OURS, THEIRS))
+
+
 def variance_of_a_seed(sizes: Sequence[Size], multiple: int) -> float | None:
     """Pooled over both arms and all sizes that have several seeds of one: how far a run is from its arm's mean."""
-    squares, freedom = 0.0, 0
+    squares, freedom = 0.0, degrees_of_freedom(sizes, multiple)
     for size in sizes:
         for arm in (OURS, THEIRS):
             found = losses(size.arms[arm], multiple)
             mean = sum(found) / max(1, len(found))
             squares += sum((loss - mean) ** 2 for loss in found)
-            freedom += max(0, len(found) - 1)
     return squares / freedom if freedom else None
 
 
 def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
-    """The line through the gaps by least squares, each weighted by the number of seeds behind it."""
+    """The line through the gaps by least squares; of n and m seeds a gap has the weight 1 / (1 / n + 1 / m)."""
     points = [(size, gap) for size in sizes if (gap := gap_at(size, multiple)) is not None]
     if len(points) < LEAST_SIZES:
         return None
@@ -68,6 +72,6 @@ def step_ratio(size: Size) -> float | None:
     alone = {arm: [run for run in size.arms[arm] if run.processes == 1] for arm in (OURS, THEIRS)}
     for ours in alone[OURS]:
         for theirs in alone[THEIRS]:
-            if ours.commit == theirs.commit:
+            if (ours.commit, ours.machine) == (theirs.commit, theirs.machine):
                 return ours.step_seconds / theirs.step_seconds
     return None

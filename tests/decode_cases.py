@@ -153,6 +153,12 @@ def check_launches_again() -> None:
             placed = room[offset:].as_strided(k.shape, (2 * t_max * row, t_max * row, row, 1)).copy_(k)
             for _ in range(2):
                 assert torch.allclose(decode(q, placed, v, None), expected, atol=0.02, rtol=0.02)
+        # Powers that a binary reads, computes or has in it, of the same dtype and strides.
+        for power in (2.5, torch.tensor(15.0, device="cuda"), 3.5, PowerByLength(15.0, 0.0, 8), 15):
+            for _ in range(2):
+                own = power.item() if isinstance(power, Tensor) else power
+                out = decode(q, k, v, None, power=power)
+                assert torch.allclose(out, reference(q, k, v, whole[1:], power=own), atol=0.02, rtol=0.02)
         powers = torch.full((2, 4, 1), 15.0, device="cuda")
         for lengths in (None, whole[1:].clone(), whole[1:], whole[1:].int()):
             for power in (15, powers, powers[:1, :, :1]):

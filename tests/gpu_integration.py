@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from softplus_attention import (
     PowerByLength,
+    functional,
     softplus_attention,
     softplus_attention_decode,
     softplus_attention_varlen,
@@ -314,7 +315,50 @@ def check_variants() -> str:
     return f"{len(OTHER_LENGTHS)} more lengths compile nothing; variants {before}"
 
 
+def check_model_step() -> str:
+    """The short way of a decode step against the long one, which the op's own checks hold to the reference."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+
+    size = {"vocab_size": 128, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    size |= {"num_key_value_heads": 2, "intermediate_size": 256}
+    mix = {"power": "learned-log", "window": 40, "global_every": 3}
+    llama = LlamaConfig(**size)
+    llama._attn_implementation = "lssar"
+    models = {
+        "llama": LlamaForCausalLM(llama),
+        "gpt": SoftplusGPTForCausalLM(SoftplusGPTConfig(**size, attention="lssar")),
+        "mix": SoftplusGPTForCausalLM(SoftplusGPTConfig(**size, attention="lssar", **mix)),
+    }
+    steps: list[Tensor | None] = []
+    short = functional.decode_step
+
+    def counted_step(*arguments: Any) -> Tensor | None:
+        steps.append(short(*arguments))
+        return steps[-1]
+
+    ids = torch.randint(0, 128, (2, 100), device=DEVICE)
+    found = []
+    for name, model in models.items():
+        model.to(DEVICE, HALF).eval()
+        logits = []
+        for way in (counted_step, lambda *arguments: None):
+            with mock.patch.object(functional, "decode_step", way), torch.inference_mode():
+                cache = model(ids[:, :-3], use_cache=True).past_key_values
+                parts = [model(part, past_key_values=cache).logits for part in ids[:, -3:].split(1, 1)]
+                logits.append(torch.cat(parts, 1).float())
+        error, largest = (logits[0] - logits[1]).abs().max().item(), logits[1].abs().max().item()
+        assert len(steps) == 3 * 3, f"{name}: {len(steps)} steps"
+        assert all(step is not None for step in steps), name
+        assert error <= 0.02 * largest, f"{name}: {error:.3g} of {largest:.3g}"
+        found.append(f"{name} {error / largest:.1e}")
+        steps.clear()
+    return "difference over the largest logit: " + ", ".join(found)
+
+
 CHECKS: dict[str, Callable[[], str]] = {
+    "decode of a model": check_model_step,
     **{f"compile {x}": partial(check_compile, x) for x in ("15", "lssa", "per head", "by length")},
     "compile packed": partial(check_compile_packed, True),
     "compile packed, boundaries computed": partial(check_compile_packed, False),

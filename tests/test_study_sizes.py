@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -82,6 +83,10 @@ def test_step_times_are_of_the_same_code_alone(scripts: tuple[ModuleType, Module
     sizes, *_ = scripts
     assert sizes.step_ratio(made(scripts, "10m", [4.0], [4.0])) == pytest.approx(1.5)
     assert sizes.step_ratio(made(scripts, "10m", [4.0], [4.0], processes=2)) is None
+    both = made(scripts, "10m", [4.0], [4.0])
+    for word in ("commit", "machine"):
+        other = {**both.arms, sizes.OURS: [replace(both.arms[sizes.OURS][0], **{word: "another"})]}
+        assert sizes.step_ratio(replace(both, arms=other)) is None
 
 
 def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
@@ -100,4 +105,5 @@ def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
         "| 85m | 1000M | 4 | 0M | 1 and 1 | +0.0500 | +0.0500 | +0.0500 | 1.50 |",
         "| slope | for each factor of ten |  |  |  | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 |  |",
     ]
+    assert "(1 degree of freedom)" in rows[7]
     assert page.sizes_block(study[:0]) == []

@@ -22,6 +22,9 @@ from softplus_attention import functional, softplus_attention
 from softplus_attention.catalog import attention
 from softplus_attention.functional import decode_step
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+from softplus_attention.huggingface.attention import attend_one
+from softplus_attention.power import PowerByLength
+from softplus_attention.reference import unit
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED or torch.cuda.is_available():
@@ -291,6 +294,12 @@ class TestOfAModel:
         model, ids = small_model(family), token_rows(2, 12)
         if learned:
             model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**model.config.to_dict() | words[learned])).eval()
+            with torch.no_grad():  # heads that differ, and none as it started
+                for name, parameter in model.named_parameters():
+                    if "raw_power" in name:
+                        parameter.copy_(torch.linspace(0.5, 3.0, parameter.numel()))
+                    elif parameter.dim() == 2:
+                        parameter.mul_(4)
         steps = []
 
         def counted(*arguments: Any) -> Any:
@@ -310,6 +319,22 @@ class TestOfAModel:
         assert len(steps) == model.config.num_hidden_layers
         assert all(step is not None for step in steps)
 
+    def test_keys_of_a_transformed_call_are_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel would drop the tangent in silence."""
+        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        keys = randn(1, 2, 3, 8, seed=1)
+        torch.testing.assert_close(functional.unit_keys(keys), unit(keys))
+        monkeypatch.setattr(functional, "decode_launches", lambda: pytest.fail("the kernel was asked"))
+        with torch.autograd.forward_ad.dual_level():
+            torch.testing.assert_close(functional.unit_keys(keys), unit(keys))
+
+    def test_a_power_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A kernel would read its address."""
+        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        q, k = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2)
+        with torch.no_grad(), pytest.raises(ValueError, match="`power` must be on the device of the queries"):
+            attend_one(attention("lssar"), q, k, k, {"power": torch.ones(2, device="meta")})
+
     def test_what_it_leaves_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(functional, "fused_on", lambda x: True)
         q, k, v = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2), randn(1, 2, 9, 8, seed=3)
@@ -321,9 +346,10 @@ class TestOfAModel:
             found = decode_step(q, k, v, step, False)
             assert found is not None
             torch.testing.assert_close(found, expected)
-            torch.set_autocast_enabled("cuda", True)  # the context manager looks for a GPU
+            monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)  # autocast itself looks for a GPU
             assert decode_step(q, k, v, step, False) is None
-            torch.set_autocast_enabled("cuda", False)
+            monkeypatch.undo()
+            monkeypatch.setattr(functional, "fused_on", lambda x: True)
             with torch.profiler.profile():
                 assert decode_step(q, k, v, step, False) is None
             with torch.autograd.forward_ad.dual_level():
@@ -365,7 +391,8 @@ class Kernel:
 class TestLaunch:
     """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
 
-    def test_the_binary_of_a_key_is_kept_and_takes_addresses(self) -> None:
+    def test_the_binary_of_a_key_is_kept_and_takes_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(triton_relaunch, "KNOWN_BINARIES", True)
         kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)
         binary = kernel.binary
@@ -396,6 +423,30 @@ class TestLaunch:
         for key in (object(), object(), None, None):
             launch(kernel, (1, 1, 1), (), (), {}, key, None)
         assert len(kernel.calls) == 4
+
+    def test_launches_that_differ_have_keys_that_differ(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Whatever else differs than numbers that no binary is made for."""
+        seen: dict[Any, list[Any]] = {}
+
+        def kept(kernel: Any, grid: Any, tensors: Any, numbers: Any, options: Any, key: Any, stream: Any) -> None:
+            constants = [name for name in kernel.arg_names[len(tensors) :] if name.isupper()]
+            dtypes = [x.dtype for x in tensors]
+            seen.setdefault(key, []).append((numbers[len(numbers) - len(constants) :], dtypes, options))
+
+        monkeypatch.setattr(triton_decode_launch, "launch", kept)
+        powers = [15, 3, None, 2.5, PowerByLength(3.0, 1.0, 8), torch.tensor(3.0), torch.ones(4), torch.ones(1, 1, 1)]
+        for dtype in (torch.float32, torch.float16):
+            q, k, v = caches(dtype)
+            for power in powers:
+                for window in (None, 5, 2**40):
+                    for lengths in (None, torch.tensor([150, 3])):
+                        decode(q, k, v, lengths, power=power, window=window)
+        for key, launches in seen.items():
+            assert all(one == launches[0] for one in launches), key
+
+    def test_a_window_beyond_all_keys(self) -> None:
+        q, k, v = caches(torch.float32)
+        torch.testing.assert_close(decode(q, k, v, None, window=2**40), decode(q, k, v, None))
 
     @pytest.mark.parametrize(
         ("offset", "numbers", "expected"),

@@ -36,14 +36,19 @@ def test_no_count_is_known_where_tensors_say_it(word: str) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """How many operations run below it."""
+    """How many operations run below it that do not just give back a tensor or a view of it."""
 
     count = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if not any(word in str(function) for word in ("view", "transpose", "expand", "unsqueeze", "slice", "detach")):
-            self.count += 1
-        return function(*arguments, **(options or {}))
+        result = function(*arguments, **(options or {}))
+        first = arguments[0] if arguments else None
+        given_back = False
+        if isinstance(first, torch.Tensor) and isinstance(result, torch.Tensor):
+            same = result.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            given_back = same and result.dtype == first.dtype and "_." not in str(function)  # not in place
+        self.count += not given_back
+        return result
 
 
 def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,5 +72,5 @@ def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytes
             with Operations() as operations:
                 model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache, use_cache=True)
         counts[power] = operations.count
-    # The parameter as float32, its softplus, times log N, at least 1.
-    assert counts["learned-log"] <= counts[15] + 4, counts
+    # Softplus of the parameter, times log N, at least 1.
+    assert counts["learned-log"] <= counts[15] + 3, counts

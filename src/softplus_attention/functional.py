@@ -220,9 +220,7 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
 def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bool) -> Tensor | None:
     """One new row (B, H, 1, D) over all of a cache, on a GPU without gradients: what ``attend`` would do, in a third of
     its time, since a model asks in every layer for every token. None where ``attend`` has to look closer."""
-    if not fused_on(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda"):
-        return None
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or traced(q, k, v):
+    if not fused_on(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
         return None
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     score_scale = check.check_score_scale(step.score_scale, q.shape[-1], k.shape[2])
@@ -430,8 +428,13 @@ def decode_launches() -> ModuleType:
 
 def unit_keys(k: Tensor) -> Tensor:
     """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
-    fused = fused_on(k) and not wants_gradient(k) and not traced(k)
+    fused = fused_on(k) and not wants_gradient(k) and not transformed(k)
     return decode_launches().unit_vectors(k) if fused else reference.unit_keys(k)
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """Whether a call means more than its numbers: torch.func, forward-mode gradients, or what ``traced`` says."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or traced(*tensors)
 
 
 def traced(*tensors: Tensor) -> bool:

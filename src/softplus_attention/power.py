@@ -94,5 +94,6 @@ def power_by_log(per_log: Tensor, counts: Tensor | int) -> Tensor:
     """(B|1, H, T_q), or (H,) for one count of all rows: ``per_log`` (H,) times log N, at least 1; ``counts`` is
     (B|1, H|1, T_q)."""
     if isinstance(counts, int):
-        return (per_log * math.log(max(counts, 1))).clamp(min=1)
+        exact = per_log if per_log.dtype == torch.float64 else per_log.float()  # as a tensor of counts makes it
+        return (exact * math.log(max(counts, 1))).clamp(min=1)
     return (per_log[:, None] * counts.clamp(min=1).log()).clamp(min=1)

@@ -8,7 +8,6 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
 WORDS = ("power", "score_scale", "window")
-_last_asked: dict[str, tuple[Any, Attention]] = {}  # by name: the settings, and what came of them
+_last_asked: dict[str, tuple[str, Attention]] = {}  # by name: the settings, and what came of them
 # Keyword arguments by which a host model asks for something that this attention does not have.
 REFUSED = {
     "softcap": "soft-capping of the scores",
@@ -77,9 +76,10 @@ def attention_of(config: Any, name: str) -> Attention:
     if torch.compiler.is_compiling():
         return attention_with(name, settings_of(config))
     found = vars(config).get(SETTINGS)
+    words = "" if found is None else repr(found)  # in which 1, 1.0 and True differ, as they do to the checks
     last = _last_asked.get(name)
-    if last is None or last[0] != found:
-        last = _last_asked[name] = (deepcopy(found), attention_with(name, settings_of(config)))
+    if last is None or last[0] != words:
+        last = _last_asked[name] = (words, attention_with(name, settings_of(config)))
     return last[1]
 
 
@@ -231,12 +231,16 @@ def attend_one(
     normalized_keys: bool = False,
 ) -> Tensor | None:
     """A causal row over all keys, as ``attend`` has it, where ``decode_step`` can do it; else None."""
+    if torch.compiler.is_compiling() or query.shape[2] != 1 or not ours.fused_on(query):
+        return None
     step = chosen.step
-    if torch.compiler.is_compiling() or step is None or query.shape[2] != 1 or not ours.fused_on(query):
+    if step is None:
         return None
     if parameters:
         visibility = Visibility(1, key.shape[2], query.device, True, step.window)
-        step = step._replace(power=ours.power_arguments(chosen.power(parameters, visibility)))
+        power = chosen.power(parameters, visibility)
+        check.check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
+        step = step._replace(power=ours.power_arguments(power))
     return ours.decode_step(query, key, value, step, normalized_keys)
 
 

@@ -129,13 +129,14 @@ def decode(
     visible = (cache_seqlens is not None, cache_starts is not None, window is not None)
     bd, bdv, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
-    numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, window or 0, plan.f_units, plan.partial_units)
+    numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
     fine = dtype != torch.bfloat16 or needs_fine_softplus(code)
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
         dtypes = (dtype, lengths.dtype, starts.dtype, powers.dtype)
-        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, power_strides, heavy)
+        powers_given = (power_rows is not None, power_strides)
+        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, powers_given, heavy)
     with current_device(q):
         stream = current_stream(device)
         launch(
