@@ -85,7 +85,10 @@ def commit_words(commit: str) -> str:
 
 
 def of_several_seeds(size: Size, arms: Iterable[str]) -> list[str]:
-    several = [f"`{arm}` ({len(size.arms[arm])})" for arm in arms if len(size.arms[arm]) > 1]
+    counts = {arm: len(size.arms[arm]) for arm in arms}
+    several = [f"`{arm}` ({count})" for arm, count in counts.items() if count > 1]
+    if len(several) == len(counts) > 1 and len(set(counts.values())) == 1:
+        several = [f"{next(iter(counts.values()))} of every arm"]
     words = "± is half the range between the lowest and the highest seed, around the mean; seeds: "
     return [words + ", ".join(several) + ".", ""] if several else []
 

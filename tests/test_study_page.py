@@ -114,6 +114,18 @@ def test_small_sizes_are_for_the_ablations_alone(study: Path, study_page: Module
     assert not any("books" in path.name for path in (study / "figures").iterdir())
 
 
+def test_as_many_seeds_of_every_arm(study: Path, study_page: ModuleType) -> None:
+    """One word for all of them, where a list would be longer than the table is wide."""
+    for run in small_records():
+        if run["arm"] == "lssar-p15":
+            for arm in ("lssar-p15", "lssar-p3"):
+                path = study / "runs" / f"books-{arm}-seed{run['seed']}.json"
+                path.write_text(json.dumps(run | {"arm": arm}))
+    assert study_page.main(words(study)) == 0
+    block = (study / "page.md").read_text().partition("<!-- begin: ablations -->")[2]
+    assert "around the mean; seeds: 2 of every arm.\n<!-- end" in block
+
+
 def test_every_ablation_has_its_words(study_page: ModuleType) -> None:
     with imported("study") as study:
         assert set(study.GROUPS["ablations"]) == set(study_page.ABLATED)
