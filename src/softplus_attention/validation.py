@@ -33,9 +33,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
             fail(name, f"a tensor {layout}", type(x).__name__, TypeError)
         if x.dim() != rank:
             fail(name, f"a tensor {layout}", described(x))
+        if x.dtype not in FLOATS:
+            fail(name, "float16, bfloat16, float32 or float64", described(x), TypeError)
     dtype, device, q_shape, k_shape, v_shape = q.dtype, q.device, q.shape, k.shape, v.shape
-    if dtype not in FLOATS:
-        fail(names[0], "float16, bfloat16, float32 or float64", described(q), TypeError)
     for name, x, shape in ((names[1], k, k_shape), (names[2], v, v_shape)):
         if x.dtype != dtype:
             fail(name, f"of `{names[0]}`'s dtype, {dtype}", described(x), TypeError)
