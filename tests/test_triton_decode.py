@@ -22,7 +22,7 @@ from softplus_attention import functional, softplus_attention
 from softplus_attention.catalog import attention
 from softplus_attention.functional import decode_step
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
-from softplus_attention.huggingface.attention import attend_one
+from softplus_attention.huggingface.attention import attend
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import unit
 
@@ -333,7 +333,7 @@ class TestOfAModel:
         monkeypatch.setattr(functional, "fused_on", lambda x: True)
         q, k = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2)
         with torch.no_grad(), pytest.raises(ValueError, match="`power` must be on the device of the queries"):
-            attend_one(attention("lssar"), q, k, k, {"power": torch.ones(2, device="meta")})
+            attend(attention("lssar"), q, k, k, None, True, parameters={"power": torch.ones(2, device="meta")})
 
     def test_what_it_leaves_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(functional, "fused_on", lambda x: True)
@@ -346,10 +346,11 @@ class TestOfAModel:
             found = decode_step(q, k, v, step, False)
             assert found is not None
             torch.testing.assert_close(found, expected)
-            monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)  # autocast itself looks for a GPU
-            assert decode_step(q, k, v, step, False) is None
-            monkeypatch.undo()
-            monkeypatch.setattr(functional, "fused_on", lambda x: True)
+            try:  # torch.autocast looks for a GPU
+                torch.set_autocast_enabled("cuda", True)
+                assert decode_step(q, k, v, step, False) is None
+            finally:
+                torch.set_autocast_enabled("cuda", False)
             with torch.profiler.profile():
                 assert decode_step(q, k, v, step, False) is None
             with torch.autograd.forward_ad.dual_level():

@@ -218,8 +218,8 @@ def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Ch
 
 
 def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bool) -> Tensor | None:
-    """One new row (B, H, 1, D) over all of a cache, on a GPU without gradients: what ``attend`` would do, in a third of
-    its time, since a model asks in every layer for every token. None where ``attend`` has to look closer."""
+    """One new row (B, H, 1, D) over all of a cache, on a GPU without gradients: what ``attend`` would do in fewer steps
+    of Python, since a model asks in every layer for every token. None where ``attend`` has to look closer."""
     if not fused_on(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
         return None
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))

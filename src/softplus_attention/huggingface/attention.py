@@ -113,14 +113,9 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         chosen = attention_of(module.config, name)
         check_host(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        out = attend(chosen, query, key, value, attention_mask, causal)
         wanted = output_attentions or attentions_are_recorded()
-        if causal and attention_mask is None and not wanted:
-            step = attend_one(chosen, query, key, value)
-            if step is not None:
-                return step.transpose(1, 2), None
-        visibility = visibility_of(query, key, attention_mask, causal, chosen.window(None))
-        out = attend(chosen, query, key, value, visibility)
-        seen = weights(chosen, query, key, visibility) if wanted else None
+        seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
         return out.transpose(1, 2), seen
 
     attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
@@ -210,47 +205,45 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    visibility: Visibility,
+    mask: Tensor | None,
+    is_causal: bool,
     *,
     parameters: Mapping[str, Tensor] | None = None,
     normalized_keys: bool = False,
 ) -> Tensor:
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
+    if mask is None and is_causal and query.shape[2] == 1 and not torch.compiler.is_compiling():
+        step = step_of(chosen, query, key, parameters)
+        out = None if step is None else ours.decode_step(query, key, value, step, normalized_keys)
+        if out is not None:
+            return out
+    visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key, value = ours.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
     return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
 
 
-def attend_one(
-    chosen: Attention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    parameters: Mapping[str, Tensor] | None = None,
-    normalized_keys: bool = False,
-) -> Tensor | None:
-    """A causal row over all keys, as ``attend`` has it, where ``decode_step`` can do it; else None."""
-    if torch.compiler.is_compiling() or query.shape[2] != 1 or not ours.fused_on(query):
-        return None
-    step = chosen.step
-    if step is None:
-        return None
-    if parameters:
-        visibility = Visibility(1, key.shape[2], query.device, True, step.window)
-        power = chosen.power(parameters, visibility)
-        check.check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
-        step = step._replace(power=ours.power_arguments(power))
-    return ours.decode_step(query, key, value, step, normalized_keys)
+def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None) -> ours.Step | None:
+    """What ``decode_step`` needs for a causal row over all keys; None where it cannot do it."""
+    step = chosen.step if ours.fused_on(query) else None
+    if step is None or not parameters:
+        return step
+    visibility = Visibility(1, key.shape[2], query.device, True, step.window)
+    power = chosen.power(parameters, visibility)
+    check.check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
+    return step._replace(power=ours.power_arguments(power))
 
 
 def weights(
     chosen: Attention,
     query: Tensor,
     key: Tensor,
-    visibility: Visibility,
+    mask: Tensor | None,
+    is_causal: bool,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
+    visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key = ours.autocast(query, key)
     return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)

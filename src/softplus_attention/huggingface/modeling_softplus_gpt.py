@@ -25,11 +25,9 @@ from softplus_attention import validation as check
 from softplus_attention.functional import unit_keys
 from softplus_attention.huggingface.attention import (
     attend,
-    attend_one,
     attentions_are_recorded,
     power_to_json,
     refuse_options,
-    visibility_of,
     weights,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
@@ -140,13 +138,9 @@ class SoftplusGPTAttention(nn.Module):
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         parameters = self.attention_parameters()
-        out = seen = None
-        if attention_mask is None and not output_attentions:
-            out = attend_one(self.attention, q, k, v, parameters, normalized)
-        if out is None:
-            visibility = visibility_of(q, k, attention_mask, self.is_causal, self.attention.window(None))
-            out = attend(self.attention, q, k, v, visibility, parameters=parameters, normalized_keys=normalized)
-            seen = weights(self.attention, q, k, visibility, parameters) if output_attentions else None
+        sight = attention_mask, self.is_causal
+        out = attend(self.attention, q, k, v, *sight, parameters=parameters, normalized_keys=normalized)
+        seen = weights(self.attention, q, k, *sight, parameters) if output_attentions else None
         return self.o_proj(out.transpose(1, 2).flatten(2)), seen
 
 
