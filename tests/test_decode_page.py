@@ -1,0 +1,84 @@
+"""The tables of a generated token's time: they agree with their files, and a file that is missing is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from study_cases import imported
+
+PAGE = """By hand.
+<!-- begin: decode-gpu -->
+old
+<!-- end: decode-gpu -->
+More.
+<!-- begin: decode-cpu -->
+older
+<!-- end: decode-cpu -->
+"""
+GPU = """\
+| model | batch | context | softmax, graph | LSSAR, graph | ratio | softmax, eager | LSSAR, eager | ratio \
+| eager again, 150 steps |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| gpt | 1 | 1,024 | 2.00 | 1.00 | 0.50 | 4.00 | 5.00 | 1.25 | 1.19 |
+| gpt | 8 | 1,024 | 3.00 | 1.50 | 0.50 | 4.50 | 5.40 | 1.20 |  |"""
+CPU = """\
+| context | softmax ms | LSSAR ms | ratio |
+| --- | ---: | ---: | ---: |
+| 4,096 | 75 | 72 | 0.97 |"""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[ModuleType]:
+    with imported("decode_page") as module:
+        yield module
+
+
+def row(batch: int, context: int, way: str, softmax: float, lssar: float, ratio: float) -> dict[str, Any]:
+    words = {"model": "gpt", "batch": batch, "context": context, "way": way}
+    return {**words, "softmax": softmax, "lssar": lssar, "ratio": ratio}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, page: ModuleType) -> Path:
+    files = {
+        "gpu": [
+            row(1, 1024, "eager", 4.0, 5.0, 1.25),
+            row(1, 1024, "graph", 2.0, 1.0, 0.5),
+            row(8, 1024, "eager", 4.5, 5.4, 1.2),
+            row(8, 1024, "graph", 3.0, 1.5, 0.5),
+        ],
+        "again": [row(1, 1024, "eager", 4.1, 4.88, 1.19)],
+        "cpu": [row(1, 4096, "eager", 75.2, 72.4, 0.967)],
+    }
+    for name, rows in files.items():
+        (tmp_path / page.FILES[name]).write_text(json.dumps({"rows": rows}))
+    (tmp_path / "page.md").write_text(PAGE)
+    return tmp_path
+
+
+def words(folder: Path) -> list[str]:
+    return ["--results", str(folder), "--page", str(folder / "page.md")]
+
+
+def test_the_page_agrees_with_its_files(page: ModuleType) -> None:
+    assert page.main(["--check"]) == 0
+
+
+def test_rewriting_and_checking(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert page.main([*words(folder), "--check"]) == 1
+    assert "page.md is out of date" in capsys.readouterr().err
+    assert page.main(words(folder)) == 0
+    assert (folder / "page.md").read_text() == PAGE.replace("older", CPU).replace("old", GPU)
+    assert page.main([*words(folder), "--check"]) == 0
+
+
+def test_a_file_that_is_missing(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / page.FILES["again"]).unlink()
+    assert page.main(words(folder)) == 2
+    assert "decode-h200-again.json is not there" in capsys.readouterr().err
+    assert (folder / "page.md").read_text() == PAGE
