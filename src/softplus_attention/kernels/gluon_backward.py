@@ -28,6 +28,7 @@ from softplus_attention.kernels.gluon_common import (
 )
 from softplus_attention.kernels.triton_common import (
     LN2,
+    SHORT,
     finite_rows,
     inverse_norm,
     norm_stride,
@@ -38,24 +39,33 @@ from softplus_attention.kernels.triton_common import (
 
 
 @gluon.jit
-def dq_terms(
-    scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen,
+def dq_slopes(
+    scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen,
     POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """([BM, BN], [BM, BN]): sigmoid over |k|, and g, of one tile."""
+    """([BM, BN], [BM, BN]): sigmoid over |k|, and what g is multiplied by, of one tile."""
     t = scores * b_norm[None, :] * b_factor[:, None]
-    f = softplus2(t, False)
+    f = softplus2(t, SHORT)
     sigma = gl.exp2(t - f) * b_norm[None, :]
-    g = g - b_delta[:, None]
+    steepness = f
     if POWER != 0:
-        steepness = raised(saturated(f, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 1)
+        steepness = raised(saturated(f, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 1, SHORT)
         if FLAT_ROWS:
             steepness = gl.where(b_flat[:, None], 1.0, steepness)
-        g = g * steepness
     if MASKED:
         sigma = gl.where(seen, sigma, 0.0)
+    return sigma, steepness
+
+
+@gluon.jit
+def dq_gradient(g, steepness, b_delta, seen, POWER: gl.constexpr, MASKED: gl.constexpr):
+    """[BM, BN]: g of one tile."""
+    g = g - b_delta[:, None]
+    if POWER != 0:
+        g = g * steepness
+    if MASKED:
         g = gl.where(seen, g, 0.0)
-    return sigma, g
+    return g
 
 
 @gluon.jit
@@ -64,7 +74,10 @@ def dq_loop(
     k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
     MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row."""
+    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row.
+
+    Products end in the order they began. One of the four is running wherever there is arithmetic that does not need it.
+    """
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     for j in range(low, high):
         slot = j & 1
@@ -73,20 +86,27 @@ def dq_loop(
         scores = warpgroup_mma(q_tile, k_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         g = warpgroup_mma(do_tile, v_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         if POWER != 0:
-            scores, g, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[scores, g, b_steep, b_even, b_a, b_b])
+            scores, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(1, deps=[scores, b_steep, b_even, b_a, b_b])
         else:
-            scores, g, b_steep, b_a = warpgroup_mma_wait(0, deps=[scores, g, b_steep, b_a])
+            scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
         fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride)
         fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride)
         fetched()
         o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         seen = o_n[None, :] < b_end[:, None]
-        sigma, g = dq_terms(scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen, POWER, MASKED, False)
-        b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
+        sigma, steepness = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, MASKED, False
+        )  # fmt: skip
         if POWER != 0:
-            b_sum += gl.sum(by_thread(g), 1)
             b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
             b_even = warpgroup_mma(b_b, k_ring.index(slot), b_even, is_async=True)
+            g = warpgroup_mma_wait(1, deps=[g])
+        else:
+            g = warpgroup_mma_wait(0, deps=[g])
+        g = dq_gradient(g, steepness, b_delta, seen, POWER, MASKED)
+        if POWER != 0:
+            b_sum += gl.sum(by_thread(g), 1)
+        b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
         b_steep = warpgroup_mma(b_a, k_ring.index(slot), b_steep, is_async=True)
     return b_steep, b_even, b_sum, b_a, b_b
 
@@ -120,7 +140,8 @@ def dq_carefully(
         o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         seen = o_n[None, :] < b_end[:, None]
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
-        sigma, g = dq_terms(scores, g, b_norm, b_factor, b_slope, b_offset, b_delta, b_flat, seen, POWER, True, True)
+        sigma, steepness = dq_slopes(scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, True, True)
+        g = dq_gradient(g, steepness, b_delta, seen, POWER, True)
         b_sum += gl.sum(by_thread(g), 1)
         b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
         b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), k_ring.index(1), b_steep)
@@ -260,64 +281,94 @@ def gluon_dq_kernel(
     gl.store(Rows + p_row, b_factor, mask=m_rows)
     gl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
     gl.store(Rows + 2 * n_rows + p_row, gl.where(b_flat, -1e-30, b_offset), mask=m_rows)
-    gl.store(Rows + 3 * n_rows + p_row, b_delta, mask=m_rows)
+    gl.store(Rows + 3 * n_rows + p_row, b_alpha * b_outer * b_delta, mask=m_rows)
     gl.store(Rows + 4 * n_rows + p_row, b_alpha * b_outer, mask=m_rows)
     gl.store(Rows + 5 * n_rows + p_row, b_epsilon * b_outer, mask=m_rows)
 
 
 @gluon.jit
-def dkv_terms(
-    scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
-):  # fmt: skip
-    """([BM, BN], [BM, BN]): weights and gradients of the scores of one tile."""
+def row_terms(p_rows, o_m, t_q, n_rows):
+    """Six times [BM]: what ``gluon_dq_kernel`` left for each row."""
     p = p_rows + gl.minimum(o_m, t_q - 1)  # rows beyond the last multiply zeros
-    b_factor = gl.load(p)
-    b_slope = gl.load(p + n_rows)
-    b_offset = gl.load(p + 2 * n_rows)
-    b_delta = gl.load(p + 3 * n_rows)
-    b_alpha = gl.load(p + 4 * n_rows)
-    b_epsilon = gl.load(p + 5 * n_rows)
+    return (
+        gl.load(p), gl.load(p + n_rows), gl.load(p + 2 * n_rows), gl.load(p + 3 * n_rows), gl.load(p + 4 * n_rows),
+        gl.load(p + 5 * n_rows),
+    )  # fmt: skip
+
+
+@gluon.jit
+def dkv_slopes(
+    scores, b_factor, b_slope, b_offset, b_norm, seen,
+    POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Three times [BM, BN]: weights, sigmoid, and what g is multiplied by, of one tile."""
     t = scores * b_norm[None, :] * b_factor[:, None]
-    f = softplus2(t, False)
+    f = softplus2(t, SHORT)
     sigma = gl.exp2(t - f)
     weight = saturated(f, b_slope[:, None], b_offset[:, None])
-    g = g - b_delta[:, None]
+    steepness = weight
     if POWER != 0:
-        steepness = raised(weight, 0.0, POWER, 1)
+        steepness = raised(weight, 0.0, POWER, 1, SHORT)
         if FLAT_ROWS:
             steepness = gl.where(b_offset[:, None] < 0, 1.0, steepness)
         weight = weight * steepness
-        g = g * steepness
-    ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
     if MASKED:
-        seen = (o_m < t_q)[:, None] & (o_n < t_k)[None, :]
-        if CAUSAL:
-            seen = seen & (o_n[None, :] <= (o_m + (t_k - t_q))[:, None])
         weight = gl.where(seen, weight, 0.0)
+    return weight, sigma, steepness
+
+
+@gluon.jit
+def dkv_gradient(
+    g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """[BM, BN]: gradients of the scores of one tile; b_delta carries b_alpha."""
+    g = g * b_alpha[:, None] - b_delta[:, None]
+    if POWER != 0:
+        g = g * steepness - b_epsilon[:, None]
+    ds = sigma * g
+    if MASKED:
         ds = gl.where(seen, ds, 0.0)
-    return weight, ds
+    return ds
+
+
+@gluon.jit
+def seen_keys(o_m, o_n, t_q, t_k, CAUSAL: gl.constexpr):
+    """[BM, BN]: which key a row sees."""
+    seen = (o_m < t_q)[:, None] & (o_n < t_k)[None, :]
+    if CAUSAL:
+        seen = seen & (o_n[None, :] <= (o_m + (t_k - t_q))[:, None])
+    return seen
 
 
 @gluon.jit
 def dkv_loop(
     b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do, p_rows,
     t_q, t_k, n_rows, q_stride, do_stride, low, high,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) of rows to the gradients of a block of keys."""
+    """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
+    o_rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+    terms = row_terms(p_rows, low * BM + o_rows, t_q, n_rows)
     for i in range(low, high):
         slot = i & 1
+        o_m = i * BM + o_rows
+        b_factor, b_slope, b_offset, b_delta, b_alpha, b_epsilon = terms
         arrive(0)
         scores = warpgroup_mma(q_ring.index(slot), k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         g = warpgroup_mma(do_ring.index(slot), v_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        scores, g, b_dk, b_dv = warpgroup_mma_wait(0, deps=[scores, g, b_dk, b_dv])
+        scores, b_dk, b_dv = warpgroup_mma_wait(1 if SPLIT else 0, deps=[scores, b_dk, b_dv])
         fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride)
         fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride)
         fetched()
-        o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-        weight, ds = dkv_terms(scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n, CAUSAL, POWER, MASKED, False)
+        seen = seen_keys(o_m, o_n, t_q, t_k, CAUSAL)
+        weight, sigma, steepness = dkv_slopes(
+            scores, b_factor, b_slope, b_offset, b_norm, seen, POWER, MASKED, False
+        )  # fmt: skip
         w_tile.store(weight.to(w_tile.dtype))
+        g = warpgroup_mma_wait(0, deps=[g])
+        ds = dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER, MASKED)
+        terms = row_terms(p_rows, o_m + BM, t_q, n_rows)
         ds_tile.store(ds.to(w_tile.dtype))
         fence_async_shared()
         b_dv = warpgroup_mma(w_tile.permute([1, 0]), do_ring.index(slot), b_dv, is_async=True)
@@ -344,7 +395,10 @@ def dkv_carefully(
         scores = warpgroup_mma(q_ring.index(0), k_tile.permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(do_ring.index(0), v_tile.permute([1, 0]), b_zero, use_acc=False)
         o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-        weight, ds = dkv_terms(scores, g, p_rows, o_m, t_q, t_k, n_rows, b_norm, o_n, CAUSAL, POWER, True, True)
+        b_factor, b_slope, b_offset, b_delta, b_alpha, b_epsilon = row_terms(p_rows, o_m, t_q, n_rows)
+        seen = seen_keys(o_m, o_n, t_q, t_k, CAUSAL)
+        weight, sigma, steepness = dkv_slopes(scores, b_factor, b_slope, b_offset, b_norm, seen, POWER, True, True)
+        ds = dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER, True)
         w_tile.store(weight.to(w_tile.dtype))
         ds_tile.store(ds.to(w_tile.dtype))
         fence_async_shared()
@@ -365,6 +419,7 @@ def gluon_dkv_kernel(
     BN: gl.constexpr = 64
     layout: gl.constexpr = product_layout(BN, num_warps)
     out_layout: gl.constexpr = product_layout(D, num_warps)
+    split: gl.constexpr = num_warps == 8  # then no other program fills the wait for the second product
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = Q.dtype.element_ty
 
@@ -422,12 +477,12 @@ def gluon_dkv_kernel(
         t_dk, t_dv = dkv_loop(
             t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
             p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], low, full_low,
-            CAUSAL, POWER, True, BM, layout,
+            CAUSAL, POWER, True, split, BM, layout,
         )  # fmt: skip
         t_dk, t_dv = dkv_loop(
             t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
             p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], full_low, high,
-            CAUSAL, POWER, False, BM, layout,
+            CAUSAL, POWER, False, split, BM, layout,
         )  # fmt: skip
         b_dk, b_dv = warpgroup_mma_wait(0, deps=[t_dk, t_dv])
         arrive(0)

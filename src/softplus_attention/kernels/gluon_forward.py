@@ -16,12 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from softplus_attention.kernels.gluon_common import (
+    ahead,
     arrive,
     by_thread,
     fetch,
     fetched,
     load_columns,
     load_layout,
+    log2_of,
     product_layout,
     saturated,
     store_tile,
@@ -30,6 +32,7 @@ from softplus_attention.kernels.gluon_common import (
 )
 from softplus_attention.kernels.triton_common import (
     EQUAL_SCORES,
+    SHORT,
     inverse_norm,
     norm_stride,
     raised,
@@ -37,33 +40,50 @@ from softplus_attention.kernels.triton_common import (
     softplus2,
 )
 
+MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
+# The logarithms of the product and those of the polynomial, which the second pass has, differ by up to 4e-4. Where a
+# row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a sum has.
+LEAST_HEIGHT = gl.constexpr(0.25)
+LEAST_SHARE = gl.constexpr(2.0**-8)
+LEAST_SCORE = gl.constexpr(-2.0)
+LEAST_MEAN = gl.constexpr(2.0**-10)
+
 
 @gluon.jit
 def first_loop(
-    b_scaled, b_total, b_largest, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride,
-    tiles, low, high,
-    MASKED: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+    k_stride, tiles, first, low, high,
+    MASKED: gl.constexpr, BY_PRODUCT: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread."""
-    for s in range(low, high):
+    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread.
+
+    BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
+    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
+    """
+    n_ahead = ahead(low + 3, tiles) * BN
+    for j in range(low, high):
+        s = first + j
         arrive(1)
         scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        n_next = wrapped((s + 1) * BN, tiles * BN)
+        n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]  # [BM, BN]
-        f = softplus2(t, False)
         if MASKED:
-            o_n = s * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-            seen = o_n[None, :] < b_end[:, None]
-            f = gl.where(seen, f, 0.0)
-            t = gl.where(seen, t, float("-inf"))
+            o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+            t = gl.where(o_n[None, :] < b_end[:, None], t, float("-inf"))
+        if BY_PRODUCT:
+            b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
+            f = gl.maximum(t, 0.0)
+        else:
+            f = softplus2(t, SHORT)
         b_total += gl.sum(by_thread(f), 1)
         b_largest = gl.maximum(b_largest, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch(k_ring, (s + 1) & 1, p_k, o_tile, wrapped(n_next + 2 * BN, tiles * BN), t_k, k_stride)
+        fetch(k_ring, (s + 1) & 1, p_k, o_tile, n_ahead, t_k, k_stride)
+        n_ahead = wrapped(n_ahead + BN, tiles * BN)
         fetched()
-    return b_scaled, b_total, b_largest
+    return b_scaled, b_product, b_total, b_largest
 
 
 @gluon.jit
@@ -73,15 +93,16 @@ def second_loop(
     MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights."""
+    n_ahead = ahead(low + 3, tiles) * BN
     for j in range(low, high):
         s = first + j
         arrive(1)
         scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
-        w = softplus2(b_scaled * b_factor[:, None], False)  # [BM, BN]
+        w = softplus2(b_scaled * b_factor[:, None], SHORT)  # [BM, BN]
         if POWER != 0:
-            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0)
+            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0, SHORT)
         if MASKED:
             o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
@@ -92,7 +113,8 @@ def second_loop(
         b_out = warpgroup_mma(b_w, v_ring.index(v_slot), b_out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch(k_ring, (s + 1) & 1, p_k, o_tile, wrapped(n_next + 2 * BN, tiles * BN), t_k, k_stride)
+        fetch(k_ring, (s + 1) & 1, p_k, o_tile, n_ahead, t_k, k_stride)
+        n_ahead = wrapped(n_ahead + BN, tiles * BN)
         fetch(v_ring, gl.where(v_slot == 0, 2, v_slot - 1), p_v, o_values, (j + 2) * BN, t_k, v_stride)
         fetched()
         v_slot = gl.where(v_slot == 2, 0, v_slot + 1)
@@ -124,10 +146,10 @@ def careful_pass(
         v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], False)
+        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], SHORT)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0)
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0, SHORT)
             w = gl.where(b_flat[:, None], w, sharp)
         o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
@@ -189,7 +211,7 @@ def gluon_forward_kernel(
     fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2])
     fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
     fetched()
-    fetch(k_ring, 1, p_k, o_tile, wrapped(gl.to_tensor(BN), tiles * BN), t_k, k_strides[2])
+    fetch(k_ring, 1, p_k, o_tile, ahead(gl.to_tensor(1), tiles) * BN, t_k, k_strides[2])
     fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
     fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
     fetched()
@@ -200,33 +222,56 @@ def gluon_forward_kernel(
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
-    fetch(k_ring, 0, p_k, o_tile, wrapped(gl.to_tensor(2 * BN), tiles * BN), t_k, k_strides[2])
+    fetch(k_ring, 0, p_k, o_tile, ahead(gl.to_tensor(2), tiles) * BN, t_k, k_strides[2])
     fetched()
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
     b_offset = b_slope
     b_total = b_slope
-    b_flat = b_counts < 0
     first = 0
+    any_flat = 0
     if POWER != 0:
-        first = tiles
+        b_excess = gl.where(b_counts > 3, 1.0, 0.0)
         b_sum = b_partial
         b_top = b_partial + float("-inf")
-        b_scaled, b_sum, b_top = first_loop(
-            b_scaled, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-            tiles, 0, full_tiles, False, BN, layout,
+        b_logs = b_partial
+        b_product = b_zero + 1.0
+        for low in range(0, full_tiles, MOST_FACTORS):
+            b_scaled, b_product, b_sum, b_top = first_loop(
+                b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+                k_strides[2], tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_tiles), False, True, BN, layout,
+            )  # fmt: skip
+            b_logs += gl.sum(by_thread(log2_of(b_product)), 1)
+            b_product = b_zero + 1.0
+        b_scaled, b_product, b_sum, b_top = first_loop(
+            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+            k_strides[2], tiles, 0, full_tiles, tiles, True, True, BN, layout,
         )  # fmt: skip
-        b_scaled, b_sum, b_top = first_loop(
-            b_scaled, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-            tiles, full_tiles, tiles, True, BN, layout,
-        )  # fmt: skip
-        b_total = gl.where(b_counts > 0, gl.convert_layout(gl.sum(b_sum, 1), rows), 1.0)
+        b_logs += gl.sum(by_thread(log2_of(b_product)), 1)
+        first = tiles
+        b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
         b_largest = gl.convert_layout(gl.max(b_top, 1), rows)
-        b_excess = gl.where(b_counts > 3, 1.0, 0.0)
-        b_height = b_counts / b_total * softplus2(b_largest, False) - b_excess
+        b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)  # the part of the sum that is not linear
+        b_high = b_counts * softplus2(b_largest, SHORT) - b_excess * b_total
+        sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
+        sure = sure & (b_total > LEAST_MEAN * b_counts)
+        if gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0) > 0:
+            b_sum = b_partial
+            b_scaled, b_product, b_sum, b_top = first_loop(
+                b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+                k_strides[2], tiles, first, 0, full_tiles, False, False, BN, layout,
+            )  # fmt: skip
+            b_scaled, b_product, b_sum, b_top = first_loop(
+                b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+                k_strides[2], tiles, first, full_tiles, tiles, True, False, BN, layout,
+            )  # fmt: skip
+            b_total = gl.convert_layout(gl.sum(b_sum, 1), rows)
+            first = 2 * tiles
+        b_total = gl.where(b_counts > 0, b_total, 1.0)
+        b_height = b_counts / b_total * softplus2(b_largest, SHORT) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
-        b_flat = (b_counts > 0) & (b_sharp == 0)
+        any_flat = gl.max(((b_counts > 0) & (b_sharp == 0)).to(gl.int32), 0)
         b_divisor = gl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
@@ -250,7 +295,6 @@ def gluon_forward_kernel(
     arrive(0)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
-    any_flat = gl.max(b_flat.to(gl.int32), 0)
     trouble = gl.max(gl.max(gl.where((b_out - b_out) == 0, 0, 1), 1), 0)
     if POWER == 0:
         b_total = b_weight
@@ -258,6 +302,9 @@ def gluon_forward_kernel(
             trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
     if (trouble > 0) | (any_flat > 0):
         b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
+        b_flat = b_counts < 0
+        if POWER != 0:  # read again, not held through the loops
+            b_flat = (b_counts > 0) & (gl.load(Height + p_row, mask=m_rows, other=1.0) == 0)
         b_out, b_partial = careful_pass(
             b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
             p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, D, BM, BN, layout, out_layout,

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from softplus_attention.kernels.triton_common import (
+    LEAST_NORMAL,
     LN2,
+    SERIES,
     Keys,
     Sharpening,
     Sight,
@@ -33,6 +35,7 @@ from softplus_attention.kernels.triton_common import (
     scores2,
     seen_by,
     softplus2,
+    special_log2,
     store_rows,
 )
 
@@ -66,10 +69,12 @@ def dq_pass(
             u = excess(f, sharpening, PRECISE)
             if MASKED:
                 u = tl.where(seen, u, 0.0)
-            steepness = raised(u, sharpening.power[:, None], POWER, 1)
+            steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
             if POWER_GRAD:
-                counted = (u > 0) & (b_flat[:, None] == 0)
-                log_u = tl.log2(u) - b_log_root[:, None]  # 0 for the row's largest, as u was before its scaling
+                counted = (u >= LEAST_NORMAL) & (b_flat[:, None] == 0)
+                log_u = (tl.log2(u) if FINE == SERIES else special_log2(u)) - b_log_root[
+                    :, None
+                ]  # 0 for the row's largest, as u was before its scaling
                 b_dp += tl.sum(tl.where(counted, steepness * u * log_u * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
@@ -259,7 +264,7 @@ def dkv_pass(
             if POWER < 0:
                 b_counts = count_keys(sight, p_counts, o_m, t_q, HAS_MASK)
                 b_p = row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER, HAS_POWER_ROWS)
-            steepness = raised(weight, b_p[:, None], POWER, 1)
+            steepness = raised(weight, b_p[:, None], POWER, 1, FINE)
             if FLAT_ROWS:
                 steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
             weight = weight * steepness

@@ -3,13 +3,14 @@
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
 b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
 
-FINE asks for the longer form of softplus. PRECISE is float32: vectors are normalised before the product and the steps
-follow the reference; in half precision the norms apply after the product of the raw vectors, which loses nothing, and
-steps are folded to save work.
+FINE says how exact logarithms are: SHORT, LONG or SERIES. PRECISE is float32: vectors are normalised before the product
+and the steps follow the reference; in half precision the norms apply after the product of the raw vectors, which loses
+nothing, and steps are folded to save work.
 """
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import triton
@@ -20,6 +21,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 EQUAL_SCORES = tl.constexpr(2.0**-10)
 NOWHERE = tl.constexpr(1 << 30)
 NORM_BLOCK = tl.constexpr(128)
+# log2(1 + e) by a polynomial of four or seven terms, or a series: relative errors of 4e-4, 1.4e-6 and 1e-7.
+SHORT = tl.constexpr(0)
+LONG = tl.constexpr(1)
+SERIES = tl.constexpr(2)
+LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Keys(NamedTuple):
@@ -52,13 +59,24 @@ class Sharpening(NamedTuple):
 
 
 @triton.jit
-def log2_one_plus(e, FINE: tl.constexpr):
-    """log2(1 + e) for e in [0, 1], to 4e-4, or 1e-7 where FINE, in relative error: small e keep their ratio.
+def special_log2(x):
+    """log2 of a number that is not negative, in one instruction: to 2^-22, absolutely between 1/2 and 2, else relative.
+    Triton's own takes twenty."""
+    if INTERPRETED:
+        y = tl.log2(x)
+    else:
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return y
 
-    The special-function unit has an eighth of the throughput of the multiply-add units. A polynomial (minimax in
-    relative error) leaves it one call per score; where FINE, the series of 2 atanh(z), z = e / (2 + e).
+
+@triton.jit
+def log2_one_plus(e, FINE: tl.constexpr):
+    """log2(1 + e) for e in [0, 1]; small e keep their ratio.
+
+    The special-function unit has an eighth of the throughput of the multiply-add units. Polynomials (minimax in
+    relative error) leave it one call per score. SERIES is that of 2 atanh(z), z = e / (2 + e).
     """
-    if FINE:
+    if FINE == SERIES:
         z = e / (2.0 + e)
         y = z * z
         r = 0.221953083 * y + 0.262308189
@@ -68,6 +86,14 @@ def log2_one_plus(e, FINE: tl.constexpr):
         r = r * y + 0.961796694
         r = r * y + 2.88539008
         return r * z
+    elif FINE == LONG:
+        r = 0.0204011854 * e - 0.0957975462
+        r = r * e + 0.215284541
+        r = r * e - 0.339089036
+        r = r * e + 0.477668375
+        r = r * e - 0.721159458
+        r = r * e + 1.44269323
+        return r * e
     else:
         r = -0.107254397 * e + 0.36648057
         r = r * e - 0.701747244
@@ -114,7 +140,7 @@ def scores2(b_q, b_k, b_norm, b_factor, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr):
+def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, FINE: tl.constexpr):
     """u^(p - BELOW), where 0^0 is 0. POWER from 1 to 1023 goes by multiplication; -1 reads b_p [BM, 1]."""
     if POWER > 0:
         n: tl.constexpr = POWER - BELOW
@@ -135,8 +161,12 @@ def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr):
                         w = w * square
                 if (n >> (i + 1)) > 0:
                     square = square * square
-    else:
+    elif FINE == SERIES:
         w = tl.where(u > 0, tl.exp2((b_p - BELOW) * tl.log2(u)), 0.0)
+    else:
+        w = tl.exp2((b_p - BELOW) * special_log2(u))
+        if BELOW != 0:  # p may be 1, and 0 times the logarithm of 0 is not a number
+            w = tl.where(u >= LEAST_NORMAL, w, 0.0)
     return w
 
 

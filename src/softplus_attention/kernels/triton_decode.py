@@ -214,12 +214,14 @@ def scores_kernel(
 
 
 @triton.jit
-def weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr):
+def weights_of(
+    p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr, FINE: tl.constexpr
+):
     """[BM, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
     f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
-        w = tl.where(b_flat[:, None], w, raised(tl.maximum(w, 0.0), b_p[:, None], POWER, 0))
+        w = tl.where(b_flat[:, None], w, raised(tl.maximum(w, 0.0), b_p[:, None], POWER, 0, FINE))
     return tl.where(w <= b_least[:, None], 0.0, w)
 
 
@@ -238,7 +240,7 @@ def values_kernel(
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, negligible, growth, v_strides, power_strides,
     f_stride, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr,
     HAS_POWER_ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
+    BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, unwritten where Weight is 0.
 
@@ -298,7 +300,7 @@ def values_kernel(
     b_out = tl.zeros([BM, BDV], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+        w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
         b_weight += tl.sum(w, 1)
         b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
         b_out = tl.dot((w * LIFT).to(b_v.dtype), b_v, b_out, input_precision="ieee")
@@ -311,7 +313,7 @@ def values_kernel(
         for n in tl.range(n_first, n_high, splits * BN, num_stages=1):
             for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
                 o_n = n + part + tl.arange(0, 16)
-                w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER)
+                w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
                 b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
                 finite = (b_v - b_v) == 0
                 b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)

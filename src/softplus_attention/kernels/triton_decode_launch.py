@@ -11,7 +11,7 @@ from torch import Tensor
 from softplus_attention.kernels import triton_decode as kernels
 from softplus_attention.kernels.triton_launch import (
     blocks_of,
-    needs_fine_softplus,
+    exactness,
     padded,
     power_code,
     unit_last_stride,
@@ -130,7 +130,7 @@ def decode(
     bd, bdv, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
-    fine = dtype != torch.bfloat16 or needs_fine_softplus(code)
+    fine = exactness(precise, 1 if dtype == torch.float16 else code)
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
@@ -151,7 +151,7 @@ def decode(
         launch(
             kernels.values_kernel, plan.grid, (v, scratch, lengths, starts, powers), (
                 *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides, plan.f_stride, *visible, code,
-                power_rows is not None, dv, bdv, bm, bn, 64, lift, 3,
+                power_rows is not None, dv, bdv, bm, bn, 64, lift, 3, fine,
             ),
             {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key), stream,
         )  # fmt: skip

@@ -85,7 +85,7 @@ def second_pass(
         w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if POWER != 0:
-            w = raised(excess(w, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
+            w = raised(excess(w, sharpening, PRECISE), sharpening.power[:, None], POWER, 0, FINE)
         if MASKED:
             w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
@@ -113,7 +113,7 @@ def careful_pass(
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0)
+            sharp = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0, FINE)
             w = tl.where(b_flat[:, None], w, sharp)
         w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
