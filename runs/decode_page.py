@@ -15,7 +15,7 @@ from typing import Any
 from page_blocks import PageError, table, write_page
 
 ROOT = Path(__file__).parents[1]
-FILES = {"gpu": "decode-h200.json", "again": "decode-h200-again.json", "cpu": "decode-cpu.json"}
+FILES = {"gpu": "decode-h200.json", "cpu": "decode-cpu.json"}
 Place = tuple[str, int, int]
 
 
@@ -30,15 +30,13 @@ def rows_of(path: Path) -> dict[str, dict[Place, dict[str, Any]]]:
 
 
 def blocks_of(results: Path) -> dict[str, str]:
-    gpu, again, cpu = (rows_of(results / name) for name in FILES.values())
+    gpu, cpu = (rows_of(results / name) for name in FILES.values())
     head = ["model", "batch", "context"]
     columns = [list(column) for column in zip(*((m, str(b), f"{c:,}") for m, b, c in gpu["graph"]), strict=True)]
     for way in ("graph", "eager"):
         rows = [gpu[way][place] for place in gpu["graph"]]
         head += [f"softmax, {way}", f"LSSAR, {way}", "ratio"]
         columns += [[f"{row[word]:.2f}" for row in rows] for word in ("softmax", "lssar", "ratio")]
-    head.append("eager again, 150 steps")
-    columns.append([f"{again['eager'][p]['ratio']:.2f}" if p in again["eager"] else "" for p in gpu["graph"]])
     on_cpu = list(cpu["eager"].values())
     cpu_columns = [[f"{row['context']:,}" for row in on_cpu]]
     cpu_columns += [[f"{row[word]:.0f}" for row in on_cpu] for word in ("softmax", "lssar")]
