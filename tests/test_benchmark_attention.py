@@ -306,12 +306,10 @@ class TestReport:
         data["rows"] = [row for row in data["rows"] if row["section"] == "decode"]
         assert figures.panels(time, data) == {}
 
-    @pytest.mark.parametrize(
-        ("results", "drawn"), [("attention-h200", "attention-time"), ("attention-h200-decode", "decode-time")]
-    )
-    def test_figures_of_the_docs(self, results: str, drawn: str, tmp_path: Path) -> None:
-        """The commands of docs/performance.md."""
+    def test_figures_of_the_docs(self, tmp_path: Path) -> None:
+        """The command of docs/performance.md."""
         pytest.importorskip("matplotlib")
-        result = python("benchmarks/figures.py", f"results/{results}.json", "--output", str(tmp_path))
+        result = python("benchmarks/figures.py", "results/attention-h200.json", "--output", str(tmp_path))
         assert result.returncode == 0, result.stderr
-        assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
+        for drawn in ("attention-time", "attention-tflops", "attention-memory", "decode-time"):
+            assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
