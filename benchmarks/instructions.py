@@ -61,7 +61,8 @@ def signature(name: str, d: int, power: int, blocks: triton_launch.Blocks) -> AS
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
     kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
-    options = (None, None, None, True, None, power > 0, float(max(power, 1)), None, None, 4.0, False)
+    of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
+    options = (None, None, None, True, None, power != 0, float(max(power, 1)), of_rows, None, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
     given |= {"HAS_REST": True, "POWER_GRAD": False, "NORMALIZED_KEYS": False}
     types: dict[str, Any] = {}
@@ -109,9 +110,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", choices=KERNELS)
     parser.add_argument("--head-dim", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--power", type=int, default=15, help="0 is LSSA (default: %(default)s)")
+    parser.add_argument(
+        "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
+    )
     options = parser.parse_args()
-    blocks = blocks_of(options.kernel, options.head_dim, options.power > 0)
+    blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
     source = signature(options.kernel, options.head_dim, options.power, blocks)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)

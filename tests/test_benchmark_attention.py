@@ -313,3 +313,10 @@ class TestReport:
         assert result.returncode == 0, result.stderr
         for drawn in ("attention-time", "attention-tflops", "attention-memory", "decode-time"):
             assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
+
+
+def test_one_step_for_a_profiler() -> None:
+    result = python("benchmarks/one_step.py", "--device", "cpu", "--tokens", "32", "--heads", "2", "--power", "3")
+    assert result.returncode == 0, result.stderr
+    norms = dict(zip(("dq", "dk", "dv"), result.stdout.split()[1::2], strict=True))
+    assert all(float(norm) > 0 for norm in norms.values()), norms
