@@ -27,7 +27,8 @@ def main() -> None:
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = softplus_attention(q, k, v, power=options.power or None, is_causal=True)
     gradients = torch.autograd.grad(out, (q, k, v), gradient)
-    print(*(f"{name} {float(x.detach().float().norm()):.4g}" for name, x in zip(("dq", "dk", "dv"), gradients)))
+    for name, x in zip(("dq", "dk", "dv"), gradients, strict=True):
+        print(name, f"{float(x.float().norm()):.4g}")
 
 
 if __name__ == "__main__":
