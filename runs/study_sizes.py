@@ -21,7 +21,9 @@ class Slope:
 
 
 def both_measured(sizes: Sequence[Size]) -> list[Size]:
-    return [size for size in sizes if OURS in size.arms and THEIRS in size.arms]
+    """Those that have both arms, on the data of the first of them: the line is about parameters alone."""
+    both = [size for size in sizes if OURS in size.arms and THEIRS in size.arms]
+    return [size for size in both if size.any_run.data == both[0].any_run.data]
 
 
 def losses(runs: Sequence[Run], multiple: int) -> list[float]:

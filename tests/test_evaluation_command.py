@@ -89,6 +89,14 @@ def test_passkey_data(run, tmp_path):
     assert f"30 documents, {written} characters, {100 * written / (written + len(TEXT)):.1f}%" in out
 
 
+def test_passkey_data_of_long_documents(run, tmp_path):
+    words = ("--text", "text.txt", "--documents", "30", "--most-characters", "60", "--least-characters", "50")
+    status, *_ = run("passkey-data", *words)
+    assert status == 0
+    lengths = {len(json.loads(line)["text"]) for line in (tmp_path / "passkey.jsonl").read_text().splitlines()}
+    assert 50 <= min(lengths) < max(lengths) <= 60
+
+
 def test_inside_and_maps(run, tmp_path):
     status, out, _ = run("inside", "lssar/model", "softmax/model", "--text", "text.txt", "--lengths", "1,4")
     assert status == 0

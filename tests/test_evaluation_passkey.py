@@ -169,6 +169,17 @@ class TestTrainingMix:
         assert min(map(len, found)) < 13 * (1 + questions) + 9
         assert max(map(len, found)) > 85
 
+    def test_least_characters(self):
+        found = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1, least_characters=70))
+        assert {len(text) for text in found} == set(range(70, 91))
+        own = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1, least_characters=5))
+        assert own == list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1))
+
+    @pytest.mark.parametrize("least", [-1, 91])
+    def test_least_characters_out_of_range(self, least):
+        with pytest.raises(ValueError, match="`--least-characters` must be from 0 to --most-characters, 90"):
+            list(passkey_documents([TEXT], FORMS["compact"], 1, 90, least_characters=least))
+
     def test_data_prepare_takes_them_beside_text(self, tmp_path):
         (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
         written = write_documents(tmp_path / "mix" / "passkey.jsonl", [TEXT], FORMS["compact"], 50, 90, 0)

@@ -79,6 +79,13 @@ def test_no_line_and_no_error_without_the_runs_for_them(scripts: tuple[ModuleTyp
     assert sizes.slope_at(three, 2) is None, "nothing was measured there"
 
 
+def test_other_data_is_no_point_of_the_line(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    sizes, *_ = scripts
+    first, second = made(scripts, "10m", [4.01], [4.0]), made(scripts, "25m", [3.03], [3.0])
+    other = {arm: [replace(run, data="other") for run in runs] for arm, runs in second.arms.items()}
+    assert sizes.both_measured([first, replace(second, arms=other), second]) == [first, second]
+
+
 def test_step_times_are_of_the_same_code_alone(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
     sizes, *_ = scripts
     assert sizes.step_ratio(made(scripts, "10m", [4.0], [4.0])) == pytest.approx(1.5)

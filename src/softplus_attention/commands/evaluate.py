@@ -151,6 +151,13 @@ def add_passkey_data(actions: _SubParsersAction[argparse.ArgumentParser]) -> Non
         help="of a document: about three quarters of a training sequence (default: %(default)s, for 128 bytes)",
     )
     parser.add_argument(
+        "--least-characters",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of a document; short ones teach short distances (default: what the prompt itself takes)",
+    )
+    parser.add_argument(
         "--questions",
         type=int,
         default=2,
@@ -440,7 +447,7 @@ def run_passkey_data(options: argparse.Namespace) -> int:
     prompt = prompt_of(options.form, options.prompt, options.digits)
     texts = raw_texts(options.text, to_train=True)
     path = options.output / "passkey.jsonl"
-    words = {"seed": options.seed, "questions": options.questions}
+    words = {word: getattr(options, word) for word in ("seed", "questions", "least_characters")}
     written = write_documents(path, texts, prompt, options.documents, options.most_characters, **words)
     share = written / (written + sum(map(len, texts)))
     print(f"{path}: {options.documents} documents, {written} characters, {100 * share:.1f}% of them and the text")

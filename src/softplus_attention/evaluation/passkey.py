@@ -179,12 +179,19 @@ def is_right(trial: Trial, answer: list[int]) -> bool:
 
 
 def passkey_documents(
-    texts: Sequence[str], prompt: PasskeyPrompt, count: int, most_characters: int, seed: int = 0, questions: int = 1
+    texts: Sequence[str],
+    prompt: PasskeyPrompt,
+    count: int,
+    most_characters: int,
+    seed: int = 0,
+    questions: int = 1,
+    least_characters: int = 0,
 ) -> Iterator[str]:
     """Documents that teach the form: text, a key, and ``questions`` times more text, the question and the answer.
 
-    Their lengths are spread evenly up to ``most_characters``, which should be below the training length: a sequence
-    must hold the key and a question together for anything to be learned.
+    Their lengths are spread evenly between ``least_characters`` (or what the prompt itself takes) and
+    ``most_characters``, which should be below the training length: a sequence must hold the key and a question
+    together for anything to be learned. Short documents teach short distances.
     """
     blank = "9" * prompt.digits
     answered = prompt.question + prompt.answer + prompt.ending
@@ -193,12 +200,14 @@ def passkey_documents(
         fail("--questions", "at least 1", questions)
     if most_characters < least:
         fail("--most-characters", f"at least {least}, the prompt's own", most_characters)
+    if not 0 <= least_characters <= most_characters:
+        fail("--least-characters", f"from 0 to --most-characters, {most_characters}", least_characters)
     chance = random.Random(seed)
     long = [text for text in texts if len(text) >= most_characters]
     if not long and not prompt.filler:
         fail("--text", f"at least one document of {most_characters} characters", "shorter ones")
     for _ in range(count):
-        room = chance.randrange(most_characters - least + 1)
+        room = chance.randrange(max(least_characters - least, 0), most_characters - least + 1)
         if prompt.filler:
             stretch = (prompt.filler * (room // len(prompt.filler) + 1))[:room]
         else:

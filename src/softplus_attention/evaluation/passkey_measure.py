@@ -133,13 +133,14 @@ def write_documents(
     most_characters: int,
     seed: int = 0,
     questions: int = 1,
+    least_characters: int = 0,
 ) -> int:
     """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as handle:
-        for text in passkey_documents(texts, prompt, count, most_characters, seed, questions):
+        for text in passkey_documents(texts, prompt, count, most_characters, seed, questions, least_characters):
             handle.write(json.dumps({"text": text}) + "\n")
             characters += len(text)
     partial.replace(path)
