@@ -114,6 +114,10 @@ def main() -> int:
         "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
     )
     options = parser.parse_args()
+    if options.power < 0 and options.kernel.startswith("hopper"):
+        parser.error(
+            f"--power: at least 0 for {options.kernel}, which takes one power for all rows; got {options.power}"
+        )
     blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
     source = signature(options.kernel, options.head_dim, options.power, blocks)

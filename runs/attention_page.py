@@ -30,6 +30,12 @@ NAMES = {
     "lssar p=15 unit keys": "LSSAR, p = 15, cache of unit keys",
 }
 OF_DECODE = NAMES | {"lssar p=15": "LSSAR, p = 15, cache of raw keys"}
+SHOWN_IN_DECODE = ("sdpa cudnn", "sdpa flash", "flex softmax", "lssar p=15 unit keys", "lssar p=15")
+NEEDED = [
+    *(("train", name) for name in ("sdpa flash", "lssar p=15", "lssa")),
+    *(("decode", name) for name in SHOWN_IN_DECODE),
+    ("compile", "reference compiled"),
+]
 Row = dict[str, Any]
 
 
@@ -42,7 +48,11 @@ def number(x: float | None) -> str:
 def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         raise PageError(f"{path} is not there: benchmarks/attention.py writes it")
-    return [row for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"]
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"]
+    there = {(row["section"], row["contender"]) for row in rows}
+    if missing := [f"{name} of {section}" for section, name in NEEDED if (section, name) not in there]:
+        raise PageError(f"{path} has no rows for {', '.join(missing)}")
+    return rows
 
 
 def times(row: Row | None) -> str:
@@ -64,19 +74,18 @@ def by_length(rows: Sequence[Row], names: dict[str, str]) -> str:
     for length in lengths:
         head += [f"T = {length}", "ratio"]
         columns += [[cell(found.get((name, length))) for name in shown] for cell in (times, ratio)]
-    head.append("step MiB")
+    head.append(f"step MiB, T = {lengths[0]}")
     columns.append([number(found.get((name, lengths[0]), {}).get("step_mib")) for name in shown])
     return "\n".join(table(head, columns)).strip()
 
 
 def decode_table(rows: Sequence[Row]) -> str:
     found = {(row["contender"], row["length"]): row for row in rows}
-    shown = ["sdpa cudnn", "sdpa flash", "flex softmax", "lssar p=15 unit keys", "lssar p=15"]
     lengths = sorted({row["length"] for row in rows})
-    columns = [[OF_DECODE[name] for name in shown]]
+    columns = [[OF_DECODE[name] for name in SHOWN_IN_DECODE]]
     for length in lengths:
-        cells = [found[name, length] for name in shown]
-        columns.append([f"{number(row['forward_ms'])} ({row['forward_ratio']:.2f})" for row in cells])
+        cells = [found.get((name, length)) for name in SHOWN_IN_DECODE]
+        columns.append([f"{number(x['forward_ms'])} ({x['forward_ratio']:.2f})" if x else "" for x in cells])
     return "\n".join(table(["", *(f"{length:,}" for length in lengths)], columns)).strip()
 
 

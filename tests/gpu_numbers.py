@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -113,6 +114,22 @@ def check_some_equal(dtype: str) -> str:
         # float16 alone is as fine as the polynomial, and rows of four keys decide its largest error.
         yardstick(softplus_attention, q, k, v, impl="triton", **options)
     return f"{int(others.sum())} rows beside {int((~others).sum())} of equal scores"
+
+
+def check_crowd(dtype: str) -> str:
+    """One key above the average and a crowd of equal ones just below it: the output is that one's value, however many
+    they are and however low the power. Scores are where the kernels' logarithm is furthest from the true one."""
+    kind, powers = DTYPES[dtype], (2, 3, 4, 5, 15)
+    for count in (LONG // 8, LONG):
+        per_cosine = math.log(D) * math.log(count) / math.log(2)
+        q, k = torch.zeros(1, 1, 64, D, device=DEVICE), torch.zeros(1, 1, count, D, device=DEVICE)
+        q[..., 0], k[..., 0], k[..., 1] = 1, -0.238 / per_cosine, 1
+        k[..., count // 3, 0] = 0.31 / per_cosine
+        v = fresh(1, 1, count, D, seed=3, dtype=kind)
+        for power in powers:
+            out = softplus_attention(q.to(kind), k.to(kind), v, power=power, impl="triton")
+            near(out, v[:, :, count // 3, None].expand_as(out).double(), kind, f"{count:,} keys, power {power}")
+    return f"powers {powers}, up to {LONG:,} keys"
 
 
 def check_hostile_long(dtype: str, names: tuple[str, ...]) -> str:
@@ -287,6 +304,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "hostile long float32": partial(check_hostile_long, "float32", LONG_FLOAT32),
     "hostile long bfloat16": partial(check_hostile_long, "bfloat16", tuple(HOSTILE)),
     **{f"some equal scores {x}": partial(check_some_equal, x) for x in DTYPES},
+    **{f"one above a crowd {x}": partial(check_crowd, x) for x in DTYPES},
     **{f"repeats {x}": partial(check_repeats, x) for x in REPEATED},
     "repeats decode": check_decode_repeats,
     **{f"poison {x} {y} p={p}": partial(check_poison, x, y, p) for x, y, p in POISONED},

@@ -14,7 +14,7 @@ from study_cases import imported
 NAMES = ("attention-d64", "attention-d128", "attention-compiled", "attention-decode", "attention-goals")
 PAGE = "By hand.\n" + "\n".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->" for name in NAMES) + "\n"
 D64 = """\
-|  | T = 1024 | ratio | T = 4096 | ratio | step MiB |
+|  | T = 1024 | ratio | T = 4096 | ratio | step MiB, T = 1024 |
 | --- | ---: | ---: | ---: | ---: | ---: |
 | SDPA, FlashAttention-2 | 1 / 2 | 1.00 | 2 / 4 | 1.00 | 291 |
 | LSSAR, p = 15 | 1.5 / 3 | 1.50 | 3 / 6.9 | 1.65 | 255 |
@@ -28,7 +28,7 @@ DECODE = """\
 | LSSAR, p = 15, cache of unit keys | 0.02 (2.00) | 0.17 (0.85) |
 | LSSAR, p = 15, cache of raw keys | 0.03 (3.00) | 0.4 (2.00) |"""
 COMPILED = """\
-|  | T = 1024 | ratio | step MiB |
+|  | T = 1024 | ratio | step MiB, T = 1024 |
 | --- | ---: | ---: | ---: |
 | FlexAttention, LSSAR in two passes, forward only | 10 | 10.00 |  |
 | reference, compiled | 12 / 18 | 10.00 | 10,116 |"""
@@ -115,3 +115,11 @@ def test_a_file_that_is_missing(folder: Path, page: ModuleType, capsys: pytest.C
     assert page.main(words(folder)) == 2
     assert "attention-h200.json is not there" in capsys.readouterr().err
     assert (folder / "page.md").read_text() == PAGE
+
+
+def test_a_file_of_other_sections(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / page.FILE
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["section"] != "decode"]
+    path.write_text(json.dumps({"rows": rows}))
+    assert page.main(words(folder)) == 2
+    assert "has no rows for sdpa cudnn of decode, sdpa flash of decode" in capsys.readouterr().err

@@ -42,7 +42,15 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("name", "width", "power"),
-    [("hopper-forward", 64, 15), ("hopper-forward", 128, 0), ("hopper-dq", 64, 15), ("hopper-dkv", 64, 15)],
+    [
+        ("hopper-forward", 64, 15),
+        ("hopper-forward", 64, 3),
+        ("hopper-forward", 128, 0),
+        ("hopper-dq", 64, 15),
+        ("hopper-dq", 128, 15),
+        ("hopper-dkv", 64, 15),
+        ("hopper-dkv", 128, 15),
+    ],
 )
 def test_compiles_for_hopper(name: str, width: int, power: int) -> None:
     """In a process of its own: here Triton may be set to interpret."""
