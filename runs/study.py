@@ -105,6 +105,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "local_attention": LOGN,
         **MIX,
     },
+    # LSSAR in the layers that see everything alone, and the strongest softmax in the others.
+    "lssar-learned-log-global3-local-softmax-learned": {
+        "attention": "lssar",
+        "power": "learned-log",
+        "local_attention": f"{LOGN}-learned",
+        **MIX,
+    },
     # What a learned sharpness does for softmax.
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
