@@ -65,10 +65,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "10m": {"layers": 6, "width": 384, "heads": 6, "sequence_length": 512, "steps": 1500},
     "25m": {"layers": 8, "width": 512, "heads": 8, "sequence_length": 512, "steps": 1500},
     "85m": {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024, "steps": 1500},
-    # On data with more and longer practice of pass keys: are they found wherever the form is learned?
-    "10m-keys": {"layers": 6, "width": 384, "heads": 6, "sequence_length": 512, "steps": 1500},
-    "25m-keys": {"layers": 8, "width": 512, "heads": 8, "sequence_length": 512, "steps": 1500},
 }
+# On data with longer practice of pass keys: are they found wherever the form is learned? Made by `passkey-data
+# --documents 10000 --least-characters 1200 --most-characters 2000 --questions 3`.
+SIZES |= {f"{size}-keys": SIZES[size] for size in ("10m", "25m")}
 RECIPE: dict[str, Any] = {
     "batch_size": 64, "micro_batch_size": 64, "optimizer": "muon", "muon_learning_rate": 5e-3, "learning_rate": 3e-3,
     "warmup": 0.05, "final_learning_rate": 0.05, "compile": torch.cuda.is_available(), "loss": "chunked", "workers": 4,

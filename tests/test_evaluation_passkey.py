@@ -182,7 +182,8 @@ class TestTrainingMix:
 
     def test_data_prepare_takes_them_beside_text(self, tmp_path):
         (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-        written = write_documents(tmp_path / "mix" / "passkey.jsonl", [TEXT], FORMS["compact"], 50, 90, 0)
+        found = passkey_documents([TEXT], FORMS["compact"], 50, 90, 0)
+        written = write_documents(tmp_path / "mix" / "passkey.jsonl", found)
         sources = [tmp_path / "text.jsonl", tmp_path / "mix"]
         prepare(sources, tmp_path / "data", tokenizer="bytes", validation_fraction=0, workers=1)
         dataset = TokenDataset.open(tmp_path / "data", "train")

@@ -439,7 +439,7 @@ def run_passkey(options: argparse.Namespace) -> int:
 
 
 def run_passkey_data(options: argparse.Namespace) -> int:
-    from softplus_attention.evaluation.passkey import prompt_of
+    from softplus_attention.evaluation.passkey import passkey_documents, prompt_of
     from softplus_attention.evaluation.passkey_measure import write_documents
     from softplus_attention.evaluation.texts import raw_texts
 
@@ -448,7 +448,8 @@ def run_passkey_data(options: argparse.Namespace) -> int:
     texts = raw_texts(options.text, to_train=True)
     path = options.output / "passkey.jsonl"
     words = {word: getattr(options, word) for word in ("seed", "questions", "least_characters")}
-    written = write_documents(path, texts, prompt, options.documents, options.most_characters, **words)
+    documents = passkey_documents(texts, prompt, options.documents, options.most_characters, **words)
+    written = write_documents(path, documents)
     share = written / (written + sum(map(len, texts)))
     print(f"{path}: {options.documents} documents, {written} characters, {100 * share:.1f}% of them and the text")
     return 0

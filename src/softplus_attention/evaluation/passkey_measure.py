@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from softplus_attention.evaluation.passkey import (
     PasskeyPrompt,
     answers_of,
     is_right,
-    passkey_documents,
     smallest_length,
     trials_of,
 )
@@ -125,22 +124,13 @@ def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[An
     return ["model", *words], rows
 
 
-def write_documents(
-    path: Path,
-    texts: Sequence[str],
-    prompt: PasskeyPrompt,
-    count: int,
-    most_characters: int,
-    seed: int = 0,
-    questions: int = 1,
-    least_characters: int = 0,
-) -> int:
+def write_documents(path: Path, documents: Iterable[str]) -> int:
     """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w") as handle:
-        for text in passkey_documents(texts, prompt, count, most_characters, seed, questions, least_characters):
+        for text in documents:
             handle.write(json.dumps({"text": text}) + "\n")
             characters += len(text)
     partial.replace(path)

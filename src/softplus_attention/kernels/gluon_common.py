@@ -18,12 +18,6 @@ def saturated(f, slope, offset):
     )
 
 
-@gluon.jit
-def log2_of(x):
-    """By the special-function unit: to 2^-22, of the number itself or, between 1/2 and 2, absolutely."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
 @gluon.constexpr_function
 def product_layout(width, num_warps):
     """Of a product with 64 rows: four warps along the rows, warp groups along the columns."""

@@ -23,7 +23,6 @@ from softplus_attention.kernels.gluon_common import (
     fetched,
     load_columns,
     load_layout,
-    log2_of,
     product_layout,
     saturated,
     store_tile,
@@ -38,6 +37,7 @@ from softplus_attention.kernels.triton_common import (
     raised,
     score_factor,
     softplus2,
+    special_log2,
 )
 
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
@@ -97,11 +97,11 @@ def sums(
     """[BM] of each row's sum of f' and largest t."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
-    b_scaled, b_zero, b_sum, b_top = first_loop(
+    b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
         k_stride, tiles, first, 0, full_tiles, False, False, BN, LAYOUT,
     )  # fmt: skip
-    b_scaled, b_zero, b_sum, b_top = first_loop(
+    b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
         k_stride, tiles, first, full_tiles, tiles, True, False, BN, LAYOUT,
     )  # fmt: skip
@@ -124,13 +124,13 @@ def sums_by_product(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
             k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_tiles), False, True, BN, LAYOUT,
         )  # fmt: skip
-        b_logs += gl.sum(by_thread(log2_of(b_product)), 1)
+        b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
         b_product = b_zero + 1.0
     b_scaled, b_product, b_sum, b_top = first_loop(
         b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
         k_stride, tiles, 0, full_tiles, tiles, True, True, BN, LAYOUT,
     )  # fmt: skip
-    b_logs += gl.sum(by_thread(log2_of(b_product)), 1)
+    b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)

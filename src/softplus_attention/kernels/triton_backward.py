@@ -72,9 +72,8 @@ def dq_pass(
             steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
             if POWER_GRAD:
                 counted = (u >= LEAST_NORMAL) & (b_flat[:, None] == 0)
-                log_u = (tl.log2(u) if FINE == SERIES else special_log2(u)) - b_log_root[
-                    :, None
-                ]  # 0 for the row's largest, as u was before its scaling
+                log_u = tl.log2(u) if FINE == SERIES else special_log2(u)
+                log_u = log_u - b_log_root[:, None]  # 0 for the row's largest, as u was before its scaling
                 b_dp += tl.sum(tl.where(counted, steepness * u * log_u * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)

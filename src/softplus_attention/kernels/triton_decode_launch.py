@@ -14,6 +14,7 @@ from softplus_attention.kernels.triton_launch import (
     exactness,
     padded,
     power_code,
+    shows_short_polynomial,
     unit_last_stride,
 )
 from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
@@ -130,7 +131,7 @@ def decode(
     bd, bdv, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
-    fine = exactness(precise, 1 if dtype == torch.float16 else code)
+    fine = exactness(precise, dtype == torch.float16 or shows_short_polynomial(code))
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):

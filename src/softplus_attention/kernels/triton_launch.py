@@ -93,15 +93,15 @@ def power_code(sharpen: bool, power: float, power_rows: Tensor | None, power_by_
     return int(power) if plain and power.is_integer() and power <= LARGEST_INTEGER_POWER else -1
 
 
-def exactness(precise: bool, code: int) -> int:
-    """FINE as the kernels know it.
+def shows_short_polynomial(code: int) -> bool:
+    """At p = 1 the slope jumps where a key crosses the average, and the gradient of a power adds up over all rows: both
+    would show the error of the short polynomial. Powers that are read per row may be 1."""
+    return code in (1, -1)
 
-    At p = 1 the slope jumps where a key crosses the average, and the gradient of a power adds up over all rows: both
-    would show the error of the short polynomial. Powers that are read per row may be 1.
-    """
-    if precise:
-        return int(common.SERIES.value)
-    return int(common.LONG.value if code in (1, -1) else common.SHORT.value)
+
+def exactness(precise: bool, long: bool) -> int:
+    """FINE as the kernels know it."""
+    return int((common.SERIES if precise else common.LONG if long else common.SHORT).value)
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Problem:
             "HAS_RANGES": self.start is not None,
             "HAS_MASK": mask is not None,
             "POWER": self.code,
-            "FINE": exactness(self.precise, self.code),
+            "FINE": exactness(self.precise, shows_short_polynomial(self.code)),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,
             "DV": self.dv,
