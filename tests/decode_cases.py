@@ -69,7 +69,7 @@ def caches(
     return q, k, randn(batch, h_kv, t_max, dv, seed=3, dtype=dtype, device=device)
 
 
-def agree(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
+def assert_agrees(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
     """Holds the kernels to the low-precision yardstick; what lies outside a sequence's part of the cache is NaN."""
     clear = ~doubtful_rows(
         softplus_attention_decode, q, k, cache_seqlens=lengths, **{n: x for n, x in options.items() if n != "power"}
@@ -93,11 +93,11 @@ def agree(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = T
     return ours
 
 
-def check_power_on_gpu(power: Any, d: int, dtype: torch.dtype) -> None:
+def assert_power_on_gpu(power: Any, d: int, dtype: torch.dtype) -> None:
     q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
     starts = torch.tensor([0, 130], device="cuda")
     power = power.cuda() if isinstance(power, Tensor) else power
-    agree(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
+    assert_agrees(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
 
 
 def check_values_that_are_not_finite(bad: float, rows: int) -> None:

@@ -31,7 +31,7 @@ def check_decode_powers(d: int, dtype: torch.dtype) -> str:
     outside = []
     for name, power in decode_cases.POWERS.items():
         try:
-            decode_cases.check_power_on_gpu(power, d, dtype)
+            decode_cases.assert_power_on_gpu(power, d, dtype)
         except AssertionError as error:
             outside.append(f"p {name}: {error}")
     assert not outside, "; ".join(outside)

@@ -24,7 +24,7 @@ from gpu_inputs import (
     qkv,
     step,
 )
-from helpers import doubtful_rows, largest_error, run, unit_in_the_last_place, yardstick
+from helpers import assert_within_yardstick, doubtful_rows, largest_error, run, unit_in_the_last_place
 from hostile_cases import ALL, FLOAT32_ONLY, HOSTILE, SETTINGS, SHORT, VALUES, Poisoned
 from torch import Tensor
 
@@ -112,7 +112,7 @@ def check_some_equal(dtype: str) -> str:
     near(found["out"][:, 0, 7::7], mean[:, 7::7], kind, "rows of equal scores, whose output is the mean of v")
     if kind != torch.float16:
         # float16 alone is as fine as the polynomial, and rows of four keys decide its largest error.
-        yardstick(softplus_attention, q, k, v, impl="triton", **options)
+        assert_within_yardstick(softplus_attention, q, k, v, impl="triton", **options)
     return f"{int(others.sum())} rows beside {int((~others).sum())} of equal scores"
 
 

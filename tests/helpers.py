@@ -124,7 +124,7 @@ def outcomes(
     return ours, theirs, truth
 
 
-def yardstick(
+def assert_within_yardstick(
     function: Attention,
     q: Tensor,
     k: Tensor,

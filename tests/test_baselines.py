@@ -35,7 +35,7 @@ def inputs(
     return q, k, v
 
 
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-10) -> None:
+def assert_close(x: Tensor, y: Tensor, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
@@ -81,9 +81,9 @@ def test_named_attention_is_its_formula(name: str) -> None:
     q, k, v = inputs()
     expected = by_rows(name, q, k)
     subject = attention(name)
-    close(subject.weights(q, k, is_causal=True), expected)
-    close(subject(q, k, v, is_causal=True), expected @ v)
-    close(subject(q, k, v, is_causal=True, impl="reference"), expected @ v)
+    assert_close(subject.weights(q, k, is_causal=True), expected)
+    assert_close(subject(q, k, v, is_causal=True), expected @ v)
+    assert_close(subject(q, k, v, is_causal=True, impl="reference"), expected @ v)
 
 
 def test_softmax_is_torchs() -> None:
@@ -91,7 +91,7 @@ def test_softmax_is_torchs() -> None:
     for is_causal in (False, True):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         for impl in ("auto", "sdpa", "reference"):
-            close(attention("softmax")(q, k, v, is_causal=is_causal, impl=impl), expected)
+            assert_close(attention("softmax")(q, k, v, is_causal=is_causal, impl=impl), expected)
 
 
 @pytest.mark.parametrize("alpha", [1.25, 1.5, 2.0])
@@ -103,7 +103,7 @@ def test_entmax_row_by_row(alpha: float) -> None:
     weights = attention("entmax", alpha=alpha).weights(q, k, is_causal=True)
     for i in range(T):
         scores = q[:, :, i, None] @ k[:, :, : i + 1].mT / math.sqrt(D)
-        close(weights[:, :, i, : i + 1], entmax_bisect(scores, alpha, -1, n_iter=80)[:, :, 0], 1e-7)
+        assert_close(weights[:, :, i, : i + 1], entmax_bisect(scores, alpha, -1, n_iter=80)[:, :, 0], 1e-7)
         assert (weights[:, :, i, i + 1 :] == 0).all()
     assert (weights == 0).sum() > T * (T - 1) / 2 * B * H  # sparse beyond the mask
 
@@ -115,9 +115,9 @@ def test_entmax_with_far_apart_scores_and_many_hidden_keys() -> None:
     k = torch.linspace(-2000, 500, 50_000)[:, None].expand(-1, 16)[None, None] / 4
     weights = attention("entmax").weights(q, k, key_end=torch.tensor([[400]], dtype=torch.int32))
     scores = (k[..., :400, :] @ q.mT)[..., 0] / 4
-    close(weights[:, :, 0, :400], entmax15(scores.double(), -1).float(), 1e-3)
+    assert_close(weights[:, :, 0, :400], entmax15(scores.double(), -1).float(), 1e-3)
     assert (weights[..., 400:] == 0).all()
-    close(weights.sum(-1), torch.ones(1, 1, 1), 1e-5)
+    assert_close(weights.sum(-1), torch.ones(1, 1, 1), 1e-5)
 
 
 @pytest.mark.parametrize("power", [15, 3, 2.5, PowerByLength(3, 2, 8), None])
@@ -153,29 +153,29 @@ def test_every_mode_gives_the_same_rows(name: str) -> None:
     assert rows.isfinite().all()
     assert rows.abs().max() > 0.1
 
-    close(subject(q, k, v, is_causal=True, window=T), rows, tolerance)
+    assert_close(subject(q, k, v, is_causal=True, window=T), rows, tolerance)
     lengths = torch.full((B,), T, dtype=torch.int32)
     for new in (1, 3, T):
         junk = torch.full((B, H, 6, D), torch.nan)
         caches = torch.cat([k, junk], 2), torch.cat([v, junk[..., :7]], 2)
-        close(subject.decode(q[:, :, -new:], *caches, lengths), rows[:, :, -new:], tolerance)
-    close(subject(q[:, :, -2:], k, v, is_causal=True), rows[:, :, -2:], tolerance)
+        assert_close(subject.decode(q[:, :, -new:], *caches, lengths), rows[:, :, -new:], tolerance)
+    assert_close(subject(q[:, :, -2:], k, v, is_causal=True), rows[:, :, -2:], tolerance)
 
     pad = 5
     padded = [torch.cat([torch.full_like(x[:, :, :pad], torch.nan), x], 2) for x in (k, v)]
     start = torch.full((B, T), pad, dtype=torch.int32)
-    close(subject(q, *padded, is_causal=True, key_start=start), rows, tolerance)
+    assert_close(subject(q, *padded, is_causal=True, key_start=start), rows, tolerance)
     mask = torch.arange(T + pad) >= pad
-    close(subject(q, *padded, is_causal=True, attn_mask=mask[None, None, None]), rows, tolerance)
+    assert_close(subject(q, *padded, is_causal=True, attn_mask=mask[None, None, None]), rows, tolerance)
     starts = torch.full((B,), pad, dtype=torch.int32)
-    close(subject.decode(q[:, :, -3:], *padded, lengths + pad, cache_starts=starts), rows[:, :, -3:], tolerance)
+    assert_close(subject.decode(q[:, :, -3:], *padded, lengths + pad, cache_starts=starts), rows[:, :, -3:], tolerance)
 
     short = 8
     first = subject(q[:, :, :short], k[:, :, :short], v[:, :, :short], is_causal=True)
     packed = [torch.cat([x[0, :, :short], x[1]], 1).transpose(0, 1) for x in (q, k, v)]
     cu = torch.tensor([0, short, short + T], dtype=torch.int32)
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": T, "max_seqlen_k": T, "is_causal": True}
-    close(subject.varlen(*packed, **options), torch.cat([first[0], rows[1]], 1).transpose(0, 1), tolerance)
+    assert_close(subject.varlen(*packed, **options), torch.cat([first[0], rows[1]], 1).transpose(0, 1), tolerance)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -225,7 +225,7 @@ def test_sdpa_is_the_reference(name: str, data: st.DataObject) -> None:
         out = attention(name)(q, k, v, impl=impl, parameters=learned, **options)
         grads.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, *learned.values()))))
     for fast, slow in zip(*grads, strict=True):
-        close(fast, slow)
+        assert_close(fast, slow)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -291,7 +291,7 @@ def test_a_power_tensor_is_a_parameter(name: str) -> None:
     power = torch.tensor([1.0, 3.0, 7.0, 15.0], dtype=q.dtype, requires_grad=True)
     out = attention(name)(q, k, v, is_causal=True, parameters={"power": power})
     for head, p in enumerate((1, 3, 7, 15)):
-        close(out[:, head], attention(name, power=p)(q, k, v, is_causal=True)[:, head])
+        assert_close(out[:, head], attention(name, power=p)(q, k, v, is_causal=True)[:, head])
     (grad,) = torch.autograd.grad(out.square().sum(), power)
     assert (grad != 0).all()
 
@@ -304,7 +304,7 @@ def test_normalising_before_or_after_rope_is_the_same() -> None:
     for name in ("softmax-qknorm-logn", "lssar"):
         after = attention(name).weights(rope(q), rope(k), is_causal=True)
         before = attention(name).weights(rope(unit(q)), rope(unit(k)), is_causal=True)
-        close(after, before)
+        assert_close(after, before)
         assert (after - attention(name).weights(q, k, is_causal=True)).abs().max() > 1e-3
 
 
@@ -318,10 +318,10 @@ def test_without_times_n() -> None:
     """With the offset stage 1 stands beyond three keys; without it the factor N cancels."""
     q, k, _ = inputs()
     without = attention("lssar-without-times-n").weights(q, k, is_causal=True)
-    close(without[:, :, 3:], attention("lssa").weights(q, k, is_causal=True)[:, :, 3:])
-    close(without[:, :, :3], attention("lssar").weights(q, k, is_causal=True)[:, :, :3])
+    assert_close(without[:, :, 3:], attention("lssa").weights(q, k, is_causal=True)[:, :, 3:])
+    assert_close(without[:, :, :3], attention("lssar").weights(q, k, is_causal=True)[:, :, :3])
     neither = LSSAR.but(times_n=False, offset=False)
-    close(
+    assert_close(
         attention(neither).weights(q, k, is_causal=True),
         attention("lssar-without-offset").weights(q, k, is_causal=True),
     )
@@ -330,8 +330,10 @@ def test_without_times_n() -> None:
 def test_second_stage_exp_is_softmax_of_n_a() -> None:
     q, k, _ = inputs()
     a = attention("lssa").weights(q, k)
-    close(attention("lssar-then-exp").weights(q, k), (T * a).softmax(-1))
-    close(attention(LSSAR.but(second_stage="exp", power=0.5, times_n=False)).weights(q, k), (0.5 * a).softmax(-1))
+    assert_close(attention("lssar-then-exp").weights(q, k), (T * a).softmax(-1))
+    assert_close(
+        attention(LSSAR.but(second_stage="exp", power=0.5, times_n=False)).weights(q, k), (0.5 * a).softmax(-1)
+    )
 
 
 def test_alibi_slopes() -> None:
@@ -346,7 +348,7 @@ def test_a_nan_reaches_the_rows_that_see_it_and_no_others(name: str) -> None:
     clean = attention(name)(q, k, v, is_causal=True, impl="reference")
     k[:, :, 10, 3] = torch.nan
     out = attention(name)(q, k, v, is_causal=True, impl="reference")
-    close(out[:, :, :10], clean[:, :, :10])
+    assert_close(out[:, :, :10], clean[:, :, :10])
     assert out[:, :, 10:].isnan().all()
 
 
@@ -361,7 +363,7 @@ def test_keys_that_nobody_sees_may_hold_anything(name: str) -> None:
         out = attention(name)(*(x.requires_grad_() for x in leaves), is_causal=True, key_end=end)
         grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for clean, dirty in zip(*grads, strict=True):
-        close(dirty, clean)
+        assert_close(dirty, clean)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
@@ -371,17 +373,17 @@ def test_compiled_decode_over_a_cache_with_junk(name: str) -> None:
     expected = attention(name).decode(q[:, :, -2:], k, v, lengths)
     k[:, :, T - 4 :], v[:, :, T - 4 :] = torch.nan, torch.nan
     decode = torch.compile(attention(name).decode, fullgraph=True, backend="eager")
-    close(decode(q[:, :, -2:], k, v, lengths), expected)
+    assert_close(decode(q[:, :, -2:], k, v, lengths), expected)
 
 
 def test_window_of_the_spec_and_of_the_call() -> None:
     q, k, v = inputs()
     windowed = attention("softmax-window", window=4)
     expected = attention("softmax")(q, k, v, is_causal=True, window=4)
-    close(windowed(q, k, v, is_causal=True), expected)
-    close(windowed(q, k, v, is_causal=True, window=T), attention("softmax")(q, k, v, is_causal=True))
+    assert_close(windowed(q, k, v, is_causal=True), expected)
+    assert_close(windowed(q, k, v, is_causal=True, window=T), attention("softmax")(q, k, v, is_causal=True))
     lengths = torch.full((B,), T, dtype=torch.int32)
-    close(windowed.decode(q[:, :, -2:], k, v, lengths), expected[:, :, -2:])
+    assert_close(windowed.decode(q[:, :, -2:], k, v, lengths), expected[:, :, -2:])
 
 
 def test_normalised_keys() -> None:
@@ -389,7 +391,7 @@ def test_normalised_keys() -> None:
     lengths = torch.full((B,), T, dtype=torch.int32)
     for name in ("lssar", "softmax-qknorm-logn", "lssar-with-elu1"):
         plain = attention(name).decode(q[:, :, -1:], k, v, lengths)
-        close(attention(name).decode(q[:, :, -1:], unit(k), v, lengths, normalized_keys=True), plain)
+        assert_close(attention(name).decode(q[:, :, -1:], unit(k), v, lengths, normalized_keys=True), plain)
     with pytest.raises(ValueError, match=r"normalized_keys.*softmax does not normalise"):
         attention("softmax").decode(q[:, :, -1:], unit(k), v, lengths, normalized_keys=True)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import as_given, assert_equal_in_float64, peak_memory, randn, run, transposed, yardstick
+from helpers import as_given, assert_equal_in_float64, assert_within_yardstick, peak_memory, randn, run, transposed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -151,7 +151,7 @@ def test_half_precision_is_as_good_as_the_reference(
 ) -> None:
     q, k, v = (call.pop(name).to(dtype) for name in "qkv")
     with tiles(*sizes):
-        yardstick(softplus_attention, q, k, v, impl="chunked", **call)
+        assert_within_yardstick(softplus_attention, q, k, v, impl="chunked", **call)
 
 
 # float32 is compared on shapes, and on a power for each row, with so many numbers that the largest rounding error is no
@@ -175,7 +175,7 @@ def test_low_precision_yardstick(shape: tuple[int, ...], power: Any, dtype: torc
     v = randn(batch, kv_heads, t_k, d_v, seed=3, dtype=dtype)
     power = 1 + 14 * uniform((batch, heads, t_q), seed=4) if power == "rows" else power
     options = {"is_causal": True, "enable_gqa": True, "layout": transposed}
-    yardstick(softplus_attention, q, k, v, impl="chunked", power=power, **options)
+    assert_within_yardstick(softplus_attention, q, k, v, impl="chunked", power=power, **options)
 
 
 @pytest.mark.parametrize(

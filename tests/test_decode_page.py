@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from page_cases import assert_rewritten, words
 from study_cases import imported
 
 PAGE = """By hand.
@@ -59,20 +60,9 @@ def folder(tmp_path: Path, page: ModuleType) -> Path:
     return tmp_path
 
 
-def words(folder: Path) -> list[str]:
-    return ["--results", str(folder), "--page", str(folder / "page.md")]
-
-
-def test_the_page_agrees_with_its_files(page: ModuleType) -> None:
-    assert page.main(["--check"]) == 0
-
-
 def test_rewriting_and_checking(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert page.main([*words(folder), "--check"]) == 1
-    assert "page.md is out of date" in capsys.readouterr().err
-    assert page.main(words(folder)) == 0
-    assert (folder / "page.md").read_text() == PAGE.replace("older", CPU).replace("old", GPU)
-    assert page.main([*words(folder), "--check"]) == 0
+    text = assert_rewritten(page, folder, capsys)
+    assert text == PAGE.replace("older", CPU).replace("old", GPU)
 
 
 def test_a_file_that_is_missing(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

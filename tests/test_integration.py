@@ -47,7 +47,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class TestCompile:
-    def check(
+    def assert_compiled_alike(
         self, function: Callable[..., Tensor], backend: str, lengths: tuple[int, ...], layout: Any = None
     ) -> None:
         """Compiled equals eager, forward and backward, and new lengths do not compile again and again."""
@@ -67,14 +67,14 @@ class TestCompile:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return softplus_attention(q, k, v, power=power, is_causal=True, impl="chunked")
 
-        self.check(attend, "aot_eager", (20, 33, 7))
+        self.assert_compiled_alike(attend, "aot_eager", (20, 33, 7))
 
     @pytest.mark.slow
     def test_dynamic_lengths_in_the_reference(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return softplus_attention(q, k, v, is_causal=True, impl="reference")
 
-        self.check(attend, "aot_eager", (20, 33))
+        self.assert_compiled_alike(attend, "aot_eager", (20, 33))
 
     @pytest.mark.parametrize("name", ["window", "attn_mask", "key_start"])
     def test_options(self, name: str) -> None:
@@ -84,13 +84,13 @@ class TestCompile:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return softplus_attention(q, k, v, is_causal=True, **options)
 
-        self.check(attend, "aot_eager", (20,))
+        self.assert_compiled_alike(attend, "aot_eager", (20,))
 
     def test_transposed_views(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return softplus_attention(q, k, v, is_causal=True)
 
-        self.check(attend, "aot_eager", (20, 33), layout=transposed)
+        self.assert_compiled_alike(attend, "aot_eager", (20, 33), layout=transposed)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", [None, transposed], ids=["contiguous", "transposed"])
@@ -101,7 +101,7 @@ class TestCompile:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if masked else None
             return softplus_attention(q, k, v, is_causal=not masked, attn_mask=mask).sin()
 
-        self.check(attend, "inductor", (20, 33), layout=layout)
+        self.assert_compiled_alike(attend, "inductor", (20, 33), layout=layout)
 
     def test_packed(self) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:

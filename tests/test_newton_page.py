@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from page_cases import words
+from study_cases import imported
 
 ROOT = Path(__file__).parents[1]
 LAW, OTHER = "m1 m2 / r^2", "m1 / r"
@@ -19,9 +20,8 @@ LAW, OTHER = "m1 m2 / r^2", "m1 / r"
 
 @pytest.fixture(scope="module")
 def newton_page() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(ROOT / "runs"))
-    yield importlib.import_module("newton_page")
-    sys.path.remove(str(ROOT / "runs"))
+    with imported("newton_page") as module:
+        yield module
 
 
 def laws(within: str, score: str, enumerated: str | None = None) -> dict[str, Any]:
@@ -118,14 +118,6 @@ def folder(tmp_path: Path, newton_page: ModuleType) -> Path:
     blocks = [f"<!-- begin: {name} -->\n<!-- end: {name} -->\n" for name in newton_page.BLOCKS]
     (tmp_path / "page.md").write_text("By hand.\n" + "".join(blocks))
     return tmp_path
-
-
-def words(folder: Path) -> list[str]:
-    return ["--results", str(folder), "--page", str(folder / "page.md")]
-
-
-def test_the_page_agrees_with_its_files(newton_page: ModuleType) -> None:
-    assert newton_page.main(["--check"]) == 0
 
 
 @pytest.mark.parametrize("kind", EXPECTED)

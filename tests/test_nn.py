@@ -30,7 +30,7 @@ def tokens(batch: int = B, length: int = T, *, seed: int = 1, width: int = DIM) 
     return torch.randn(batch, length, width, generator=torch.Generator().manual_seed(seed))
 
 
-def close(x: Tensor, y: Tensor, tolerance: float = 1e-5) -> None:
+def assert_close(x: Tensor, y: Tensor, tolerance: float = 1e-5) -> None:
     torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
@@ -43,7 +43,7 @@ def test_the_plain_forward_is_projections_around_the_op() -> None:
     layer, x = module(power=7, rope=None), tokens()
     q, k, v = (p(x).view(B, T, HEADS, -1).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     out = softplus_attention(q, k, v, power=7, is_causal=True)
-    close(layer(x), layer.o_proj(out.transpose(1, 2).reshape(B, T, -1)), 1e-6)
+    assert_close(layer(x), layer.o_proj(out.transpose(1, 2).reshape(B, T, -1)), 1e-6)
     assert layer(x).shape == x.shape
 
 
@@ -54,15 +54,15 @@ def test_cached_steps_are_the_full_forward(name: str, kv_heads: int) -> None:
     layer, x = module(name, num_kv_heads=kv_heads), tokens()
     expected = layer(x)
     for prefill in (1, 6):
-        close(step_by_step(layer, x, KeyValueCache(), prefill), expected)
+        assert_close(step_by_step(layer, x, KeyValueCache(), prefill), expected)
     chunks = KeyValueCache(max_length=T)
-    close(torch.cat([layer(part, cache=chunks) for part in x.split(5, 1)], 1), expected)
+    assert_close(torch.cat([layer(part, cache=chunks) for part in x.split(5, 1)], 1), expected)
 
 
 @torch.no_grad()
 def test_cached_steps_with_a_window_and_a_power_by_length() -> None:
     layer, x = module(LSSAR.but(power=PowerByLength(3, 2, 4)), window=5), tokens()
-    close(step_by_step(layer, x, KeyValueCache(), 3), layer(x))
+    assert_close(step_by_step(layer, x, KeyValueCache(), 3), layer(x))
     assert (layer(x) - module(LSSAR.but(power=3))(x)).abs().max() > 1e-4
 
 
@@ -76,9 +76,9 @@ def test_left_padding(name: str) -> None:
     padded[0, :4] = 1e3
     start = pads[:, None].expand(B, T).contiguous()
     out = layer(padded, key_start=start)
-    close(out[:1, 4:], short)
-    close(out[1:], layer(x[1:]))
-    close(step_by_step(layer, padded, KeyValueCache(starts=pads), 6)[:1, 4:], short)
+    assert_close(out[:1, 4:], short)
+    assert_close(out[1:], layer(x[1:]))
+    assert_close(step_by_step(layer, padded, KeyValueCache(starts=pads), 6)[:1, 4:], short)
 
 
 @torch.no_grad()
@@ -102,8 +102,8 @@ def test_right_padded_prefill_then_steps(name: str) -> None:
     for step in range(3):
         new = torch.stack([x[0, 5 + step], x[1, 8 + step]])[:, None]
         out = layer(new, cache=cache)
-        close(out[0, 0], layer(x[:1])[0, 5 + step])
-        close(out[1, 0], layer(x[1:])[0, 8 + step])
+        assert_close(out[0, 0], layer(x[:1])[0, 5 + step])
+        assert_close(out[1, 0], layer(x[1:])[0, 8 + step])
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -112,7 +112,7 @@ def test_packed_documents_are_separate_documents(name: str) -> None:
     documents = [tokens(1, n, seed=n) for n in (5, 1, 9)]
     cu = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
     out = layer(torch.cat(documents, 1), cu_seqlens=cu, max_seqlen=9)
-    close(out, torch.cat([layer(document) for document in documents], 1))
+    assert_close(out, torch.cat([layer(document) for document in documents], 1))
     restarting = [*range(5), 0, *range(9)]
     assert layer.positions(torch.cat(documents, 1), cu, None).tolist() == restarting
 
@@ -124,20 +124,20 @@ def test_cross_attention(name: str) -> None:
     out = layer(x, source)
     assert out.shape == x.shape
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
-    close(layer(x, source[:, order]), out)  # neither causal nor rotated
-    close(layer(x[:, :4], source), out[:, :4])
+    assert_close(layer(x, source[:, order]), out)  # neither causal nor rotated
+    assert_close(layer(x[:, :4], source), out[:, :4])
     longer = torch.cat([source, tokens(length=3, seed=4, width=20)], 1)
     end = torch.full((B, T), 7, dtype=torch.int32)
-    close(layer(x, longer, key_end=end), out)
+    assert_close(layer(x, longer, key_end=end), out)
     assert (layer(x, longer) - out).abs().max() > 1e-4
 
 
 def test_self_attention_is_causal_unless_told_otherwise() -> None:
     layer, x = module(), tokens()
-    close(layer(x[:, :6]), layer(x)[:, :6])
+    assert_close(layer(x[:, :6]), layer(x)[:, :6])
     assert (layer(x[:, :6], is_causal=False) - layer(x, is_causal=False)[:, :6]).abs().max() > 1e-4
     mask = torch.ones(T, T, dtype=torch.bool).tril()
-    close(layer(x, is_causal=False, attn_mask=mask), layer(x))
+    assert_close(layer(x, is_causal=False, attn_mask=mask), layer(x))
 
 
 @settings(max_examples=30)
@@ -153,8 +153,8 @@ def test_rotary_scores_depend_on_the_distance_alone(offset: int, distance: int, 
     base, other = 1000, 1000 + distance
     score = rope(q, offset=base) @ rope(k, offset=other).mT
     moved = rope(q, offset=base + offset) @ rope(k, offset=other + offset).mT
-    close(moved, score, 1e-5)
-    close(rope(q, offset=offset).norm(), q.norm())
+    assert_close(moved, score, 1e-5)
+    assert_close(rope(q, offset=offset).norm(), q.norm())
 
 
 def test_rotary_is_the_rotation_of_pairs() -> None:
@@ -165,21 +165,21 @@ def test_rotary_is_the_rotation_of_pairs() -> None:
         for i, frequency in enumerate((1.0, 0.1)):
             pair = torch.complex(x[0, 0, row, i], x[0, 0, row, i + 2])
             turned = pair * torch.exp(torch.tensor(1j * position * frequency, dtype=torch.complex128))
-            close(torch.view_as_real(turned), out[0, 0, row, [i, i + 2]], 1e-9)
+            assert_close(torch.view_as_real(turned), out[0, 0, row, [i, i + 2]], 1e-9)
 
 
 def test_positions_given_offset_or_counted() -> None:
     rope, x = RotaryEmbedding(16), tokens(B, 5, width=16)[:, None]
-    close(rope(x, torch.arange(3, 8)), rope(x, offset=3))
+    assert_close(rope(x, torch.arange(3, 8)), rope(x, offset=3))
     each = rope(x, torch.tensor([[3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]))
-    close(each[:1], rope(x[:1], offset=3))
-    close(each[1:], rope(x[1:]))
+    assert_close(each[:1], rope(x[:1], offset=3))
+    assert_close(each[1:], rope(x[1:]))
     layer, y = module(), tokens()
-    close(layer(y, position_ids=torch.arange(500, 500 + T)), layer(y))
+    assert_close(layer(y, position_ids=torch.arange(500, 500 + T)), layer(y))
     assert (layer(y, position_ids=torch.zeros(T)) - layer(y)).abs().max() > 1e-4
     low = rope(x.bfloat16(), offset=100_000)
     assert low.dtype == torch.bfloat16
-    close(low.float(), rope(x.bfloat16().float(), offset=100_000), 1e-2)
+    assert_close(low.float(), rope(x.bfloat16().float(), offset=100_000), 1e-2)
 
 
 @torch.no_grad()
@@ -194,18 +194,18 @@ def test_a_full_cache_says_so() -> None:
 @torch.no_grad()
 def test_a_cache_grows_resets_and_reorders() -> None:
     layer, x, cache = module(num_kv_heads=2), tokens(length=70), KeyValueCache()
-    close(step_by_step(layer, x, cache, 60), layer(x))
+    assert_close(step_by_step(layer, x, cache, 60), layer(x))
     assert cache.keys is not None
     assert len(cache) == 70
     assert cache.keys.shape == (B, 2, 128, 8)
     memory = cache.keys
-    close(memory[:, :, :70].norm(dim=-1), torch.ones(B, 2, 70))  # stored normalised
+    assert_close(memory[:, :, :70].norm(dim=-1), torch.ones(B, 2, 70))  # stored normalised
     cache.reset()
-    close(step_by_step(layer, x[:, :9], cache, 4), layer(x[:, :9]))
+    assert_close(step_by_step(layer, x[:, :9], cache, 4), layer(x[:, :9]))
     assert cache.keys is memory
     cache.reorder(torch.tensor([1, 1, 0]))
     again = x[[1, 1, 0]]
-    close(layer(again[:, 9:10], cache=cache), layer(again[:, :10])[:, 9:])
+    assert_close(layer(again[:, 9:10], cache=cache), layer(again[:, :10])[:, 9:])
 
 
 @torch.no_grad()
@@ -215,8 +215,8 @@ def test_reorder_takes_lengths_and_starts_along() -> None:
     layer(x[:, :8], cache=cache, token_counts=torch.tensor([6, 8], dtype=torch.int32))
     cache.reorder(torch.tensor([1, 0]))
     out = layer(torch.stack([x[1, 8], x[0, 6]])[:, None], cache=cache)
-    close(out[1, 0], layer(x[:1, 3:7])[0, -1])
-    close(out[0, 0], layer(x[1:, :9])[0, -1])
+    assert_close(out[1, 0], layer(x[:1, 3:7])[0, -1])
+    assert_close(out[0, 0], layer(x[1:, :9])[0, -1])
 
 
 def test_softmax_keys_are_cached_as_they_are() -> None:
@@ -224,7 +224,7 @@ def test_softmax_keys_are_cached_as_they_are() -> None:
     with torch.no_grad():
         layer(x, cache=cache)
         assert cache.keys is not None
-        close(cache.keys[:, :, :T], layer.heads(layer.k_proj(x)))
+        assert_close(cache.keys[:, :, :T], layer.heads(layer.k_proj(x)))
     with pytest.raises(RuntimeError, match="keeps no gradients"):
         layer(x, cache=KeyValueCache())
 
@@ -235,14 +235,14 @@ def test_prefill_reads_the_keys_that_the_cache_rounded() -> None:
     layer, x = module(power=15).bfloat16(), tokens().bfloat16()
     whole = layer(x, cache=KeyValueCache())
     assert whole.dtype == torch.bfloat16
-    close(step_by_step(layer, x, KeyValueCache(), 4).float(), whole.float(), 2e-2)
+    assert_close(step_by_step(layer, x, KeyValueCache(), 4).float(), whole.float(), 2e-2)
 
 
 def test_learned_power() -> None:
     layer, x = module(power="learned"), tokens()
     assert layer.learned_power is not None
-    close(layer.learned_power, torch.full((HEADS,), 15.0))
-    close(layer(x), module()(x))
+    assert_close(layer.learned_power, torch.full((HEADS,), 15.0))
+    assert_close(layer(x), module()(x))
     optimiser = torch.optim.SGD([layer.raw_power], lr=1e4)  # type: ignore[list-item]
     for _ in range(3):
         optimiser.zero_grad()
@@ -255,20 +255,20 @@ def test_learned_power() -> None:
         assert layer(x).isfinite().all()
     with torch.no_grad():
         layer.raw_power.fill_(-200)  # type: ignore[union-attr]
-    close(layer(x), module(power=1)(x))
+    assert_close(layer(x), module(power=1)(x))
     for start in (1.0, 1.5, 200.0):
         other = module(LSSAR.but(power=start), power="learned").learned_power
         assert other is not None
-        close(other, torch.full((HEADS,), max(start, 1.01)), 1e-4)
+        assert_close(other, torch.full((HEADS,), max(start, 1.01)), 1e-4)
 
 
 def test_learned_factor_of_log_n() -> None:
     """Starts as 0.6 log N in every row of a window, in steps over a cache as in one pass, and moves by its gradient."""
     layer, x = module(power="learned-log", window=9), tokens()
     constant = module(power=PowerByLength(1, 0.6, math.exp(1 / 0.6)), window=9)
-    close(layer(x), constant(x))
+    assert_close(layer(x), constant(x))
     with torch.no_grad():
-        close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))
+        assert_close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))
     layer(x).square().sum().backward()
     assert layer.raw_parameter.grad is not None
     assert (layer.raw_parameter.grad != 0).all()
@@ -276,13 +276,13 @@ def test_learned_factor_of_log_n() -> None:
     with torch.no_grad():
         layer.raw_parameter.copy_(torch.log(torch.expm1(factors)))
     assert layer.learned_power is not None
-    close(layer.learned_power, factors)
+    assert_close(layer.learned_power, factors)
     keys = torch.arange(1, T + 1).clamp(max=9)
     powers = torch.tensor([[max(1.0, factor * math.log(n)) for n in keys.tolist()] for factor in factors.tolist()])
     q, k, v = (torch.randn(2, HEADS, T, 8) for _ in range(3))
     words: dict[str, Any] = {"is_causal": True, "window": 9}
     expected = attention("lssar")(q, k, v, parameters={"power": powers[None]}, **words)
-    close(attention("lssar")(q, k, v, parameters={"power_per_log": factors}, **words), expected)
+    assert_close(attention("lssar")(q, k, v, parameters={"power_per_log": factors}, **words), expected)
     with pytest.raises(ValueError, match="got both"):
         attention("lssar")(q, k, v, parameters={"power_per_log": factors, "power": powers[None]})
     with pytest.raises(ValueError, match="is learned"):
@@ -293,9 +293,9 @@ def test_learned_factor_of_log_n() -> None:
 
 def test_powers_that_are_set() -> None:
     layer, x = module(power=3), tokens()
-    close(layer(x), module("lssar-p3")(x))
+    assert_close(layer(x), module("lssar-p3")(x))
     layer.set_power(7)
-    close(layer(x), module(power=7)(x))
+    assert_close(layer(x), module(power=7)(x))
     assert (layer(x) - module(power=3)(x)).abs().max() > 1e-4
     with pytest.raises(ValueError, match="is learned"):
         module(power="learned").set_power(3)
@@ -335,8 +335,8 @@ def test_autocast() -> None:
         with torch.no_grad():
             cached = step_by_step(layer, x, KeyValueCache(), 5)
     assert out.dtype == cached.dtype == torch.bfloat16
-    close(out.float(), layer(x), 5e-2)
-    close(cached.float(), layer(x), 5e-2)
+    assert_close(out.float(), layer(x), 5e-2)
+    assert_close(cached.float(), layer(x), 5e-2)
     out.float().sum().backward()
     assert layer.q_proj.weight.grad is not None
     assert layer.q_proj.weight.grad.dtype == torch.float32
@@ -355,7 +355,7 @@ def test_compiles_whole(name: str, power: Any) -> None:
             out = run(x)
             results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
         for ours, theirs in zip(*results, strict=True):
-            close(ours, theirs, 1e-4)
+            assert_close(ours, theirs, 1e-4)
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def test_compiles_with_inductor(name: str) -> None:
     compiled = torch.compile(layer, fullgraph=True)
     for length in (13, 29):
         x = tokens(length=length)
-        close(compiled(x), layer(x))
+        assert_close(compiled(x), layer(x))
         compiled(x).square().sum().backward()
 
 

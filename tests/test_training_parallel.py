@@ -32,7 +32,7 @@ def run(data: Path, tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-def same(run: Run, other: Run) -> None:
+def assert_same_losses(run: Run, other: Run) -> None:
     losses, expected = run.losses(), other.losses()
     assert losses.keys() == expected.keys()
     assert losses == pytest.approx(expected, abs=TOLERANCE)
@@ -43,7 +43,7 @@ def same(run: Run, other: Run) -> None:
 @pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_what_one_does(run: Run, alone: Run, parallel: str) -> None:
     run.finish(processes=2, parallel=parallel)
-    same(run, alone)
+    assert_same_losses(run, alone)
 
 
 def sharded_parameters(rank: int, port: int, arguments: list[str], found: str) -> None:
@@ -108,7 +108,7 @@ class TestAnotherNumberOfProcesses:
         assert len(files) == first[0]
         run.finish(processes=then[0], parallel=then[1])
         assert re.search(r"from step (4|8)", run.words())
-        same(run, alone)
+        assert_same_losses(run, alone)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -154,7 +154,7 @@ class TestTorchrun:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
         assert result.returncode == 0, result.stderr
-        same(run, alone)
+        assert_same_losses(run, alone)
 
     def test_fsdp_without_it_is_refused(self, run: Run) -> None:
         run.start(parallel="fsdp")

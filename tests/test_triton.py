@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import randn
-from triton_cases import Case, check, gpu_cases, interpreter_cases
+from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
 
@@ -18,13 +18,13 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.parametrize("case", interpreter_cases(), ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_interpreted(case: Case) -> None:
-    check(case, "cpu")
+    assert_case(case, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 def test_on_gpu(case: Case) -> None:
-    check(case, "cuda")
+    assert_case(case, "cuda")
 
 
 @interpreted

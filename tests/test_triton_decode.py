@@ -14,7 +14,7 @@ from typing import Any
 import decode_cases
 import pytest
 import torch
-from decode_cases import POWERS, agree, caches, decode
+from decode_cases import POWERS, assert_agrees, caches, decode
 from helpers import randn, transposed
 from huggingface_models import small_model, token_rows
 
@@ -65,7 +65,7 @@ class TestAgainstTheReference:
     @DTYPES
     @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
     def test_powers(self, power: Any, dtype: torch.dtype) -> None:
-        agree(*caches(dtype, t_q=2), torch.tensor([150, 71]), power=power)
+        assert_agrees(*caches(dtype, t_q=2), torch.tensor([150, 71]), power=power)
 
     @DTYPES
     @pytest.mark.parametrize(
@@ -83,19 +83,19 @@ class TestAgainstTheReference:
         q, k, v = caches(dtype, **shape)
         lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32)
         lengths[1:] -= 3
-        agree(q, k, v, lengths)
+        assert_agrees(q, k, v, lengths)
 
     @DTYPES
     def test_short_sequences(self, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, batch=6, h=2, h_kv=1, t_max=70)
-        out = agree(q, k, v, torch.tensor([1, 2, 3, 4, 5, 70]))
+        out = assert_agrees(q, k, v, torch.tensor([1, 2, 3, 4, 5, 70]))
         assert torch.equal(out[0, 0], v[0, 0, :1])
 
     @DTYPES
     @pytest.mark.parametrize("window", [None, 1, 40])
     def test_starts_and_windows(self, window: int | None, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, batch=3, t_q=3, t_max=140)
-        agree(
+        assert_agrees(
             q,
             k,
             v,
@@ -116,18 +116,18 @@ class TestAgainstTheReference:
     def test_normalized_keys(self, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, t_max=100)
         k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
-        agree(q, k, v, torch.tensor([100, 33]), normalized_keys=True)
+        assert_agrees(q, k, v, torch.tensor([100, 33]), normalized_keys=True)
 
     @DTYPES
     def test_score_scale(self, dtype: torch.dtype) -> None:
-        agree(*caches(dtype), torch.tensor([150, 33]), score_scale=1.0, power=4)
+        assert_agrees(*caches(dtype), torch.tensor([150, 33]), score_scale=1.0, power=4)
 
     @DTYPES
     @pytest.mark.parametrize("power", [None, 15])
     def test_equal_scores_keep_the_first_stage(self, power: int | None, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype)
         k[:] = k[:, :, :1]
-        agree(q, k, v, torch.tensor([150, 33]), power=power)
+        assert_agrees(q, k, v, torch.tensor([150, 33]), power=power)
 
     @DTYPES
     @pytest.mark.parametrize("power", [None, 15])
@@ -135,14 +135,14 @@ class TestAgainstTheReference:
         """Every f' is tiny, and half precision must still tell the weights apart."""
         q, k, v = caches(dtype, h=2, d=64)
         k[:] = -q[:, :, :1] + 0.05 * k
-        agree(q, k, v, torch.tensor([150, 33]), power=power, score_scale=12.0)
+        assert_agrees(q, k, v, torch.tensor([150, 33]), power=power, score_scale=12.0)
 
     @DTYPES
     def test_one_key_that_takes_all(self, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, h=2)
         k[:] = -q[:, :, :1] + 0.1 * k
         k[:, :, 17] = q[:, :, 0]
-        out = agree(q, k, v, torch.tensor([150, 33]))
+        out = assert_agrees(q, k, v, torch.tensor([150, 33]))
         assert torch.allclose(out, v[:, :, 17:18], rtol=1e-3)
 
     @pytest.mark.parametrize("splits", [1, 3])
@@ -152,7 +152,7 @@ class TestAgainstTheReference:
         many = decode(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
         monkeypatch.setattr(triton_decode_launch, "splits_for", lambda *_: splits)
         monkeypatch.setattr(triton_decode_launch, "plan_for", triton_decode_launch.plan_for.__wrapped__)
-        few = agree(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
+        few = assert_agrees(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
         assert torch.allclose(many, few, atol=1e-5)
 
     def test_strides(self) -> None:
@@ -175,7 +175,7 @@ class TestAgainstTheReference:
     def test_zero_vectors(self, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, t_max=70)
         q[:, 0], k[:, :, ::5] = 0, 0
-        agree(q, k, v, torch.tensor([70, 21]))
+        assert_agrees(q, k, v, torch.tensor([70, 21]))
 
 
 @interpreted
@@ -465,7 +465,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
     @pytest.mark.parametrize("d", decode_cases.GPU_HEAD_DIMS)
     def test_powers(self, power: Any, d: int, dtype: torch.dtype) -> None:
-        decode_cases.check_power_on_gpu(power, d, dtype)
+        decode_cases.assert_power_on_gpu(power, d, dtype)
 
     @pytest.mark.parametrize("rows", [1, 16, 48])
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from helpers import as_given, randn, transposed, yardstick
+from helpers import as_given, assert_within_yardstick, randn, transposed
 from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
@@ -64,7 +64,7 @@ def bounds(batch: int, t_q: int, t_k: int, device: str) -> tuple[Tensor, Tensor]
     return start.to(device), end.to(device)
 
 
-def check(case: Case, device: str) -> None:
+def assert_case(case: Case, device: str) -> None:
     """Raises where the kernels are further from float64 than the yardstick allows, forward or in any gradient."""
     dtype = getattr(torch, case.dtype)
     batch = 1 if case.mode == "packed" else 2
@@ -83,7 +83,7 @@ def check(case: Case, device: str) -> None:
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         lengths = {"max_seqlen_q": t_q, "max_seqlen_k": t_k}
         common["layout"] = as_given
-        yardstick(
+        assert_within_yardstick(
             softplus_attention_varlen,
             q,
             k,
@@ -98,7 +98,9 @@ def check(case: Case, device: str) -> None:
     if case.mode == "cache":
         seqlens = torch.tensor([t_k, t_q + 3], dtype=torch.int32, device=device)
         starts = torch.tensor([0, 5], dtype=torch.int32, device=device)
-        yardstick(softplus_attention_decode, q, k, v, cache_seqlens=seqlens, cache_starts=starts, **common)
+        assert_within_yardstick(
+            softplus_attention_decode, q, k, v, cache_seqlens=seqlens, cache_starts=starts, **common
+        )
         return
     start, end = bounds(batch, t_q, t_k, device)
     options: dict[str, dict[str, Any]] = {
@@ -109,7 +111,7 @@ def check(case: Case, device: str) -> None:
         "causal and mask": {"attn_mask": mask, "is_causal": True},
         "ranges": {"key_start": start, "key_end": end},
     }
-    yardstick(softplus_attention, q, k, v, **options[case.mode], **common)
+    assert_within_yardstick(softplus_attention, q, k, v, **options[case.mode], **common)
 
 
 def interpreter_cases() -> list[Case]:
@@ -159,7 +161,7 @@ def gpu_cases() -> list[Case]:
 def outcome(case: Case) -> str:
     begun = time.perf_counter()
     try:
-        check(case, "cuda")
+        assert_case(case, "cuda")
     except Exception as error:
         return f"FAILED {case}: {type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return f"passed {case} ({time.perf_counter() - begun:.1f} s)"

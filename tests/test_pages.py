@@ -1,0 +1,12 @@
+"""Every page whose tables are made from data agrees with its files; the study's, with its figures, is tested apart."""
+
+from __future__ import annotations
+
+import pytest
+from study_cases import imported
+
+
+@pytest.mark.parametrize("script", ["attention_page", "decode_page", "newton_page", "synthetic_page"])
+def test_the_page_agrees_with_its_files(script: str) -> None:
+    with imported(script) as page:
+        assert page.main(["--check"]) == 0
