@@ -39,19 +39,28 @@ from softplus_attention.kernels.triton_common import (
 
 
 @gluon.jit
+def score_terms(scores, b_norm, b_factor, b_slope, b_offset, flat, POWER: gl.constexpr, FLAT_ROWS: gl.constexpr):
+    """Three times [BM, BN]: sigmoid, u, and u^(p-1), which g is multiplied by. In LSSA u is the weight."""
+    t = scores * b_norm[None, :] * b_factor[:, None]
+    f = softplus2(t, SHORT)
+    sigma = gl.exp2(t - f)
+    u = saturated(f, b_slope[:, None], b_offset[:, None])
+    steepness = u
+    if POWER != 0:
+        steepness = raised(u, 0.0, POWER, 1, SHORT)
+        if FLAT_ROWS:
+            steepness = gl.where(flat[:, None], 1.0, steepness)
+    return sigma, u, steepness
+
+
+@gluon.jit
 def dq_slopes(
     scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen,
     POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """([BM, BN], [BM, BN]): sigmoid over |k|, and what g is multiplied by, of one tile."""
-    t = scores * b_norm[None, :] * b_factor[:, None]
-    f = softplus2(t, SHORT)
-    sigma = gl.exp2(t - f) * b_norm[None, :]
-    steepness = f
-    if POWER != 0:
-        steepness = raised(saturated(f, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 1, SHORT)
-        if FLAT_ROWS:
-            steepness = gl.where(b_flat[:, None], 1.0, steepness)
+    sigma, _, steepness = score_terms(scores, b_norm, b_factor, b_slope, b_offset, b_flat, POWER, FLAT_ROWS)
+    sigma = sigma * b_norm[None, :]
     if MASKED:
         sigma = gl.where(seen, sigma, 0.0)
     return sigma, steepness
@@ -302,15 +311,10 @@ def dkv_slopes(
     POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Three times [BM, BN]: weights, sigmoid, and what g is multiplied by, of one tile."""
-    t = scores * b_norm[None, :] * b_factor[:, None]
-    f = softplus2(t, SHORT)
-    sigma = gl.exp2(t - f)
-    weight = saturated(f, b_slope[:, None], b_offset[:, None])
-    steepness = weight
+    sigma, weight, steepness = score_terms(
+        scores, b_norm, b_factor, b_slope, b_offset, b_offset < 0, POWER, FLAT_ROWS
+    )  # fmt: skip
     if POWER != 0:
-        steepness = raised(weight, 0.0, POWER, 1, SHORT)
-        if FLAT_ROWS:
-            steepness = gl.where(b_offset[:, None] < 0, 1.0, steepness)
         weight = weight * steepness
     if MASKED:
         weight = gl.where(seen, weight, 0.0)
