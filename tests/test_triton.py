@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import randn
+from helpers import as_given, largest_error, outcomes, randn
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
@@ -25,6 +25,17 @@ def test_interpreted(case: Case) -> None:
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 def test_on_gpu(case: Case) -> None:
     assert_case(case, "cuda")
+
+
+@interpreted
+def test_a_power_takes_no_error_from_rounded_weights() -> None:
+    """The output is summed with weights in half precision, and the mean gain of a row is taken from it. The gradient of
+    a power weighs that mean with the logarithms of all keys: taken as it comes, it is as far off as the reference's."""
+    q, k, v = (randn(1, 4, 96, 32, seed=seed, dtype=torch.float16) for seed in range(3))
+    power = torch.tensor([1.5, 2.5, 4, 9])
+    ours, theirs, truth = outcomes(softplus_attention, q, k, v, "triton", power, as_given, {"is_causal": True})
+    error, reference_error = (largest_error(x["dpower"], truth["dpower"]) for x in (ours, theirs))
+    assert error < reference_error / 10, f"{error:.1e}, the reference's is {reference_error:.1e}"
 
 
 @interpreted

@@ -8,11 +8,13 @@ that root would cost p times its rounding, and the weights are divided by W inst
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from softplus_attention.kernels.triton_common import (
-    LEAST_NORMAL,
+    LEAST_EXPONENT,
     LN2,
     SERIES,
     Keys,
@@ -40,16 +42,28 @@ from softplus_attention.kernels.triton_common import (
 )
 
 
+class PowerMoments(NamedTuple):
+    """[BM] each, sums over keys for the gradient of a row's power, the covariance of g and log u under the weights.
+
+    The mean of g is zero but for the rounding of the weights that the output was summed with, and the log is far from
+    zero: without their product that rounding would be most of the error.
+    """
+
+    product: tl.tensor
+    gain: tl.tensor
+    log: tl.tensor
+
+
 @triton.jit
 def dq_pass(
-    b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+    b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
     n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
     POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
     FLAT_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the power's gradient of each row."""
+    """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the moments of each row."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
@@ -70,18 +84,21 @@ def dq_pass(
             if MASKED:
                 u = tl.where(seen, u, 0.0)
             steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
-            if POWER_GRAD:
-                counted = (u >= LEAST_NORMAL) & (b_flat[:, None] == 0)
-                log_u = tl.log2(u) if FINE == SERIES else special_log2(u)
-                log_u = log_u - b_log_root[:, None]  # 0 for the row's largest, as u was before its scaling
-                b_dp += tl.sum(tl.where(counted, steepness * u * log_u * g, 0.0), 1)
             if FLAT_ROWS:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
             g = g * steepness
             b_sum += tl.sum(g, 1)
+            if POWER_GRAD:
+                log_u = tl.log2(u) if FINE == SERIES else special_log2(u)
+                log_u = tl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
+                moments = PowerMoments(
+                    moments.product + tl.sum(u * g * log_u, 1),
+                    moments.gain + tl.sum(u * g, 1),
+                    moments.log + tl.sum(u * steepness * log_u, 1),
+                )
             b_even = tl.dot(sigma.to(b_k.dtype), b_k, b_even, input_precision="ieee")
         b_steep = tl.dot((sigma * g).to(b_k.dtype), b_k, b_steep, input_precision="ieee")
-    return b_steep, b_even, b_sum, b_dp
+    return b_steep, b_even, b_sum, moments
 
 
 @triton.jit
@@ -140,7 +157,6 @@ def dq_kernel(
     b_offset = tl.zeros([BM], tl.float32)
     b_share = b_offset + 1.0
     b_inverse_height = b_share
-    b_log_root = b_offset
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
         b_slope = 1.0 / b_weight
@@ -159,8 +175,7 @@ def dq_kernel(
             b_alpha = b_alpha / b_weight
             b_inverse_height = tl.where(b_flat, 1.0, 1.0 / b_divisor)
         else:
-            b_log_root = -tl.log2(b_weight) / b_p
-            b_root = tl.exp2(b_log_root)  # W^(-1/p)
+            b_root = tl.exp2(-tl.log2(b_weight) / b_p)  # W^(-1/p)
             b_slope = b_slope / b_divisor * b_root
             b_offset = b_offset / b_divisor * b_root
             b_alpha = b_alpha * b_root
@@ -173,29 +188,30 @@ def dq_kernel(
     b_steep = tl.zeros([BM, BD], tl.float32)
     b_even = tl.zeros([BM, BD], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
-    b_dp = tl.zeros([BM], tl.float32)
+    moments = PowerMoments(b_sum, b_sum, b_sum)
     has_flat = 0
     if POWER != 0:
         has_flat = tl.load(Flat + bh)
     if has_flat > 0:
-        b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+        b_steep, b_even, b_sum, moments = dq_pass(
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
             n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
-            b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
-                n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+            b_steep, b_even, b_sum, moments = dq_pass(
+                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
+                keys, sight, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True,
+                HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
-            b_steep, b_even, b_sum, b_dp = dq_pass(
-                b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
-                full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False, HAS_MASK, False,
-                STAGES,
+            b_steep, b_even, b_sum, moments = dq_pass(
+                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
+                keys, sight, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False,
+                HAS_MASK, False, STAGES,
             )  # fmt: skip
-        b_steep, b_even, b_sum, b_dp = dq_pass(
-            b_steep, b_even, b_sum, b_dp, b_q, b_do, b_delta, b_factor, b_flat, b_log_root, sharpening, keys, sight,
+        b_steep, b_even, b_sum, moments = dq_pass(
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
             full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
         )  # fmt: skip
 
@@ -209,7 +225,8 @@ def dq_kernel(
     b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # whatever a row that sees nothing holds
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)
     if POWER_GRAD:
-        tl.store(GradPower + p_row, b_dp * LN2 * b_share, mask=m_rows)
+        b_dp = (moments.product - moments.gain * moments.log * b_share) * LN2 * b_share
+        tl.store(GradPower + p_row, tl.where(b_flat, 0.0, b_dp), mask=m_rows)
 
     # What the other kernel needs of each row. A negative offset marks a row of equal scores.
     b_outer = b_ratio * b_scale * b_inverse

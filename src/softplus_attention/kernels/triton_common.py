@@ -25,6 +25,7 @@ NORM_BLOCK = tl.constexpr(128)
 SHORT = tl.constexpr(0)
 LONG = tl.constexpr(1)
 SERIES = tl.constexpr(2)
+LEAST_EXPONENT = tl.constexpr(-126.0)
 LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
