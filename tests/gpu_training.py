@@ -110,29 +110,27 @@ def losses(impl: str, *, half: bool = True, power: int = 15, factor: float = 1) 
     return torch.stack(found).double()
 
 
-def distances(x: Tensor, others: list[Tensor]) -> list[float]:
-    return [float((x - y).abs().mean()) for y in others]
-
-
 def check_training(impl: str = "triton") -> str:
-    """Twenty steps under bfloat16 autocast: the kernels' losses lie among those of the reference.
+    """Twenty steps under bfloat16 autocast: the kernels part from float32 as the reference does.
 
-    Rounding makes runs of one problem part: the noise is the largest mean distance, over the steps, between any two of
-    five runs of the reference: in float32, and in bfloat16 with q and k as they are and stretched by three factors,
-    which changes their rounding alone. The kernels' run must be within it of most of these; that of another power must
-    not, or this would show nothing.
+    Rounding makes runs of one problem part, some of them far, so each side has six: q and k as they are and stretched,
+    which changes their rounding alone. The kernels' median distance to the reference in float32, over the steps, is at
+    most twice that of the reference; that of another power is not, or this would show nothing.
     """
-    reference = [losses("reference", factor=factor) for factor in (1, 0.7, 1.1, 1.3)]
-    reference.append(losses("reference", half=False))
-    ours, other = losses(impl), losses("reference", power=7)
-    noise = max(max(distances(x, reference)) for x in reference)
-    distance, control = (statistics.median(distances(x, reference)) for x in (ours, other))
-    words = f"loss {ours[0]:.3f} -> {ours[-1]:.3f}, {distance:.1e} from the reference's; noise {noise:.1e}"
-    assert ours.isfinite().all(), words
-    assert ours[-1] < 0.7 * ours[0], f"nothing was learnt: {words}"
-    assert control > noise, f"power 7 is {control:.1e} away: {words}"
-    assert distance <= noise, words
-    return f"{words}; power 7 is {control:.1e} away"
+    exact = losses("reference", half=False)
+
+    def distances(name: str, power: int = 15) -> list[float]:
+        runs = [losses(name, power=power, factor=factor) for factor in (0.7, 0.9, 1, 1.1, 1.2, 1.3)]
+        assert all(x.isfinite().all() for x in runs), f"{name}: a loss is not finite"
+        assert all(x[-1] < 0.7 * x[0] for x in runs), f"{name}: nothing was learnt"
+        return [float((x - exact).abs().mean()) for x in runs]
+
+    found, allowed, other = distances(impl), distances("reference"), distances("reference", power=7)
+    words = f"{statistics.median(found):.1e} from float32, the reference {statistics.median(allowed):.1e}"
+    words += f", power 7 {statistics.median(other):.1e}"
+    assert statistics.median(other) > 2 * statistics.median(allowed), words
+    assert statistics.median(found) <= 2 * statistics.median(allowed), f"{words}: {found} and {allowed}"
+    return words
 
 
 CHECKS: dict[str, Callable[[], str]] = {
