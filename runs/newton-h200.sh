@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Newton from orbits on one H200, in calls of less than nine minutes each (docs/newton.md). Nothing is done twice: a call
+# Newton from orbits on one H200, in steps of some minutes each (docs/newton.md). Nothing is done twice: a call
 # that was cut short is repeated. torch, transformers, accelerate and numpy suffice but for `laws` and `figures`.
 #
 #   bash runs/newton-h200.sh check                     # 1: the time per update, and whether coordinates alone are learned

@@ -29,6 +29,7 @@ from softplus_attention.report.stability import final_loss
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import METRICS
+from softplus_attention.training.run_record import RUN
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "stability"
@@ -75,7 +76,9 @@ def run(arm: str, rate: float, precision: str, name: str, options: argparse.Name
         "gradient_norms": [[entry["step"], entry.get("grad_norm")] for entry in entries],
         "largest_score": None if stopped else largest_score(str(model), options.data, config.sequence_length),
         "config": {word: value for word, value in config.as_dict().items() if word not in ("data", "output")},
-        "command": f"runs/stability.py --size {options.size} --arms {arm} --rates {rate:g} --precisions {precision}",
+        "data": json.loads((folder / RUN).read_text())["data"],
+        "command": f"runs/stability.py DATA --output FOLDER --size {options.size} --arms {arm} --rates {rate:g} "
+        f"--precisions {precision} --seed {options.seed}",
         "commit": provenance.commit(),
         "versions": provenance.versions(),
         "machine": provenance.machine(),

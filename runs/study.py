@@ -4,8 +4,7 @@
 
 TRAIN_DATA is a folder of `softplus-attention data prepare`, VALIDATION_TEXT a file of long documents, or such a folder,
 of which the held-back part is taken. Every arm has the same data, order, steps and size. What is finished is not done
-again, and a run that was cut goes on. It imports what torch and transformers need and nothing more, so that it runs
-where nothing can be installed.
+again, and a run that was cut goes on. It needs torch and transformers alone.
 """
 
 from __future__ import annotations

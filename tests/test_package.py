@@ -41,6 +41,11 @@ def imported() -> dict[str, Any]:
     return json.loads(python("-c", IMPORT))
 
 
+def test_the_module_is_the_command() -> None:
+    usage = python("-m", "softplus_attention", "--help")
+    assert usage.startswith("usage: softplus-attention ")
+
+
 class TestImport:
     def test_brings_torch_only(self, imported: dict[str, Any]) -> None:
         """Nothing but our own modules and the standard library."""

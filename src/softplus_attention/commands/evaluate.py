@@ -200,7 +200,7 @@ def add_synthetic(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     replaced.add_argument(
         "--global-every", type=int, metavar="N", help="every n-th layer sees everything, without positions (see train)"
     )
-    replaced.add_argument("--power", help="for attentions with a second stage, as in train (default: 3,7@0.3,15@0.6)")
+    replaced.add_argument("--power", help="for attentions with a second stage, as in train (learned-log, log:0.6, 15)")
     task = parser.add_argument_group("the task")
     task.add_argument("--symbols", type=int, metavar="N", help="recall: of keys, of values; copy: of the string")
     task.add_argument("--key-tokens", type=int, metavar="N", help="recall: tokens of a key (default: 1)")
