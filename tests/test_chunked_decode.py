@@ -107,6 +107,12 @@ def test_equal_scores_and_empty_caches():
     assert out[1].abs().max() == 0
 
 
+def test_no_sequences():
+    q, k, v = (torch.zeros(0, 2, length, 16) for length in (1, 30, 30))
+    lengths = torch.zeros(0, dtype=torch.int32)
+    assert softplus_attention_decode(q, k, v, lengths, impl="chunked").shape == (0, 2, 1, 16)
+
+
 def test_gradients_take_the_general_way():
     q, k, v = caches(40)
     lengths = torch.tensor([40, 40], dtype=torch.int32)

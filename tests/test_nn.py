@@ -209,6 +209,21 @@ def test_a_cache_grows_resets_and_reorders() -> None:
 
 
 @torch.no_grad()
+def test_an_emptied_cache_takes_another_batch() -> None:
+    layer, x, cache = module(), tokens(length=9), KeyValueCache()
+    step_by_step(layer, x, cache, 4)
+    with pytest.raises(ValueError, match="`k` must be as the cache holds them"):
+        layer(x[:1, :1], cache=cache)
+    cache.reset()
+    assert_close(step_by_step(layer, x[:1], cache, 4), layer(x[:1]))
+
+
+def test_starts_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"`starts` must be an int32 tensor \(B,\), got list"):
+        KeyValueCache(starts=[0, 1])  # type: ignore[arg-type]
+
+
+@torch.no_grad()
 def test_reorder_takes_lengths_and_starts_along() -> None:
     layer, x = module("softmax"), tokens()
     cache = KeyValueCache(starts=torch.tensor([3, 0], dtype=torch.int32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,6 +305,34 @@ class TestChangedSettings:
         run.finish(keep=1, micro_batch_size=4, save_every=5)
         assert run.checkpoints() == [24]
         assert run.losses() == uninterrupted.losses()
+
+    def test_that_the_state_cannot_follow_are_refused_though_accepted(self, run: Run) -> None:
+        run.finish(steps=4, save_every=4)
+        record = (run.output / "run.json").read_bytes()
+        for changes, words in (
+            ({"batch_size": 16, "micro_batch_size": 4}, "cannot go on with these changes: batch_size was 8 and is 16"),
+            ({"optimizer": "muon"}, "cannot go on with these changes: optimizer was 'adamw' and is 'muon'"),
+            ({"width": 64}, "are not those of a model with these settings"),
+            ({"power": "learned"}, "raw_power, missing there and (2,) now"),
+        ):
+            run.start("--accept-changes", **{"steps": 6, "save_every": 4, **changes})
+            assert run.wait() == 1
+            assert words in run.words()
+            assert "Traceback" not in run.words()
+            assert (run.output / "run.json").read_bytes() == record
+
+    def test_of_a_finished_run_need_its_checkpoint(self, run: Run) -> None:
+        run.finish(steps=4, save_every=4)
+        shutil.rmtree(run.output / "checkpoint-4")
+        before = weights(run), (run.output / "metrics.jsonl").read_bytes(), (run.output / "run.json").read_bytes()
+        run.start("--accept-changes", steps=6)
+        assert run.wait() == 1
+        assert "no whole checkpoint to continue from" in run.words()
+        assert before == (
+            weights(run),
+            (run.output / "metrics.jsonl").read_bytes(),
+            (run.output / "run.json").read_bytes(),
+        )
 
     @pytest.mark.slow
     def test_of_the_data_stop_too(self, run: Run, tmp_path: Path) -> None:

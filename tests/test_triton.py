@@ -88,6 +88,26 @@ def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> Non
 
 
 @interpreted
+@pytest.mark.parametrize("form", ["end alone", "one start for all", "transposed"])
+def test_each_sequence_has_its_own_range(form: str) -> None:
+    q, k, v = (randn(3, 2, 40, 16, seed=seed) for seed in range(3))
+    end = torch.tensor([40, 7, 23], dtype=torch.int32)[:, None].expand(3, 40).contiguous()
+    start = (torch.arange(40, dtype=torch.int32) // 8)[None]
+    options = {
+        "end alone": {"key_end": end},
+        "one start for all": {"key_start": start, "key_end": end},
+        "transposed": {"key_start": start.expand(3, 40).T.contiguous().T, "key_end": end},
+    }[form]
+    results = []
+    for impl in ("triton", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = softplus_attention(*leaves, impl=impl, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+
+
+@interpreted
 def test_a_decode_step_takes_the_decode_kernel() -> None:
     q, k, v = randn(2, 4, 1, 16, seed=0), randn(2, 2, 90, 16, seed=1), randn(2, 2, 90, 16, seed=2)
     lengths = torch.tensor([90, 33])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softplus_attention import validation
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
-from softplus_attention.visibility import Visibility
+from softplus_attention.visibility import Visibility, cached, packed
 
 CPU = torch.device("cpu")
 RANGE = torch.tensor([[2]])
@@ -27,6 +28,18 @@ def test_a_known_count_is_that_of_every_row(t_q: int, t_k: int, window: int | No
     if known is not None:
         assert (sight.dense().sum(-1) == known).all()
         assert (sight.counts() == known).all()
+
+
+def test_a_window_beyond_int32_is_none() -> None:
+    lengths = torch.tensor([7, 3])
+    documents = torch.tensor([0, 3, 7], dtype=torch.int32)
+    for window in (2**31 - 1, 2**31, 2**40, sys.maxsize):
+        wide = Visibility(5, 7, CPU, True, window)
+        assert torch.equal(wide.dense(), Visibility(5, 7, CPU, True).dense())
+        assert torch.equal(wide.counts(), Visibility(5, 7, CPU, True).counts())
+        pair = (packed(documents, documents, 7, 7, is_causal=True, window=x).dense() for x in (window, None))
+        assert torch.equal(*pair)
+        assert torch.equal(*(cached(lengths, None, 2, 9, window=x).dense() for x in (window, None)))
 
 
 @pytest.mark.parametrize("word", ["key_start", "key_end", "own_key", "mask"])

@@ -90,6 +90,8 @@ class KeyValueCache:
     def __init__(self, *, max_length: int | None = None, starts: Tensor | None = None) -> None:
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             check.fail("max_length", "an int >= 1, or None for a cache that grows", repr(max_length))
+        if starts is not None and not isinstance(starts, Tensor):
+            check.fail("starts", "an int32 tensor (B,)", type(starts).__name__, TypeError)
         if starts is not None and (starts.dim() != 1 or starts.dtype not in (torch.int32, torch.int64)):
             check.fail("starts", "an int32 tensor (B,)", check.described(starts))
         self.max_length, self.starts = max_length, starts
@@ -145,6 +147,8 @@ class KeyValueCache:
 
     def reserve(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Room for ``length`` tokens. New memory is zero: a product with weight 0 must not meet a stray NaN."""
+        if self.longest == 0 and self.keys is not None and not self.holds(k):
+            self.keys = self.values = None
         room = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is None or self.values is None or room < length:
             size = self.max_length or max(length, 2 * room, 64)
@@ -155,13 +159,20 @@ class KeyValueCache:
                     fresh[:, :, :room] = old
                 grown.append(fresh)
             self.keys, self.values = grown
-        if self.keys.shape[:2] != k.shape[:2] or self.keys.dtype != k.dtype or self.keys.device != k.device:
+        if not self.holds(k):
             expected = f"as the cache holds them, {self.keys.dtype} (B, H_kv) = {tuple(self.keys.shape[:2])}"
             check.fail("k", f"{expected} on {self.keys.device}", check.described(k))
         return self.keys, self.values
 
+    def holds(self, k: Tensor) -> bool:
+        """Whether the memory is for keys such as ``k``, but for their number."""
+        kept = self.keys
+        if kept is None or kept.dtype != k.dtype or kept.device != k.device:
+            return False
+        return kept.shape[:2] == k.shape[:2] and kept.shape[3] == k.shape[3]
+
     def reset(self, starts: Tensor | None = None) -> None:
-        """Empty again, the memory kept."""
+        """Empty again, the memory kept for as long as it fits what comes."""
         self.lengths, self.longest, self.even, self.starts = None, 0, True, starts
 
     def reorder(self, order: Tensor) -> None:
@@ -169,7 +180,7 @@ class KeyValueCache:
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.index_select(0, order), self.values.index_select(0, order)
         self.lengths = None if self.lengths is None else self.lengths.index_select(0, order)
-        self.starts = None if self.starts is None else self.starts.index_select(0, order)
+        self.starts = None if self.starts is None else self.starts.index_select(0, order.to(self.starts.device))
 
 
 class SoftplusAttention(nn.Module):

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+WIDEST = 2**31 - 1  # window in int32: no table of keys is longer
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -47,7 +49,7 @@ class Visibility:
         if self.is_causal:
             end = torch.minimum(end, self.positions() + 1)
             if self.window is not None:
-                start = torch.maximum(start, self.positions() + 1 - self.window)
+                start = torch.maximum(start, window_start(self.positions(), self.window))
         start, end = torch.broadcast_tensors(start, end)
         return start, torch.maximum(start, end)
 
@@ -76,7 +78,7 @@ class Visibility:
             return self.dense().sum(-1)
         if self.is_causal and self.key_start is None and self.key_end is None and self.own_key is None:
             # The same in fewer operations: a decode step waits for the launch of each.
-            return (self.positions() + 1).clamp(0, self.window)[:, None]
+            return (self.positions() + 1).clamp(0, None if self.window is None else min(self.window, WIDEST))[:, None]
         start, end = self.ranges()
         return (end - start)[:, None]
 
@@ -98,6 +100,11 @@ class Visibility:
         return visible if self.mask is None else visible & self.mask
 
 
+def window_start(own_key: Tensor, window: int) -> Tensor:
+    """The first key in the window of rows that stand on ``own_key``, int32; below 0 where it reaches further."""
+    return own_key + 1 - min(window, WIDEST)
+
+
 def packed(
     cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, *, is_causal: bool, window: int | None
 ) -> Visibility:
@@ -110,7 +117,7 @@ def packed(
     if is_causal:
         end = torch.minimum(end, own_key + 1)
         if window is not None:
-            start = torch.maximum(start, own_key + 1 - window)
+            start = torch.maximum(start, window_start(own_key, window))
     return Visibility(total_q, total_k, row.device, key_start=start[None], key_end=end[None], own_key=own_key[None])
 
 
@@ -124,5 +131,5 @@ def cached(
         torch.zeros_like(own_key) if cache_starts is None else cache_starts[:, None].to(torch.int32).expand_as(own_key)
     )
     if window is not None:
-        start = torch.maximum(start, own_key + 1 - window)
+        start = torch.maximum(start, window_start(own_key, window))
     return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key)

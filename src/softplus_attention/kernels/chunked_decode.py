@@ -28,6 +28,8 @@ ops._library.define(
 @torch.library.impl(ops._library, "chunked_decode", "CPU")
 def _decode(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *options: Any) -> Tensor:
     out = q.new_empty(*q.shape[:3], v.shape[3])
+    if not out.numel():
+        return out
     pieces = ranges_of_sequences(start, end, q.shape[0])
     with torch.autocast("cpu", enabled=False):
         for rows, (first, last) in pieces:

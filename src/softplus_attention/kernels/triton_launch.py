@@ -134,7 +134,7 @@ class Problem:
         if self.start is not None and self.end is not None:
             start, end = torch.broadcast_tensors(self.start.to(torch.int32), self.end.to(torch.int32))
             self.start, self.end = start.contiguous(), end.contiguous()
-            self.range_stride = 0 if start.shape[0] == 1 else start.stride(0)
+            self.range_stride = 0 if start.shape[0] == 1 else self.start.stride(0)
         self.counts: Tensor | None = None
         if self.mask is not None:
             self.counts = self.mask_counts()

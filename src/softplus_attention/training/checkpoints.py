@@ -18,7 +18,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from softplus_attention.training.errors import RunStopped, is_disk_full
 
 MANIFEST = "manifest.json"
 STATE = "state"
+WEIGHT = "model."  # before the names of the weights in it
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 WRITER = re.compile(r"(?:__|rng_state_)(\d+)")
@@ -205,17 +206,37 @@ def damage(checkpoint: Path) -> str | None:
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every tensor by a name that does not depend on how many processes there are; tied weights come once."""
-    tensors = {f"model.{name}": value.detach() for name, value in weights_of(model)}
+    tensors = weights_by_name(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = value
     return tensors
 
 
-def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
+def weights_by_name(model: nn.Module) -> dict[str, Tensor]:
     saved = model.state_dict().keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {f"{WEIGHT}{name}": value.detach() for name, value in (dict(model.named_parameters()) | buffers).items()}
+
+
+def saved_sizes(reader: FileSystemReader) -> dict[str, torch.Size]:
+    entries = reader.read_metadata().state_dict_metadata.items()
+    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+
+
+def check_fits(folder: Path, model: nn.Module) -> None:
+    """Refuses weights that are not those of ``model``, before anything of the run is changed."""
+    sizes = saved_sizes(FileSystemReader(folder / STATE))
+    saved = {name: tuple(size) for name, size in sizes.items() if name.startswith(WEIGHT)}
+    own = {name: tuple(value.shape) for name, value in weights_by_name(model).items()}
+    differing = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
+    if differing:
+        first = differing[0]
+        raise RunStopped(
+            f"the weights in {folder} are not those of a model with these settings: {len(differing)} differ, such as "
+            f"{first.removeprefix(WEIGHT)}, {saved.get(first, 'missing')} there and {own.get(first, 'missing')} now. "
+            "Put the settings back to continue the run, or choose another --output. Nothing was changed"
+        )
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -229,9 +250,8 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The saved tensors into the model and the optimizer, which may be sharded in another way."""
     reader = FileSystemReader(folder / STATE)
-    entries = reader.read_metadata().state_dict_metadata.items()
-    sizes = {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
-    tensors = {f"model.{name}": value.detach() for name, value in weights_of(model)}
+    sizes = saved_sizes(reader)
+    tensors = weights_by_name(model)
     for parameter_name, parameter in model.named_parameters():
         state: dict[str, Tensor] = {}
         prefix = f"optimizer.{parameter_name}."

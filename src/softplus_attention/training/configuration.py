@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -168,8 +169,10 @@ class TrainConfig:
         for name, value in least.items():
             if getattr(self, name) < value:
                 fail(name, f"at least {value}", getattr(self, name))
-        if self.learning_rate <= 0:
-            fail("learning_rate", "above 0", self.learning_rate)
+        for name in ("learning_rate", "muon_learning_rate", "rope_theta"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < math.inf:
+                fail(name, "above 0 and finite", number)
         for name in ("final_learning_rate", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 fail(name, "from 0 to 1", getattr(self, name))

@@ -30,6 +30,8 @@ from softplus_attention.training.trainer import SoftplusTrainer
 from softplus_attention.validation import fail
 
 MODEL = "model"
+# The place in the data is counted in sequences of a run, and the state is that of its optimizer.
+FIXED = ("batch_size", "sequence_length", "optimizer")
 LOCK = ".lock"
 
 
@@ -51,6 +53,13 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
         # Before anything is written: settings that cannot be must not be those of a run.
         trainer = build(config, arguments, folder)
+        if checkpoint is not None:
+            checkpoints.check_fits(checkpoint, trainer.model)
+        elif (run / MODEL).is_dir():
+            raise RunStopped(
+                f"{run} holds a trained model and no whole checkpoint to continue from: a new run would replace it. "
+                "Choose another --output. Nothing was changed"
+            )
         if parallel.is_first():
             keep_until(run, step)
             starts = [*record.get("starts", []), run_record.start(device, parallel.world_size(), step)]
@@ -88,6 +97,12 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
                 f"{run} holds a run with other settings: {'; '.join(changed)}. Put them back to continue it, choose "
                 "another --output for a new run, or say --accept-changes to continue with the new ones. Nothing was "
                 "changed"
+            )
+        fixed = [words for words in changed if words.partition(" ")[0] in FIXED]
+        if fixed:
+            raise RunStopped(
+                f"{run} cannot go on with these changes: {'; '.join(fixed)}. Its place in the data and its "
+                "optimizer's state are those of its own settings. Choose another --output. Nothing was changed"
             )
         if changed:
             say(f"continuing with changes: {'; '.join(changed)}")

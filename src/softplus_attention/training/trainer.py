@@ -45,11 +45,12 @@ class SoftplusTrainer(Trainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             config = self.config
+            rate = config.learning_rate
             self.optimizer = optimizer_of(
                 config.optimizer,
                 self.model if model is None else model,
-                learning_rate=config.learning_rate,
-                muon_learning_rate=config.muon_learning_rate or config.learning_rate,
+                learning_rate=rate,
+                muon_learning_rate=rate if config.muon_learning_rate is None else config.muon_learning_rate,
                 weight_decay=config.weight_decay,
                 betas=(config.beta1, config.beta2),
             )
