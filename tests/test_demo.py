@@ -71,6 +71,27 @@ def test_end_to_end(small, tmp_path, capsys):
     again = json.loads((tmp_path / "d" / "results.json").read_text())
     assert again["loss"] == losses["loss"]
 
+    # Other settings name the way out that the demo has.
+    words[words.index("300")] = "301"
+    assert main(words) == 1
+    said = capsys.readouterr().err
+    assert "--again to begin anew" in said
+    assert "--accept-changes" not in said
+
+    # Begun anew, it takes away what a demo wrote and nothing else that lies in the folder.
+    mine = [tmp_path / "d" / name for name in ("data.csv", "runs/mine.txt", "runs/softmax-mine/run.txt", "text/a.txt")]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    demo.clear(tmp_path / "d")
+    assert all(path.read_text() == "mine" for path in mine)
+    assert not (tmp_path / "d" / "data").exists()
+    assert {path.name for path in (tmp_path / "d" / "runs").iterdir()} == {"mine.txt", "softmax-mine"}
+    (tmp_path / "d" / "data").mkdir()
+    (tmp_path / "d" / "data" / "thesis.csv").write_text("mine")
+    demo.clear(tmp_path / "d")
+    assert (tmp_path / "d" / "data" / "thesis.csv").read_text() == "mine"
+
 
 def test_bad_options(tmp_path, capsys):
     assert main(["demo", "--output", str(tmp_path / "d"), "--steps", "3"]) == 2

@@ -189,6 +189,15 @@ class TestInterruption:
         assert result["model"]["config"]["hidden_size"] == 64
         assert (tmp_path / "lengths--lssar.json.old").exists()
 
+    def test_a_replaced_result_is_said_and_never_lost(self, folder, documents, tmp_path, capsys):
+        kept = []
+        for sequences in (1, 2, 3):
+            kept.append(measure_lengths(open_saved(folder), documents, [16], tmp_path, sequences=sequences))
+        assert read_old(tmp_path / "lengths--lssar.json.old") == kept[0]
+        assert read_old(tmp_path / "lengths--lssar.json.old2") == kept[1]
+        said = capsys.readouterr().err
+        assert "held another model or other settings: kept as lengths--lssar.json.old2" in said
+
     def test_a_damaged_file(self, folder, documents, tmp_path):
         (tmp_path / "lengths--lssar.json").write_text('{"format": "softplus-att')
         with pytest.raises(ValueError, match="`result file` must be written by"):

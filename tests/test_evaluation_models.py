@@ -134,6 +134,10 @@ class TestWindow:
         assert changed.description()["power"] == 7
         assert self.reach(changed.model) == 5
 
+    def test_stays_where_the_model_is_re_weighted(self, tmp_path):
+        use_attention(LlamaForCausalLM(LlamaConfig(**SMALL)), "lssa", window=3).save_pretrained(tmp_path)
+        assert self.reach(open_saved(f"{tmp_path}+reweight").model) == 5
+
 
 @pytest.mark.parametrize("learned", ["learned", "learned-log"])
 def test_a_power_in_place_of_learned_ones(learned, tmp_path):

@@ -384,6 +384,11 @@ class TestRefusals:
         config = kind(vocab_size=64, hidden_size=32, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
         with pytest.raises(ValueError, match="does not use transformers' attention interface"):
             AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
+        model = AutoModelForCausalLM.from_config(config)
+        before = model.config.to_dict()
+        with pytest.raises(ValueError, match="does not use transformers' attention interface"):
+            use_attention(model, "lssar", power=3)
+        assert model.config.to_dict() == before
 
     def test_window_of_a_model_that_sees_both_sides(self):
         from transformers import BertConfig, BertModel

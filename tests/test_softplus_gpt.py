@@ -274,6 +274,9 @@ class TestSaved:
         for name in ("lssa", "sdpa", "eager"):
             with pytest.raises(ValueError, match=rf"`attn_implementation` must be None or 'lssar'.*{name}"):
                 AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+            with pytest.raises(ValueError, match=rf"`attn_implementation` must be None or 'lssar'.*{name}"):
+                tiny().set_attn_implementation(name)
+        tiny().set_attn_implementation("lssar")
         meant = AutoModelForCausalLM.from_pretrained(tmp_path, attention="lssa")
         torch.testing.assert_close(logits(meant), logits(tiny(attention="lssa")))
 

@@ -81,9 +81,33 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clear(folder: Path) -> None:
-    """Only what a demo writes: the folder may be the user's own."""
-    for name in ("data", "text", "runs"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    """Only what a demo wrote: the folder may be the user's own, and hold others by the same names."""
+    for arm in ARMS.values():
+        run = folder / "runs" / arm["attention"]
+        if (run / "run.json").is_file():
+            shutil.rmtree(run)
+    if is_demo_data(folder):
+        shutil.rmtree(folder / "data")
+    text_of(folder).unlink(missing_ok=True)
+    for name in ("runs", "text"):
+        if (folder / name).is_dir() and not any((folder / name).iterdir()):
+            (folder / name).rmdir()
+
+
+def is_demo_data(folder: Path) -> bool:
+    """Whether ``folder`` / data was prepared from the text of a demo, also one that was cut short."""
+    for index in (folder / "data").glob("*.json"):
+        try:
+            plan = json.loads(index.read_text()).get("plan", {})
+        except (ValueError, AttributeError):
+            continue
+        if [Path(source).name for source in plan.get("sources", [])] == [text_of(folder).name]:
+            return True
+    return False
+
+
+def text_of(folder: Path) -> Path:
+    return folder / "text" / "train.jsonl"
 
 
 def prepare_text(folder: Path, texts: int) -> Texts:
@@ -91,7 +115,7 @@ def prepare_text(folder: Path, texts: int) -> Texts:
     from softplus_attention.evaluation.lengths import texts_of
 
     train, validation = builtin_text()
-    source = folder / "text" / "train.jsonl"
+    source = text_of(folder)
     if not source.exists():
         source.parent.mkdir(parents=True, exist_ok=True)
         partial = source.with_suffix(".partial")
@@ -106,13 +130,23 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     import transformers
 
     from softplus_attention.training import TrainConfig, train
+    from softplus_attention.training.errors import RunStopped
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     words = {**TRAINING, **ARMS[name], "steps": options.steps, "seed": options.seed, "device": options.device}
     output = folder / "runs" / ARMS[name]["attention"]
     print(f"     {name}", flush=True)
-    return train(TrainConfig(data=str(folder / "data"), output=str(output), **words))
+    config = TrainConfig(data=str(folder / "data"), output=str(output), **words)
+    try:
+        return train(config)
+    except RunStopped as error:
+        if "other settings" not in str(error):
+            raise
+        raise RunStopped(
+            f"{folder} holds a demo with other settings: put them back to go on, choose another --output, or say "
+            "--again to begin anew"
+        ) from error
 
 
 def evaluate_arm(name: str, path: Path, texts: Texts, lengths: list[int]) -> LengthCurve:

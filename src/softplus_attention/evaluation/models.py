@@ -293,9 +293,9 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
     """Window, power and re-weighting of a model of transformers."""
     name = model.config._attn_implementation
     if "reweight" in options:
-        scale = settings_of(model.config).get("score_scale")
+        own = settings_of(model.config)
         name = reweighted(attention_name(model.config))
-        use_attention(model, name, score_scale=scale)
+        use_attention(model, name, score_scale=own.get("score_scale"), window=own.get("window"))
     if "power" in options:
         if name not in KNOWN or KNOWN[name].second_stage == "none":
             fail("--power", f"left out for a model with {attention_name(model.config)!r}", options["power"])

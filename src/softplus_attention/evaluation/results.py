@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import shlex
@@ -61,11 +62,17 @@ def made(device: torch.device) -> dict[str, Any]:
     }
 
 
+def free_name(path: Path) -> Path:
+    """``path``, or with the first number behind it that no file has."""
+    numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not free.exists())
+
+
 class ResultFile:
     """What one measure found of one model. ``results`` is filled by the measure and ``save`` writes it, whole or not.
 
     What an earlier run found with the same model and settings is there from the start; a file with other ones is kept
-    beside as .json.old.
+    beside as .json.old, .json.old2 and so on.
     """
 
     def __init__(
@@ -91,7 +98,6 @@ class ResultFile:
             "made": made(device),
         }
         self.results: dict[str, Any] = dict(empty)
-        self.was_replaced = False
         before = self.earlier()
         if before is not None:
             self.results |= before["results"]
@@ -103,8 +109,9 @@ class ResultFile:
         before = read(self.path)
         if identity(before) == identity(self.frame):
             return before
-        self.path.replace(self.path.with_suffix(".json.old"))
-        self.was_replaced = True
+        aside = free_name(self.path.with_suffix(".json.old"))
+        self.path.replace(aside)
+        print(f"{self.path} held another model or other settings: kept as {aside.name}", file=sys.stderr, flush=True)
         return None
 
     def has(self, key: str, **words: Any) -> bool:

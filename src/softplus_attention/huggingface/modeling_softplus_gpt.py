@@ -213,6 +213,11 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
             )
         return own
 
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *options: Any, **named: Any) -> None:
+        """As at loading: what is asked for may only confirm the model's own."""
+        asked = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
+        self.get_correct_attn_implementation(asked)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):

@@ -37,10 +37,14 @@ def use_attention(
     settings |= {} if score_scale is None else {"score_scale": score_scale}
     settings |= {} if window is None else {"window": window}
     attention_with(name, settings)  # refused before anything is changed
-    for config in configs_of(model):
+    configs = configs_of(model)
+    before = [getattr(config, SETTINGS, None) for config in configs]
+    for config in configs:
         setattr(config, SETTINGS, dict(settings))
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
+        for config, former in zip(configs, before, strict=True):
+            delattr(config, SETTINGS) if former is None else setattr(config, SETTINGS, former)
         raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
     return model
 

@@ -21,6 +21,7 @@ from softplus_attention.kernels.triton_relaunch import all_aligned, current_devi
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 MOST_SPLITS = 256
+MOST_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
 VECTOR_NUMBERS = 1024  # held by a program of unit_kernel
 # Keys whose N * w / W is below this add nothing that the output's dtype can hold.
@@ -114,6 +115,14 @@ def decode(
     h_kv, t_max, dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     if not out.numel() or not t_max:
         return out.zero_()
+    if batch * h_kv > MOST_ON_AXIS:
+        most = MOST_ON_AXIS // h_kv
+        for rows in (slice(first, first + most) for first in range(0, batch, most)):
+            lengths, starts = (None if x is None else x[rows] for x in (cache_seqlens, cache_starts))
+            powers = None if power_rows is None else power_rows.expand(batch, h, t_q)[rows]
+            options = (window, sharpen, power, powers, power_by_length, score_scale, normalized_keys)
+            out[rows] = decode(q[rows], k_cache[rows], v_cache[rows], lengths, starts, *options)
+        return out
     q, k, v = unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache)
     dtype, device = q.dtype, q.device
     plan = plan_for(batch, h, h_kv, t_q, t_max, d, dv, dtype == torch.float32, device)
