@@ -381,10 +381,10 @@ class TestRefusals:
     @pytest.mark.parametrize("kind", [BloomConfig, CodeGenConfig])
     def test_a_model_without_the_attention_interface(self, kind):
         """These would go on with softmax, and see the future besides, since to them no mask means no mask."""
-        config = kind(vocab_size=64, hidden_size=32, n_embd=32, n_layer=1, n_head=2, rotary_dim=8)
+        size = {"vocab_size": 64, "hidden_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}
         with pytest.raises(ValueError, match="does not use transformers' attention interface"):
-            AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
-        model = AutoModelForCausalLM.from_config(config)
+            AutoModelForCausalLM.from_config(kind(**size), attn_implementation="lssar")
+        model = AutoModelForCausalLM.from_config(kind(**size))
         before = model.config.to_dict()
         with pytest.raises(ValueError, match="does not use transformers' attention interface"):
             use_attention(model, "lssar", power=3)
