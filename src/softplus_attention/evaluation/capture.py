@@ -13,15 +13,13 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from softplus_attention import baselines
-from softplus_attention.catalog import ABLATIONS, ATTENTIONS, Attention, attention
+from softplus_attention.catalog import KNOWN, Attention, attention
 from softplus_attention.huggingface.attention import attention_of, visibility_of
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.nn import rotate
 from softplus_attention.reference import attention_stages
 from softplus_attention.validation import check_score_scale, fail
 from softplus_attention.visibility import Visibility
-
-KNOWN = ATTENTIONS | ABLATIONS
 
 
 @dataclass(frozen=True)

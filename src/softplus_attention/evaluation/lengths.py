@@ -124,36 +124,3 @@ def by_position(losses: Tensor, first: int) -> list[tuple[int, int, float]]:
         means.append((begin, end, losses[:, begin - 1 : end - 1].mean().item()))
         begin, end = end, min(2 * end, losses.shape[1] + 1)
     return means
-
-
-@dataclass(frozen=True)
-class Control:
-    """The same targets with the whole context and with the last ``window`` tokens only."""
-
-    length: int
-    window: int
-    targets: int
-    full: float
-    short: float
-
-    @property
-    def gain(self) -> float:
-        """What the context beyond the window is worth, in nats; negative where it hurts."""
-        return self.short - self.full
-
-
-def context_control(
-    model: Any, texts: Texts, length: int, window: int, *, batch_tokens: int = 16384, targets: int | None = None
-) -> Control:
-    """Is a flat curve one that uses the long context, or one that ignores it?
-
-    The targets are the last ``targets`` tokens (half a window by default) of each sequence of ``length``. With the
-    short context each of them sees between window - targets and window tokens, the last of the same text.
-    """
-    targets = window // 2 if targets is None else targets
-    if not 0 < targets < window <= length:
-        fail("window", f"at most the length, {length}, and more than the {targets} targets", window)
-    rows = texts.cut(length)
-    full = losses_of(model, rows, batch_tokens=batch_tokens)[:, -targets:]
-    short = losses_of(model, rows[:, -window:], batch_tokens=batch_tokens)[:, -targets:]
-    return Control(length, window, full.numel(), full.mean().item(), short.mean().item())

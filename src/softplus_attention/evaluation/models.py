@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from softplus_attention.catalog import ABLATIONS, ATTENTIONS, attention
+from softplus_attention.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
 from softplus_attention.huggingface.loading import DTYPES, require
@@ -21,7 +21,6 @@ from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, logarithmic_power
 from softplus_attention.validation import fail
 
-KNOWN = ATTENTIONS | ABLATIONS
 OPTIONS = ("power", "reweight", "window", "rope")
 FORM = re.compile(rf"(.+?)((?:\+(?:{'|'.join(OPTIONS)})(?:=[^+]*)?)*)")
 ROPES = ("linear", "dynamic", "ntk", "yarn")

@@ -50,10 +50,6 @@ class SequenceForm:
         """How many time steps begin within the sequence."""
         return -(-(self.positions - 1) // (planets + 1))
 
-    @property
-    def padding_token(self) -> int:
-        return self.bins + 2
-
 
 def vocabulary(bins: int) -> int:
     """Bins, two time steps and the padding, per coordinate."""

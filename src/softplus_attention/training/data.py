@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from softplus_attention.data import Index, PackedTokens
-
-IGNORED = -100
+from softplus_attention.data.packing import IGNORED
 
 
 class Sequences(Protocol):

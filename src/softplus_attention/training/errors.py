@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+from softplus_attention.data.files import FULL
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # torch's own writers pass the system's words on without the number.
 FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softplus_attention.data.packing import IGNORED
 from softplus_attention.validation import fail
 
-IGNORED = -100
 CHUNK = 4096  # tokens whose logits exist at a time
 LOSSES = ("plain", "chunked", "liger")
 Loss = Callable[..., Tensor]
