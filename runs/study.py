@@ -111,6 +111,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "local_attention": f"{LOGN}-learned",
         **MIX,
     },
+    # Without the 1 that is subtracted: it learns faster on bytes and on a small vocabulary (docs/log.md).
+    "lssar-without-offset-learned-log-global3": {"attention": "lssar-without-offset", "power": "learned-log", **MIX},
     # What a learned sharpness does for softmax.
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},

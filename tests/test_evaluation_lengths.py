@@ -9,7 +9,7 @@ import torch
 from huggingface_models import IDS, SIZE, small_model, token_rows
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from softplus_attention.evaluation.lengths import by_position, context_control, loss_by_length, losses_of, texts_of
+from softplus_attention.evaluation.lengths import by_position, loss_by_length, losses_of, texts_of
 from softplus_attention.evaluation.loss import TokenLoss
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
@@ -142,26 +142,3 @@ class TestCurve:
         curve = loss_by_length(model, texts_of(documents(4096), 4096), [64, 4096])
         assert max(seen) <= 512
         assert all(math.isfinite(loss) for loss in curve.loss)
-
-
-class TestControl:
-    def test_a_window_model_gains_nothing(self):
-        torch.manual_seed(0)
-        config = SoftplusGPTConfig(**{**SIZE, **IDS, "num_hidden_layers": 1}, window=4)
-        model = SoftplusGPTForCausalLM(config).eval()
-        control = context_control(model, texts_of(documents(128), 64), 64, 16, targets=8)
-        assert control.targets == 2 * 8
-        assert control.gain == pytest.approx(0, abs=1e-5)
-
-    def test_the_same_targets(self, model):
-        texts = texts_of(documents(128), 64)
-        control = context_control(model, texts, 64, 16)
-        full = losses_of(model, texts.rows)[:, -8:]
-        short = losses_of(model, texts.rows[:, -16:])[:, -8:]
-        assert control.full == pytest.approx(full.mean().item())
-        assert control.short == pytest.approx(short.mean().item())
-        assert abs(control.gain) > 1e-4
-
-    def test_a_window_longer_than_the_text(self, model):
-        with pytest.raises(ValueError, match="`window` must be at most the length"):
-            context_control(model, texts_of(documents(128), 64), 64, 128)

@@ -96,6 +96,11 @@ class TestLengths:
             is None
         )
 
+    def test_a_model_with_a_window_gains_nothing(self, documents, tmp_path):
+        found = open_saved(saved_model(tmp_path / "windowed", num_hidden_layers=1, window=4))
+        control = measure_lengths(found, documents, [16, 64], tmp_path)["results"]["lengths"][1]["control"]
+        assert control["gain"] == pytest.approx(0, abs=1e-5)
+
     def test_longer_than_any_document(self, folder, documents, tmp_path):
         result = measure_lengths(open_saved(folder), documents, [16, 512, 4096], tmp_path)
         reason = "the longest document has 540 tokens"
