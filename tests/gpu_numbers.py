@@ -287,6 +287,22 @@ def check_large_cache(layout: str) -> str:
     return f"{k.numel():,} elements of k; at most {largest:.1e} from each sequence alone"
 
 
+def check_value_without_weight(name: str, d: int) -> str:
+    """A value that is not finite: rows that give it no weight keep their output and the gradient of their query."""
+    results = []
+    for value in (math.nan, 7.0):
+        leaves = qkv(300 if ON_GPU else 70, batch=1, heads=2, kv_heads=2, d=d, dtype=DTYPES[name])
+        with torch.no_grad():
+            leaves[2][0, 0, 3] = value
+        results.append(step(partial(softplus_attention, is_causal=True, impl="triton"), leaves))
+    (out, dq, *_), (expected, expected_dq, *_) = ([x[0, 0] for x in result] for result in results)
+    clear = out.isfinite().all(-1)
+    assert 0 < int(clear[4:].sum()) < len(clear) - 4, f"{int(clear.sum())} of {len(clear)} rows give it no weight"
+    for what, found, wanted in (("out", out, expected), ("dq", dq, expected_dq)):
+        near(found[clear], wanted[clear], DTYPES[name], what)
+    return f"{int(clear.sum())} of {len(clear)} rows give it no weight"
+
+
 REPEATED = ("causal", "full", "lssa", "window", "mask", "packed", "power per head", "float32", "D128")
 LONG_FLOAT32 = ("dominant", "all-equal", "one-huge-component")
 POISONED = [(setting, "bfloat16", 15) for setting in SETTINGS]
@@ -308,6 +324,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"repeats {x}": partial(check_repeats, x) for x in REPEATED},
     "repeats decode": check_decode_repeats,
     **{f"poison {x} {y} p={p}": partial(check_poison, x, y, p) for x, y, p in POISONED},
+    **{f"value without weight {x} D{d}": partial(check_value_without_weight, x, d) for x in DTYPES for d in (64, 128)},
     "million tokens p=15": partial(check_million, 15),
     "million tokens lssa": partial(check_million, None),
     "memory of training": check_training_memory,

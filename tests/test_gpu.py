@@ -24,7 +24,9 @@ def test_on_gpu(name: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter takes CPU tensors")
-@pytest.mark.parametrize("name", ["compile decode", "opcheck causal", "one above a crowd float16"])
+@pytest.mark.parametrize(
+    "name", ["compile decode", "opcheck causal", "one above a crowd float16", "value without weight float32 D64"]
+)
 def test_in_the_interpreter(name: str) -> None:
     """Those that are small without a GPU: a check that fails here would fail there."""
     assert gpu_checks.CHECKS[name]()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers import as_given, largest_error, outcomes, randn
@@ -85,6 +87,31 @@ def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> Non
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for zeros, nans in zip(*results, strict=True):
         torch.testing.assert_close(nans, zeros, atol=1e-6, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("power", [15, "learned"])
+def test_a_value_without_weight_reaches_no_gradient_of_a_row(power: Any, bad: float) -> None:
+    """One value is not finite: the rows that give it no weight have the output and the gradient of q and of their power
+    that they have with any other value there."""
+    results = []
+    for value in (bad, 7.0):
+        q, k, v = (randn(1, 2, 70, 16, seed=seed) for seed in range(3))
+        v[0, 0, 3] = value
+        rows = (torch.full((1, 2, 70), 15.0) if power == "learned" else torch.ones(0)).requires_grad_()
+        leaves = [x.requires_grad_() for x in (q, k, v)] + ([rows] if power == "learned" else [])
+        out = softplus_attention(
+            *leaves[:3], power=rows if power == "learned" else power, is_causal=True, impl="triton"
+        )
+        results.append((out, *torch.autograd.grad(out.sum(), leaves, allow_unused=True)))
+    (out, dq, _, _, *dp), (expected, expected_dq, _, _, *expected_dp) = results
+    clear = out[0, 0].isfinite().all(-1)
+    assert clear[4:].any()
+    assert not clear.all()
+    for found, wanted in ((out, expected), (dq, expected_dq), *zip(dp, expected_dp, strict=True)):
+        torch.testing.assert_close(found[0, 0][clear], wanted[0, 0][clear], atol=1e-5, rtol=1e-4)
+        assert found[0, 1].isfinite().all()
 
 
 @interpreted

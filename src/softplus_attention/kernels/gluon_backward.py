@@ -150,6 +150,8 @@ def dq_carefully(
         seen = o_n[None, :] < b_end[:, None]
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness = dq_slopes(scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, True, True)
+        if POWER != 0:
+            g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
         g = dq_gradient(g, steepness, b_delta, seen, POWER, True)
         b_sum += gl.sum(by_thread(g), 1)
         b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
@@ -402,6 +404,8 @@ def dkv_carefully(
         b_factor, b_slope, b_offset, b_delta, b_alpha, b_epsilon = row_terms(p_rows, o_m, t_q, n_rows)
         seen = seen_keys(o_m, o_n, t_q, t_k, CAUSAL)
         weight, sigma, steepness = dkv_slopes(scores, b_factor, b_slope, b_offset, b_norm, seen, POWER, True, True)
+        if POWER != 0:
+            g = gl.where(steepness == 0, b_delta[:, None], g)
         ds = dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER, True)
         w_tile.store(weight.to(w_tile.dtype))
         ds_tile.store(ds.to(w_tile.dtype))

@@ -61,7 +61,7 @@ def dq_pass(
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
     POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
-    FLAT_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the moments of each row."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
@@ -84,8 +84,9 @@ def dq_pass(
             if MASKED:
                 u = tl.where(seen, u, 0.0)
             steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
-            if FLAT_ROWS:
+            if CAREFUL:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
+                g = tl.where(steepness == 0, 0.0, g)  # also of a value that is not finite
             g = g * steepness
             b_sum += tl.sum(g, 1)
             if POWER_GRAD:
@@ -189,10 +190,10 @@ def dq_kernel(
     b_even = tl.zeros([BM, BD], tl.float32)
     b_sum = tl.zeros([BM], tl.float32)
     moments = PowerMoments(b_sum, b_sum, b_sum)
-    has_flat = 0
+    needs_care = 0
     if POWER != 0:
-        has_flat = tl.load(Flat + bh)
-    if has_flat > 0:
+        needs_care = tl.load(Flat + bh)
+    if needs_care > 0:
         b_steep, b_even, b_sum, moments = dq_pass(
             b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
             n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
@@ -248,7 +249,7 @@ def dkv_pass(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, MASKED: tl.constexpr,
-    FLAT_ROWS: tl.constexpr,
+    CAREFUL: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as 0 and add nothing."""
@@ -281,7 +282,7 @@ def dkv_pass(
                 b_counts = count_keys(sight, p_counts, o_m, t_q, HAS_MASK)
                 b_p = row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER, HAS_POWER_ROWS)
             steepness = raised(weight, b_p[:, None], POWER, 1, FINE)
-            if FLAT_ROWS:
+            if CAREFUL:
                 steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
             weight = weight * steepness
         if PRECISE:
@@ -292,6 +293,8 @@ def dkv_pass(
         b_dv = tl.dot(tl.trans(weight.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
         if POWER != 0:
+            if CAREFUL:
+                g = tl.where(steepness == 0, 0.0, g)
             g = g * steepness
         ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
         if MASKED:
@@ -358,10 +361,10 @@ def dkv_kernel(
         p_mask = Mask + b * mask_strides[0] + head * mask_strides[1]
         p_counts = Counts + b * count_strides[0] + head * count_strides[1]
         p_power = Power + b * power_strides[0] + head * power_strides[1]
-        has_flat = 0
+        needs_care = 0
         if POWER != 0:
-            has_flat = tl.load(Flat + b * h + head)
-        if has_flat > 0:
+            needs_care = tl.load(Flat + b * h + head)
+        if needs_care > 0:
             b_dk, b_dv = dkv_pass(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],

@@ -137,7 +137,8 @@ def forward_kernel(
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
     Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' and Height = max x (0 where the
-    scores are equal; Flat says in which heads there are such rows). Rest is what rounding took from Out.
+    scores are equal; Flat says in which heads there are such rows, or values that are not finite). Rest is what was
+    rounded off Out.
     """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     blocks = tl.cdiv(t_q, BM)
@@ -234,8 +235,7 @@ def forward_kernel(
             tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_level, b_q, b_factor, sharpening,
             keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, HAS_MASK, STAGES,
         )  # fmt: skip
-        if any_flat > 0:
-            tl.atomic_max(Flat + bh, 1)
+        tl.atomic_max(Flat + bh, 1)
     b_out = b_out / tl.where(b_weight == 0, 1.0, b_weight)[:, None]
     if POWER == 0:
         b_weight = b_total
