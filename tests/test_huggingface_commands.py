@@ -107,6 +107,12 @@ class TestGenerate:
         assert main([*words, "--device", "cpu"]) == 2
         assert "`--model` must be one without learned positions" in capsys.readouterr().err
 
+    def test_weights_that_are_cut_off(self, saved, capsys):
+        weights = saved / "llama" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
+        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "cpu"]) == 2
+        assert "`model` must be a folder with whole weights" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [

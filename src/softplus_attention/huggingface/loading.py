@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
@@ -26,6 +27,8 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, *
         check.fail(
             "model", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}"
         )
+    except SafetensorError as error:
+        check.fail("model", "a folder with whole weights", f"{source!r}: {error}")
     for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
         if report[which]:
             some = ", ".join(sorted(report[which])[:4])
