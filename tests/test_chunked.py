@@ -128,11 +128,15 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return call
 
 
+def assert_equals_the_reference(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
+    with tiles(*sizes):
+        assert_equal_in_float64(softplus_attention, impl="chunked", layout=LAYOUTS[layout], **call)
+
+
 @settings(max_examples=120)
 @given(calls(), tile_sizes(), st.sampled_from(list(LAYOUTS)))
 def test_equals_the_reference_in_float64(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
-    with tiles(*sizes):
-        assert_equal_in_float64(softplus_attention, impl="chunked", layout=LAYOUTS[layout], **call)
+    assert_equals_the_reference(call, sizes, layout)
 
 
 @pytest.mark.slow
@@ -141,7 +145,7 @@ def test_equals_the_reference_in_float64(call: dict[str, Any], sizes: tuple[int,
 def test_equals_the_reference_in_float64_for_long(
     call: dict[str, Any], sizes: tuple[int, int, int], layout: str
 ) -> None:
-    test_equals_the_reference_in_float64.hypothesis.inner_test(call, sizes, layout)
+    assert_equals_the_reference(call, sizes, layout)
 
 
 @settings(max_examples=60)

@@ -115,6 +115,19 @@ def test_blocks_are_found_and_numbered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    assert_examples_run(path)
+
+
+@pytest.mark.parametrize("code", ["x = y", "x = 1\nassert x == 2"])
+def test_an_example_that_does_not_run_is_noticed(code: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nz = 0\n```\n```python\n{code}\n```\n")
+    with pytest.raises((NameError, AssertionError)):
+        assert_examples_run(page)
+
+
+def assert_examples_run(path: Path) -> None:
+    """All of a page, one after the other; what they assert holds."""
     namespace: dict[str, Any] = {"__name__": "__example__"}
     for _, code in blocks(path):
         exec(compile(code, str(path), "exec"), namespace)

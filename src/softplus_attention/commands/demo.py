@@ -95,15 +95,12 @@ def clear(folder: Path) -> None:
 
 
 def is_demo_data(folder: Path) -> bool:
-    """Whether ``folder`` / data was prepared from the text of a demo, also one that was cut short."""
-    for index in (folder / "data").glob("*.json"):
-        try:
-            plan = json.loads(index.read_text()).get("plan", {})
-        except (ValueError, AttributeError):
-            continue
-        if [Path(source).name for source in plan.get("sources", [])] == [text_of(folder).name]:
-            return True
-    return False
+    """Whether ``folder`` / data was prepared from the text of a demo."""
+    try:
+        sources = json.loads((folder / "data" / "index.json").read_text())["plan"]["sources"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return [Path(source).name for source in sources] == [text_of(folder).name]
 
 
 def text_of(folder: Path) -> Path:
@@ -130,7 +127,7 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     import transformers
 
     from softplus_attention.training import TrainConfig, train
-    from softplus_attention.training.errors import RunStopped
+    from softplus_attention.training.errors import OtherSettings, RunStopped
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -140,9 +137,7 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     config = TrainConfig(data=str(folder / "data"), output=str(output), **words)
     try:
         return train(config)
-    except RunStopped as error:
-        if "other settings" not in str(error):
-            raise
+    except OtherSettings as error:
         raise RunStopped(
             f"{folder} holds a demo with other settings: put them back to go on, choose another --output, or say "
             "--again to begin anew"

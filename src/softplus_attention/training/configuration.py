@@ -214,13 +214,13 @@ class TrainConfig:
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """What of ``before`` is different now and would make another run of it."""
-        changed = []
+    def changes(self, before: Mapping[str, Any]) -> dict[str, str]:
+        """What of ``before`` is different now and would make another run of it, in words by the setting's name."""
+        changed = {}
         for field in dataclasses.fields(self):
             old, new = before.get(field.name, field.default), getattr(self, field.name)
             if old != new and not field.metadata["free"]:
-                changed.append(f"{field.name} was {old!r} and is {new!r}")
+                changed[field.name] = f"{field.name} was {old!r} and is {new!r}"
         return changed
 
 

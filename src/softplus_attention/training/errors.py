@@ -14,6 +14,10 @@ class RunStopped(RuntimeError):  # noqa: N818  it says what happened to the run,
     exit_status = 1
 
 
+class OtherSettings(RunStopped):
+    """The folder holds a run that was started with other settings."""
+
+
 class RunWarning(UserWarning):
     """Something went wrong that the run can do without."""
 

@@ -21,7 +21,7 @@ from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.training import checkpoints, parallel, run_record
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
-from softplus_attention.training.errors import RunStopped, RunWarning, is_disk_full
+from softplus_attention.training.errors import OtherSettings, RunStopped, RunWarning, is_disk_full
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, keep_until, peak_tflops
 from softplus_attention.training.power_callback import PowerCallback
@@ -91,22 +91,22 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
             return before | now  # nothing was saved: it begins, with whatever settings
         changed = config.changes(before["config"])
         if before["data"] != now["data"]:
-            changed.append(f"the data in {config.data} is not what the run was started with")
+            changed["data"] = f"the data in {config.data} is not what the run was started with"
         if changed and not accept_changes:
-            raise RunStopped(
-                f"{run} holds a run with other settings: {'; '.join(changed)}. Put them back to continue it, choose "
-                "another --output for a new run, or say --accept-changes to continue with the new ones. Nothing was "
-                "changed"
+            raise OtherSettings(
+                f"{run} holds a run with other settings: {'; '.join(changed.values())}. Put them back to continue it, "
+                "choose another --output for a new run, or say --accept-changes to continue with the new ones. Nothing "
+                "was changed"
             )
-        fixed = [words for words in changed if words.partition(" ")[0] in FIXED]
+        fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
             raise RunStopped(
                 f"{run} cannot go on with these changes: {'; '.join(fixed)}. Its place in the data and its "
                 "optimizer's state are those of its own settings. Choose another --output. Nothing was changed"
             )
         if changed:
-            say(f"continuing with changes: {'; '.join(changed)}")
-            now["changes"] = [*before.get("changes", []), changed]
+            say(f"continuing with changes: {'; '.join(changed.values())}")
+            now["changes"] = [*before.get("changes", []), [*changed.values()]]
             before.pop("finished", None)
         return before | now
 
