@@ -57,12 +57,12 @@ def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
 
 
-def signature(name: str, d: int, power: int, blocks: triton_launch.Blocks) -> ASTSource:
+def signature(name: str, d: int, power: int, offset: bool, blocks: triton_launch.Blocks) -> ASTSource:
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
     kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
-    options = (None, None, None, True, None, power != 0, float(max(power, 1)), of_rows, None, 4.0, False)
+    options = (None, None, None, True, None, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
     given |= {"HAS_REST": True, "POWER_GRAD": False, "NORMALIZED_KEYS": False}
     types: dict[str, Any] = {}
@@ -113,14 +113,17 @@ def main() -> int:
     parser.add_argument(
         "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
     )
+    parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
     options = parser.parse_args()
     if options.power < 0 and options.kernel.startswith("hopper"):
         parser.error(
             f"--power: at least 0 for {options.kernel}, which takes one power for all rows; got {options.power}"
         )
+    if options.without_offset and options.kernel.startswith("hopper"):
+        parser.error(f"--without-offset: {options.kernel} always subtracts")
     blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
-    source = signature(options.kernel, options.head_dim, options.power, blocks)
+    source = signature(options.kernel, options.head_dim, options.power, not options.without_offset, blocks)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

@@ -39,12 +39,13 @@ def decode(
     window: int | None = None,
     score_scale: float | None = None,
     normalized_keys: bool = False,
+    offset: bool = True,
 ) -> Tensor:
     from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
 
     scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     return torch.ops.softplus_attention.triton_decode(
-        q, k, v, lengths, cache_starts, window, *power_arguments(power), scale, normalized_keys
+        q, k, v, lengths, cache_starts, window, *power_arguments(power, offset), scale, normalized_keys
     )
 
 
@@ -93,11 +94,11 @@ def assert_agrees(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: 
     return ours
 
 
-def assert_power_on_gpu(power: Any, d: int, dtype: torch.dtype) -> None:
+def assert_power_on_gpu(power: Any, d: int, dtype: torch.dtype, offset: bool = True) -> None:
     q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
     starts = torch.tensor([0, 130], device="cuda")
     power = power.cuda() if isinstance(power, Tensor) else power
-    assert_agrees(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts)
+    assert_agrees(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts, offset=offset)
 
 
 def check_values_that_are_not_finite(bad: float, rows: int) -> None:
@@ -159,6 +160,8 @@ def check_launches_again() -> None:
                 own = power.item() if isinstance(power, Tensor) else power
                 out = decode(q, k, v, None, power=power)
                 assert torch.allclose(out, reference(q, k, v, whole[1:], power=own), atol=0.02, rtol=0.02)
+                bare = reference(q, k, v, whole[1:], power=own, offset=False)
+                assert torch.allclose(decode(q, k, v, None, power=power, offset=False), bare, atol=0.02, rtol=0.02)
         powers = torch.full((2, 4, 1), 15.0, device="cuda")
         for lengths in (None, whole[1:].clone(), whole[1:], whole[1:].int()):
             for power in (15, powers, powers[:1, :, :1]):

@@ -29,13 +29,14 @@ SECONDS = 300  # the longest a check may take, its compilation included
 
 def check_decode_powers(d: int, dtype: torch.dtype) -> str:
     outside = []
-    for name, power in decode_cases.POWERS.items():
+    calls = [(name, True) for name in decode_cases.POWERS] + [("15", False), ("per head", False)]
+    for name, offset in calls:
         try:
-            decode_cases.assert_power_on_gpu(power, d, dtype)
+            decode_cases.assert_power_on_gpu(decode_cases.POWERS[name], d, dtype, offset)
         except AssertionError as error:
-            outside.append(f"p {name}: {error}")
+            outside.append(f"p {name}{'' if offset else ' without offset'}: {error}")
     assert not outside, "; ".join(outside)
-    return f"{len(decode_cases.POWERS)} powers within the yardstick"
+    return f"{len(calls)} calls within the yardstick"
 
 
 def check_decode_not_finite() -> str:
@@ -59,7 +60,7 @@ def check_decode_unit_vectors() -> str:
 
 def check_decode_launches() -> str:
     decode_cases.check_launches_again()
-    return "96 launches with odd and even strides, pointers, lengths and powers"
+    return "126 launches with odd and even strides, pointers, lengths and powers"
 
 
 DECODE: dict[str, Check] = {

@@ -177,10 +177,11 @@ def op_arguments(name: str, t: int = 33) -> list[Any]:
     rows = torch.full((1, 4, 1), 2.5, device=DEVICE, requires_grad=True) if name == "rows" else None
     growth = [3.0, 1.0, 4.0] if name == "by length" else None
     window = 7 if name == "window" else None
-    return [q, k, v, start, end, mask, True, window, name != "lssa", 15.0, rows, growth, math.log(D), False]
+    power = (name != "lssa", 15.0, rows, growth, name != "without offset")
+    return [q, k, v, start, end, mask, True, window, *power, math.log(D), False]
 
 
-OPCHECKED = ("causal", "contiguous", "window", "lssa", "mask", "ranges", "rows", "by length", "empty")
+OPCHECKED = ("causal", "contiguous", "window", "lssa", "mask", "ranges", "rows", "by length", "without offset", "empty")
 
 
 @contextmanager
@@ -212,7 +213,7 @@ def check_opcheck_decode() -> str:
     op = torch.ops.softplus_attention.triton_decode.default
     inputs, lengths = decode_inputs(40), torch.tensor([40, 9], device=DEVICE)
     for starts, window, unit_keys in ((None, None, False), (lengths // 3, 7, True)):
-        options = (starts, window, True, 15.0, None, None, math.log(D), unit_keys)
+        options = (starts, window, True, 15.0, None, None, True, math.log(D), unit_keys)
         torch.library.opcheck(op, (*inputs, lengths, *options))
     return "two calls"
 

@@ -76,14 +76,15 @@ def assert_average(out: Tensor, v: Tensor, what: str) -> None:
     assert float(out.abs().max()) <= float(v.abs().max()) * 1.01, f"{what}: an average lies outside its values"
 
 
-def check_hostile(dtype: str, power: int) -> str:
+def check_hostile(dtype: str, power: int, offset: bool = True) -> str:
     """All rows of 4,096 tokens: finite output, and finite gradients wherever float64's fit the dtype."""
     kind, t = DTYPES[dtype], 4096 if ON_GPU else 130
     names = [*HOSTILE, *(FLOAT32_ONLY if kind == torch.float32 else ())]
     too_large = 0
     for name in names:
         q, k, v = hostile_qkv(name, kind, t, 2)
-        options = {"power": power, "is_causal": True, "grad_out": fresh(*q.shape, seed=4, dtype=kind)}
+        options = {"power": power, "offset": offset, "is_causal": True}
+        options["grad_out"] = fresh(*q.shape, seed=4, dtype=kind)
         ours = run(softplus_attention, q, k, v, impl="triton", **options)
         exact = run(softplus_attention, q, k, v, impl="reference", dtype=torch.float64, **options)
         assert_average(ours["out"], v, name)
@@ -317,6 +318,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{
         f"hostile {x} p={p}": partial(check_hostile, x, p) for x in ("float32", "bfloat16", "float16") for p in (15, 31)
     },
+    **{f"hostile {x} p=31 without offset": partial(check_hostile, x, 31, False) for x in DTYPES},
     "hostile long float32": partial(check_hostile_long, "float32", LONG_FLOAT32),
     "hostile long bfloat16": partial(check_hostile_long, "bfloat16", tuple(HOSTILE)),
     **{f"some equal scores {x}": partial(check_some_equal, x) for x in DTYPES},

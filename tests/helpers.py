@@ -54,6 +54,8 @@ def doubtful_rows(function: Attention, q: Tensor, k: Tensor, **options: Any) -> 
     (B, H, T_q), or (total, H) for packed documents.
     """
     is_packed = function is softplus_attention_varlen
+    if not options.get("offset", True):
+        return torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)  # nothing is cut off in any row
     if is_packed:
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
     visibility = visibility_of(function, q, k, options)

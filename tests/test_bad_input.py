@@ -93,6 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask-heads": ({"attn_mask": torch.ones(3, T, T, dtype=torch.bool)}, ValueError, r"`attn_mask` must be broadcast"),
     "mask-rank": ({"attn_mask": torch.ones(1, 1, 1, T, T, dtype=torch.bool)}, ValueError, r"`attn_mask` must be broad"),
     "mask-device": ({"attn_mask": zeros(T, T, dtype=torch.bool, device="meta")}, ValueError, r"`attn_mask`.*device"),
+    "offset-number": ({"offset": 1.0}, TypeError, r"`offset` must be True or False, got 1\.0"),
     "scale-negative": ({"score_scale": -1.0}, ValueError, r"`score_scale` must be a finite number >= 0.*-1"),
     "scale-nan": ({"score_scale": math.nan}, ValueError, r"`score_scale` must be a finite number.*nan"),
     "scale-infinite": ({"score_scale": math.inf}, ValueError, r"`score_scale` must be a finite number.*inf"),

@@ -122,12 +122,14 @@ def test_entmax_with_far_apart_scores_and_many_hidden_keys() -> None:
 
 @pytest.mark.parametrize("power", [15, 3, 2.5, PowerByLength(3, 2, 8), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_composed_lssar_is_the_reference(power: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("offset", [True, False])
+def test_composed_lssar_is_the_reference(power: Any, dtype: torch.dtype, offset: bool) -> None:
     q, k, v = inputs(5, dtype=dtype, kv_heads=2)
     mask = torch.rand(B, 1, 5, T, generator=torch.Generator().manual_seed(1)) > 0.4
     visibility = Visibility(5, T, q.device, is_causal=True, window=9, mask=mask)
-    spec = LSSA if power is None else LSSAR.but(power=power)
-    assert torch.equal(composed_attention(spec, q, k, v, visibility), reference_attention(q, k, v, visibility, power))
+    spec = LSSA if power is None else LSSAR.but(power=power, offset=offset)
+    ours = reference_attention(q, k, v, visibility, power, offset=offset)
+    assert torch.equal(composed_attention(spec, q, k, v, visibility), ours)
 
 
 def test_lssar_runs_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +141,10 @@ def test_lssar_runs_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(baselines, "composed_attention", refuse)
     assert torch.equal(attention("lssar", power=7, log_d=False, window=5)(q, k, v, is_causal=True), expected)
+    without = softplus_attention(q, k, v, power=15, offset=False)
+    assert torch.equal(attention("lssar-without-offset")(q, k, v), without)
     with pytest.raises(AssertionError, match="composed"):
-        attention("lssar", offset=False)(q, k, v)
+        attention("lssar", qk_norm=False)(q, k, v)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

@@ -108,6 +108,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "power": draw(powers(batch, heads, t_q)),
         "enable_gqa": share > 1 or draw(st.booleans()),
         "is_causal": draw(st.booleans()),
+        "offset": draw(st.booleans()),
     }
     if draw(st.integers(0, 3)) == 0:
         call["k"] = call["k"][:, :, :1] + 0.2 * call["k"]  # keys close to each other: small x

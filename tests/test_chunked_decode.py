@@ -28,11 +28,12 @@ def caches(keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2) -> 
 @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
 @pytest.mark.parametrize("keys", [3, 40, SMALL, SMALL + 188])  # up to SMALL the keys are normalised first
 @pytest.mark.parametrize("unit", [False, True], ids=["raw keys", "unit keys"])
-def test_equals_the_reference(power, keys, unit):
+@pytest.mark.parametrize("offset", [True, False], ids=["with offset", "without"])
+def test_equals_the_reference(power, keys, unit, offset):
     q, k, v = caches(keys)
     k = F.normalize(k, dim=-1) if unit else k
     lengths = torch.tensor([keys, max(1, keys - 9)], dtype=torch.int32)
-    options = {"power": power, "enable_gqa": True, "normalized_keys": unit}
+    options = {"power": power, "offset": offset, "enable_gqa": True, "normalized_keys": unit}
     short = softplus_attention_decode(q, k, v, lengths, **options)
     exact = softplus_attention_decode(*(x.double() for x in (q, k, v)), lengths, **options, impl="reference")
     torch.testing.assert_close(short.double(), exact, atol=2e-5, rtol=1e-4)
@@ -101,7 +102,7 @@ def test_equal_scores_and_empty_caches():
     lengths = torch.tensor([30, 0], dtype=torch.int32)
     starts = torch.tensor([0, 0])
     out = torch.ops.softplus_attention.chunked_decode(
-        q, same, v, starts[:, None], lengths[:, None], True, 15.0, None, None, 3.0, False
+        q, same, v, starts[:, None], lengths[:, None], True, 15.0, None, None, True, 3.0, False
     )
     torch.testing.assert_close(out[0, 0, 0], v[0, 0].mean(0), atol=1e-5, rtol=1e-4)
     assert out[1].abs().max() == 0
@@ -126,5 +127,5 @@ def test_gradients_take_the_general_way():
 def test_opcheck():
     q, k, v = caches(40)
     bounds = torch.zeros(2, 1, dtype=torch.int32), torch.full((2, 1), 40, dtype=torch.int32)
-    arguments = (q, k, v, *bounds, True, 15.0, None, None, 3.4, False)
+    arguments = (q, k, v, *bounds, True, 15.0, None, None, True, 3.4, False)
     torch.library.opcheck(torch.ops.softplus_attention.chunked_decode.default, arguments)

@@ -29,10 +29,10 @@ def hostile(name: str, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, T
     return q[:, :, -rows:].to(dtype), k.to(dtype), v.to(dtype)
 
 
-def check_hostile(name: str, dtype: torch.dtype, power: Any, rows: int) -> None:
+def check_hostile(name: str, dtype: torch.dtype, power: Any, rows: int, offset: bool = True) -> None:
     q, k, v = hostile(name, dtype, rows)
     grad_out = randn(*q.shape, seed=4, dtype=dtype)
-    options = {"impl": "chunked", "power": power, "is_causal": True, "grad_out": grad_out}
+    options = {"impl": "chunked", "power": power, "offset": offset, "is_causal": True, "grad_out": grad_out}
     ours = run(softplus_attention, q, k, v, **options)
     exact = run(softplus_attention, q, k, v, **options, dtype=torch.float64)
     assert all(x.isfinite().all() for x in exact.values())
@@ -45,10 +45,10 @@ def check_hostile(name: str, dtype: torch.dtype, power: Any, rows: int) -> None:
             assert dtype == torch.float16, which
 
 
-@pytest.mark.parametrize("power", [15, 31])
+@pytest.mark.parametrize(("power", "offset"), [(15, True), (31, True), (31, False)])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=IDS)
-def test_finite_output_and_gradients(name: str, dtype: torch.dtype, power: int) -> None:
-    check_hostile(name, dtype, power, ROWS)
+def test_finite_output_and_gradients(name: str, dtype: torch.dtype, power: int, offset: bool) -> None:
+    check_hostile(name, dtype, power, ROWS, offset)
 
 
 @pytest.mark.slow

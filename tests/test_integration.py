@@ -166,15 +166,16 @@ def op_arguments(**options: Any) -> dict[str, tuple[Any, ...]]:
     nothing = torch.zeros(1, 0, dtype=torch.int32)
     views = [transposed(x.detach()).requires_grad_() for x in (q, k, v)]
     return {
-        "causal": (q, k, v, start, end, None, True, 15.0, None, None, 2.0, False),
-        "lssa": (q, k, v, start, end, None, False, 1.0, None, None, 2.0, False),
-        "mask": (q, k, v, *ranges, mask, True, 3.0, None, None, 2.0, False),
-        "rows": (q, k, v, start, end, None, True, 1.0, rows, None, 2.0, False),
-        "by-length": (q, k, v, start, end, None, True, 1.0, None, [3.0, 1.0, 4.0], 2.0, False),
-        "normalised": (q, k, v, start, end, None, True, 15.0, None, None, 2.0, True),
-        "transposed": (*views, start, end, None, True, 15.0, None, None, 2.0, False),
-        "transposed-mask": (*views, *ranges, mask, True, 15.0, None, None, 2.0, False),
-        "empty": (*empty, nothing, nothing, None, True, 15.0, None, None, 2.0, False),
+        "causal": (q, k, v, start, end, None, True, 15.0, None, None, True, 2.0, False),
+        "lssa": (q, k, v, start, end, None, False, 1.0, None, None, True, 2.0, False),
+        "mask": (q, k, v, *ranges, mask, True, 3.0, None, None, True, 2.0, False),
+        "rows": (q, k, v, start, end, None, True, 1.0, rows, None, True, 2.0, False),
+        "by-length": (q, k, v, start, end, None, True, 1.0, None, [3.0, 1.0, 4.0], True, 2.0, False),
+        "normalised": (q, k, v, start, end, None, True, 15.0, None, None, True, 2.0, True),
+        "without-offset": (q, k, v, start, end, None, True, 15.0, None, None, False, 2.0, False),
+        "transposed": (*views, start, end, None, True, 15.0, None, None, True, 2.0, False),
+        "transposed-mask": (*views, *ranges, mask, True, 15.0, None, None, True, 2.0, False),
+        "empty": (*empty, nothing, nothing, None, True, 15.0, None, None, True, 2.0, False),
     }
 
 

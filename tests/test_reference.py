@@ -113,6 +113,8 @@ MODES = {
     "gqa": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "enable_gqa": True}, heads=4, batch=2),
     "mqa": Mode(lambda b, h, i, j: True, {"enable_gqa": True}, heads=3, kv_heads=1),
     "score-scale": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "score_scale": 3.0}),
+    "without-offset": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "offset": False}),
+    "mask-without-offset": Mode(lambda b, h, i, j: bool(MASK[i, j]), {"attn_mask": MASK, "offset": False}),
     "packed": Mode(
         lambda b, h, i, j: packed_causal(i, j),
         {"is_causal": True, **packed_options(CU_Q, CU_K)},
@@ -136,6 +138,14 @@ MODES = {
         {"cache_seqlens": LENGTHS, "cache_starts": STARTS, "enable_gqa": True},
         batch=2,
         kv_heads=1,
+        t_q=2,
+        t_k=8,
+        function=softplus_attention_decode,
+    ),
+    "decode-without-offset": Mode(
+        lambda b, h, i, j: bool(j <= LENGTHS[b] - 2 + i),
+        {"cache_seqlens": LENGTHS, "offset": False},
+        batch=2,
         t_q=2,
         t_k=8,
         function=softplus_attention_decode,
@@ -195,7 +205,7 @@ def by_hand(
                 p = power(b, h, i, n)
                 final = a
                 if p is not None:
-                    offset = 0 if n <= 3 else 1
+                    offset = 1 if n > 3 and mode.options.get("offset", True) else 0
                     x = {j: max(n * a[j] - offset, 0.0) for j in seen}
                     if max(x.values()) > 2**-10:
                         w = {j: x[j] ** p if x[j] > 0 else 0.0 for j in seen}
@@ -241,7 +251,7 @@ def test_normalized_keys_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("power", [None, 1, 15], ids=["lssa", "p1", "p15"])
-@pytest.mark.parametrize("name", ["causal", "mask", "ranges", "window-of-three", "gqa"])
+@pytest.mark.parametrize("name", ["causal", "mask", "ranges", "window-of-three", "gqa", "without-offset"])
 def test_weights_of_each_stage(name: str, power: Any) -> None:
     mode = MODES[name]
     q, k, v = mode.qkv(seed=4)
@@ -370,7 +380,7 @@ def test_gradcheck_of_every_other_mode(name: str) -> None:
 
 @pytest.mark.parametrize("least", [1.0, 2.5, 14.0])
 @pytest.mark.parametrize("shape", [(2,), (1, 1, 7), (1, 2, 7), ()], ids=str)
-@pytest.mark.parametrize("name", ["causal", "mask"])
+@pytest.mark.parametrize("name", ["causal", "mask", "without-offset"])
 def test_gradcheck_of_the_power(name: str, shape: tuple[int, ...], least: float) -> None:
     q, k, v = away_from_kinks(name)
     # Finite differences step to both sides of p, so a power of exactly 1 cannot be probed.
@@ -379,11 +389,11 @@ def test_gradcheck_of_the_power(name: str, shape: tuple[int, ...], least: float)
 
 
 def method_backward(
-    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, p: Tensor | float, d_out: Tensor
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, p: Tensor | float, d_out: Tensor, subtract: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(out, dq, dk, dv, dp of each row) by the method's backward, with E saved in the forward and no other row sum."""
     counts = sees.sum(-1, keepdim=True).double()
-    offset = (counts > 3).double()
+    offset = ((counts > 3) & subtract).double()
     q_norm, k_norm = q.norm(dim=-1, keepdim=True), k.norm(dim=-1, keepdim=True)
     q_unit, k_unit = q / q_norm, k / k_norm
     scale = math.log(q.shape[-1]) * counts.log()
@@ -420,6 +430,7 @@ BACKWARD_MODES = {
     "full": Mode(lambda b, h, i, j: True, t_q=LONG, t_k=LONG),
     "causal": Mode(lambda b, h, i, j: j <= i, {"is_causal": True}, t_q=LONG, t_k=LONG),
     "window": Mode(lambda b, h, i, j: i - 9 < j <= i, {"is_causal": True, "window": 9}, t_q=LONG, t_k=LONG),
+    "without-offset": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "offset": False}, t_q=LONG, t_k=LONG),
     "packed": Mode(
         lambda b, h, i, j: packed_causal(i, j, CU_LONG, CU_LONG),
         {"is_causal": True, **packed_options(CU_LONG, CU_LONG)},
@@ -439,7 +450,7 @@ def test_the_written_out_backward_equals_autograd(mode: Mode, power: float) -> N
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = mode(*leaves, rows)
     autograd = (out, *torch.autograd.grad(out, [*leaves, rows], d_out))
-    written = method_backward(q, k, v, visible(mode), power, d_out)
+    written = method_backward(q, k, v, visible(mode), power, d_out, mode.options.get("offset", True))
     for name, ours, theirs in zip(("out", "dq", "dk", "dv", "dp"), written, autograd, strict=True):
         scale = max(1.0, float(theirs.detach().abs().max()))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale, msg=lambda m, name=name: f"{name}: {m}")

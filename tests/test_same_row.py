@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "score-scale": {"power": 3, "score_scale": 5.0},
     "gqa": {"power": 15, "kv_heads": 2},
     "window": {"power": 15, "window": 6},
+    "without-offset": {"power": 3, "offset": False},
 }
 
 

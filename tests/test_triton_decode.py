@@ -68,6 +68,11 @@ class TestAgainstTheReference:
         assert_agrees(*caches(dtype, t_q=2), torch.tensor([150, 71]), power=power)
 
     @DTYPES
+    @pytest.mark.parametrize("name", ["1", "15", "per head"])
+    def test_without_offset(self, name: str, dtype: torch.dtype) -> None:
+        assert_agrees(*caches(dtype, t_q=2), torch.tensor([150, 3]), power=POWERS[name], offset=False)
+
+    @DTYPES
     @pytest.mark.parametrize(
         "shape",
         [
@@ -260,7 +265,7 @@ class TestTheOp:
 
     def test_opcheck(self) -> None:
         q, k, v = caches(torch.float32, t_max=40)
-        arguments = (q, k, v, torch.tensor([40, 9]), None, None, True, 15.0, None, None, math.log(16), False)
+        arguments = (q, k, v, torch.tensor([40, 9]), None, None, True, 15.0, None, None, True, math.log(16), False)
         torch.library.opcheck(torch.ops.softplus_attention.triton_decode.default, arguments)
 
     @pytest.mark.parametrize("empty", ["batch", "t_max"])
@@ -290,14 +295,18 @@ def test_squares_of_keys_beyond_float32s(d: int) -> None:
     assert (square[12:] == 0).all()
 
 
+GPTS = ("softplus-gpt", "softplus-gpt learned", "softplus-gpt mix", "softplus-gpt bare")
+
+
 @interpreted
 class TestOfAModel:
     """The short way of a decode step, which a model takes in every layer where the kernels are."""
 
-    @pytest.mark.parametrize("family", ["llama", "mistral", "softplus-gpt", "softplus-gpt learned", "softplus-gpt mix"])
+    @pytest.mark.parametrize("family", ["llama", "mistral", *GPTS])
     def test_the_same_logits(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         family, _, learned = family.partition(" ")
-        words = {"learned": {"power": "learned"}, "mix": {"power": "learned-log", "window": 5, "global_every": 2}}
+        mix = {"power": "learned-log", "window": 5, "global_every": 2}
+        words = {"learned": {"power": "learned"}, "mix": mix, "bare": mix | {"attention": "lssar-without-offset"}}
         model, ids = small_model(family), token_rows(2, 12)
         if learned:
             model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**model.config.to_dict() | words[learned])).eval()
@@ -473,6 +482,11 @@ class TestOnGpu:
     @pytest.mark.parametrize("d", decode_cases.GPU_HEAD_DIMS)
     def test_powers(self, power: Any, d: int, dtype: torch.dtype) -> None:
         decode_cases.assert_power_on_gpu(power, d, dtype)
+
+    @pytest.mark.parametrize("dtype", decode_cases.GPU_DTYPES, ids=str)
+    @pytest.mark.parametrize("name", ["15", "per head"])
+    def test_without_offset(self, name: str, dtype: torch.dtype) -> None:
+        decode_cases.assert_power_on_gpu(POWERS[name], 64, dtype, offset=False)
 
     @pytest.mark.parametrize("rows", [1, 16, 48])
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -34,9 +34,11 @@ class Case:
     t_k: int = 90
     layout: str = "plain"
     mask_rows: int | None = None
+    offset: bool = True
 
     def __str__(self) -> str:
         layout = "" if self.layout == "plain" else f" {self.layout}"
+        layout += "" if self.offset else " without offset"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"{self.mode} p={self.power} {self.dtype} D{self.d}/{self.dv} {heads} T{self.t_q}/{self.t_k}{layout}"
 
@@ -75,6 +77,7 @@ def assert_case(case: Case, device: str) -> None:
     power = power_of(case, batch, device)
     layout = {"plain": as_given, "transposed": transposed, "columns": columns}[case.layout]
     common: dict[str, Any] = {"impl": "triton", "power": power, "enable_gqa": True, "layout": layout}
+    common |= {} if case.offset else {"offset": False}
     mask = randn(batch, case.heads if case.mode == "mask" else 1, t_q, t_k, seed=5, device=device) > 0.3
     mask = mask[:, :, : case.mask_rows]
     if case.mode == "packed":
@@ -125,6 +128,10 @@ def interpreter_cases() -> list[Case]:
     cases += [Case(heads=16, kv_heads=8, t_q=1, t_k=65), Case(heads=16, kv_heads=8, t_q=3, t_k=3)]
     cases += [Case(layout="columns"), Case(mode="causal and mask", power="3", mask_rows=1)]
     cases += [Case(heads=6, kv_heads=2, d=16, dv=16, t_q=63, t_k=63)]
+    cases += [Case(mode=mode, offset=False) for mode in MODES]
+    cases += [Case(mode=mode, offset=False, dtype="float16") for mode in ("causal", "window", "ranges")]
+    cases += [Case(power=power, offset=False) for power in ("1", "2.5", "per head", "per row", "by length")]
+    cases += [Case(power="per head", offset=False, dtype="float16")]
     return cases
 
 
@@ -153,6 +160,20 @@ def gpu_cases() -> list[Case]:
             ("causal", "2", "float16", 333, 301),
             ("causal", "31", "bfloat16", 640, 640),
             ("causal", "15", "bfloat16", 17, 64),
+        )
+    ]
+    cases += [Case(mode=mode, dtype="bfloat16", d=64, dv=64, offset=False, **size) for mode in MODES]
+    cases += [
+        Case(power=power, dtype=dtype, d=d, dv=d, offset=False, **size)
+        for power, dtype, d in (
+            ("1", "bfloat16", 64),
+            ("31", "float16", 64),
+            ("per head", "bfloat16", 64),
+            ("per head", "float16", 64),
+            ("per head", "bfloat16", 128),
+            ("by length", "float32", 64),
+            ("15", "bfloat16", 128),
+            ("15", "bfloat16", 256),
         )
     ]
     return cases

@@ -23,7 +23,7 @@ from softplus_attention.reference import (
     compute_dtype,
     expand_kv_heads,
     l1_normalised,
-    paper_offset,
+    offset_of,
     seen_by_some_row,
     sharpened,
     softplus,
@@ -143,10 +143,11 @@ class AttentionSpec:
 
     @property
     def is_softplus_attention(self) -> bool:
-        """Whether ``softplus_attention`` computes it: LSSA or LSSAR of any power and window, with or without log d."""
+        """Whether ``softplus_attention`` computes it: LSSA or LSSAR of any power and window, with or without log d and
+        offset."""
         stage_1 = self.positive == "softplus" and self.normaliser == "l1" and self.qk_norm and self.log_n
         as_published = not self.learned_scale and self.bias == "none" and self.positions != "alibi"
-        stage_2 = self.second_stage == "none" or (self.second_stage == "relu_power" and self.times_n and self.offset)
+        stage_2 = self.second_stage == "none" or (self.second_stage == "relu_power" and self.times_n)
         return stage_1 and as_published and stage_2
 
     def score_scale(self, head_dim: int) -> float:
@@ -288,7 +289,7 @@ def second_stage(spec: AttentionSpec, a: Tensor, visible: Tensor, counts: Tensor
     p = p.to(a.dtype)[..., None] if isinstance(p, Tensor) else p
     if spec.second_stage == "exp":
         return softmax(p * (counts[..., None] * a if spec.times_n else a), visible)
-    offset = paper_offset(counts) if spec.offset else counts.new_zeros(())
+    offset = offset_of(counts, spec.offset)
     # relu(a - o) is relu(N a - N o) / N: the factor cancels, and the tolerance for equal scores keeps its meaning.
     return sharpened(a, visible, counts, p, offset if spec.times_n else offset * counts[..., None])
 

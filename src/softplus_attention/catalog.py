@@ -224,7 +224,8 @@ class Attention:
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
                 score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2])
-                return attention_stages(q, k, visibility, self.power(parameters, visibility), score_scale).sharpened
+                power = self.power(parameters, visibility)
+                return attention_stages(q, k, visibility, power, score_scale, offset=self.spec.offset).sharpened
             return baselines.composed_weights(self.spec, q, k, visibility, parameters)
 
     def window(self, window: int | None) -> int | None:
@@ -243,7 +244,9 @@ class Attention:
         """Of LSSA and LSSAR, for ``functional.decode_step``."""
         if not self.spec.is_softplus_attention:
             return None
-        return ours.Step(ours.power_arguments(self.spec.sharpening), self.score_scale, self.spec.window)
+        return ours.Step(
+            ours.power_arguments(self.spec.sharpening, self.spec.offset), self.score_scale, self.spec.window
+        )
 
     @property
     def score_scale(self) -> float | None:
@@ -280,6 +283,7 @@ class Attention:
             self.power(parameters, visibility),
             self.score_scale,
             cast(ours.Impl, impl),
+            offset=self.spec.offset,
             validate=validate,
             normalized_keys=normalized_keys,
             most_keys=most_keys,

@@ -35,6 +35,7 @@ def softplus_attention(
     *,
     power: Power = 15,
     score_scale: float | None = None,
+    offset: bool = True,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     window: int | None = None,
@@ -57,6 +58,8 @@ def softplus_attention(
         power: the sharpening power: None for LSSA; a number >= 1 (ints are fastest); a tensor, (H,) per head or
             broadcastable to (B, H, T_q), which receives its gradient; or ``PowerByLength``.
         score_scale: None means log(D). Not SDPA's ``scale``: it multiplies cosines.
+        offset: False subtracts no 1: the weights are softplus(score)^power, l1-normalised, and no key is cut off. One
+            pass over the keys then suffices. It has no meaning for LSSA.
         is_causal: row i sees the keys up to its own. The last row stands on the last key, also where T_q != T_k
             (bottom-right; torch's SDPA aligns top-left). T_q = 2, T_k = 4::
 
@@ -76,7 +79,7 @@ def softplus_attention(
     q, k, v = autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
-    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate)
+    return attend(q, k, v, visibility, power, score_scale, impl, offset=offset, validate=validate)
 
 
 def softplus_attention_varlen(
@@ -90,6 +93,7 @@ def softplus_attention_varlen(
     max_seqlen_k: int,
     power: Power = 15,
     score_scale: float | None = None,
+    offset: bool = True,
     is_causal: bool = False,
     window: int | None = None,
     enable_gqa: bool = False,
@@ -107,10 +111,10 @@ def softplus_attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, window, enable_gqa, validate
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    longest = max_seqlen_k
-    return attend(q, k, v, visibility, power, score_scale, impl, validate=validate, most_keys=longest)[0].transpose(
-        0, 1
+    out = attend(
+        q, k, v, visibility, power, score_scale, impl, offset=offset, validate=validate, most_keys=max_seqlen_k
     )
+    return out[0].transpose(0, 1)
 
 
 def softplus_attention_decode(
@@ -123,6 +127,7 @@ def softplus_attention_decode(
     normalized_keys: bool = False,
     power: Power = 15,
     score_scale: float | None = None,
+    offset: bool = True,
     window: int | None = None,
     enable_gqa: bool = False,
     impl: Impl = "auto",
@@ -147,6 +152,7 @@ def softplus_attention_decode(
         power,
         score_scale,
         impl,
+        offset=offset,
         validate=validate,
         normalized_keys=normalized_keys,
         cache=cache,
@@ -160,6 +166,7 @@ def attention_weights(
     stage: Stage = "sharpened",
     power: Power = 15,
     score_scale: float | None = None,
+    offset: bool = True,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     window: int | None = None,
@@ -180,8 +187,9 @@ def attention_weights(
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2])
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, False)
+    check.check_offset(offset)
     with without_autocast(q.device):
-        return getattr(attention_stages(q, k, visibility, power, score_scale), stage)
+        return getattr(attention_stages(q, k, visibility, power, score_scale, offset=offset), stage)
 
 
 class Cache(NamedTuple):
@@ -192,10 +200,14 @@ class Cache(NamedTuple):
     window: int | None
 
 
+# As an op's schema takes them: sharpen, power, power_rows, power_by_length, offset.
+PowerArguments = tuple[bool, float, Tensor | None, list[float] | None, bool]
+
+
 class Step(NamedTuple):
     """What an attention asks of a decode step beside its tensors: ``power_arguments``, score_scale, window."""
 
-    power: tuple[bool, float, Tensor | None, list[float] | None]
+    power: PowerArguments
     score_scale: float | None
     window: int | None
 
@@ -335,6 +347,7 @@ def attend(
     score_scale: float | None,
     impl: Impl,
     *,
+    offset: bool = True,
     validate: bool = False,
     normalized_keys: bool = False,
     most_keys: int | None = None,
@@ -345,46 +358,67 @@ def attend(
         check.fail("impl", f"one of {IMPLS}", repr(impl))
     score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2] if most_keys is None else most_keys)
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
+    check.check_offset(offset)
     chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
     if chosen == "reference":
         with without_autocast(q.device):
-            return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+            return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys, offset)
     refuse_transforms(chosen, q, k, v, power)
+    options = (power_arguments(power, offset), score_scale, normalized_keys)
     if chosen == "triton":
         if cache is not None and q.shape[2] <= MOST_DECODE_ROWS and not wants_gradient(q, k, v, power):
-            return triton_decode(q, k, v, cache, power, score_scale, normalized_keys)
-        return triton_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+            return triton_decode(q, k, v, cache, *options)
+        return triton_attention(q, k, v, visibility, *options, wants_gradient(q, k, v, power))
     if q.device.type != "cpu":
         check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
     if cache is not None and q.shape[2] == 1 and not wants_gradient(q, k, v, power):
-        return chunked_decode(q, k, v, visibility, power, score_scale, normalized_keys)
-    return chunked_attention(q, k, v, visibility, power, score_scale, normalized_keys)
+        return chunked_decode(q, k, v, visibility, *options)
+    return chunked_attention(q, k, v, visibility, *options)
 
 
 def chunked_decode(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerArguments,
+    score_scale: float,
+    normalized_keys: bool,
 ) -> Tensor:
     from softplus_attention.kernels import chunked_decode  # noqa: F401  registers the op
 
     return torch.ops.softplus_attention.chunked_decode(
-        q, k, v, *visibility.ranges(), *power_arguments(power), score_scale, normalized_keys
+        q, k, v, *visibility.ranges(), *power, score_scale, normalized_keys
     )
 
 
 def chunked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerArguments,
+    score_scale: float,
+    normalized_keys: bool,
 ) -> Tensor:
     from softplus_attention.kernels import ops  # noqa: F401  registers the op
 
     start, end = visibility.ranges()
     out, _ = torch.ops.softplus_attention.chunked_forward(
-        q, k, v, start, end, visibility.mask, *power_arguments(power), score_scale, normalized_keys
+        q, k, v, start, end, visibility.mask, *power, score_scale, normalized_keys
     )
     return out
 
 
 def triton_attention(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power, score_scale: float, normalized_keys: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerArguments,
+    score_scale: float,
+    normalized_keys: bool,
+    for_backward: bool,
 ) -> Tensor:
     check_for_triton(q)
     from softplus_attention.kernels import triton_ops  # noqa: F401  registers the op
@@ -397,19 +431,19 @@ def triton_attention(
         visibility.mask,
         visibility.is_causal,
         visibility.window,
-        *power_arguments(power),
+        *power,
         score_scale,
         normalized_keys,
-        wants_gradient(q, k, v, power),
+        for_backward,
     )
     return out
 
 
 def triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: Power, score_scale: float, normalized_keys: bool
+    q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: PowerArguments, score_scale: float, normalized_keys: bool
 ) -> Tensor:
     check_for_triton(q)
-    options = (cache.seqlens, cache.starts, cache.window, *power_arguments(power), score_scale, normalized_keys)
+    options = (cache.seqlens, cache.starts, cache.window, *power, score_scale, normalized_keys)
     # The way through torch's dispatcher takes as long as launching a kernel.
     if not traced(q, k, v):
         return decode_launches().decode(q, k, v, *options)
@@ -471,12 +505,11 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def power_arguments(power: Power) -> tuple[bool, float, Tensor | None, list[float] | None]:
-    """``power`` as an op's schema takes it: sharpen, power, power_rows, power_by_length."""
+def power_arguments(power: Power, offset: bool = True) -> PowerArguments:
     if power is None:
-        return False, 1.0, None, None
+        return False, 1.0, None, None, True
     if isinstance(power, PowerByLength):
-        return True, 1.0, None, [float(power.base), float(power.slope), float(power.n0)]
+        return True, 1.0, None, [float(power.base), float(power.slope), float(power.n0)], offset
     if isinstance(power, Tensor):
-        return True, 1.0, by_head_or_row(power), None
-    return True, float(power), None, None
+        return True, 1.0, by_head_or_row(power), None, offset
+    return True, float(power), None, None, offset

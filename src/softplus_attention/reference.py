@@ -87,9 +87,9 @@ def sharpened(a: Tensor, visible: Tensor, counts: Tensor, power: Tensor | float,
     return torch.where(distinct, l1_normalised(w, visible), a)
 
 
-def paper_offset(counts: Tensor) -> Tensor:
-    """o_i = 1, but 0 in rows that see at most three keys."""
-    return (counts > 3).to(counts.dtype)[..., None]
+def offset_of(counts: Tensor, offset: bool) -> Tensor:
+    """o_i = 1, but 0 in rows that see at most three keys, and everywhere where nothing is subtracted."""
+    return ((counts > 3) & offset).to(counts.dtype)[..., None]
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
@@ -115,6 +115,7 @@ def attention_stages(
     power: Power,
     score_scale: float | None = None,
     normalized_keys: bool = False,
+    offset: bool = True,
 ) -> Stages:
     """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; LSSA ends with the first."""
     dtype = compute_dtype(q.dtype)
@@ -131,7 +132,7 @@ def attention_stages(
         return Stages(counts, scores, a, a)
     p = power_of_rows(power, counts)
     p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
-    return Stages(counts, scores, a, sharpened(a, visible, counts, p, paper_offset(counts)))
+    return Stages(counts, scores, a, sharpened(a, visible, counts, p, offset_of(counts, offset)))
 
 
 def reference_attention(
@@ -142,10 +143,11 @@ def reference_attention(
     power: Power,
     score_scale: float | None = None,
     normalized_keys: bool = False,
+    offset: bool = True,
 ) -> Tensor:
     """The op, by the equations."""
     dtype = compute_dtype(q.dtype)
-    weights = attention_stages(q, k, visibility, power, score_scale, normalized_keys).sharpened
+    weights = attention_stages(q, k, visibility, power, score_scale, normalized_keys, offset).sharpened
     weights = weights.to(q.dtype).to(dtype)
     v = torch.where(seen_by_some_row(visibility.dense()), v, 0)
     return weighted_sum(weights, expand_kv_heads(v, q.shape[1]).to(dtype)).to(q.dtype)

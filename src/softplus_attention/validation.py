@@ -61,6 +61,11 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
             fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", described(k))
 
 
+def check_offset(offset: bool) -> None:
+    if not isinstance(offset, bool):
+        fail("offset", "True or False", repr(offset), TypeError)
+
+
 def check_window(window: int | None, is_causal: bool) -> None:
     if window is None:
         return

@@ -232,7 +232,7 @@ def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[s
     visibility = Visibility(1, key.shape[2], query.device, True, step.window)
     power = chosen.power(parameters, visibility)
     check.check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
-    return step._replace(power=ours.power_arguments(power))
+    return step._replace(power=ours.power_arguments(power, chosen.spec.offset))
 
 
 def weights(

@@ -25,11 +25,13 @@ WORTH_THREADS = 1 << 17
 
 @dataclass(frozen=True)
 class Sharpening:
-    """Stage 2 of one call: a constant power, one per row (B|1, H|1, T_q|1), or one that follows the number of keys."""
+    """Stage 2 of one call: a constant power, one per row (B|1, H|1, T_q|1), or one that follows the number of keys; and
+    whether 1 is subtracted before it."""
 
     constant: float
     rows: Tensor | None
     by_length: PowerByLength | None
+    offset: bool
 
     def integer(self) -> int | None:
         constant = self.rows is None and self.by_length is None and self.constant.is_integer()
@@ -139,7 +141,8 @@ class Problem:
         return [tuple(x) for x in torch.stack(extremes).view(-1, 4).tolist()]
 
     def scale_and_offset(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        return self.score_scale * counts.clamp(min=1).log(), (counts > 3).to(self.dtype)
+        subtracts = self.sharpening is not None and self.sharpening.offset
+        return self.score_scale * counts.clamp(min=1).log(), ((counts > 3) & subtracts).to(self.dtype)
 
     def strips(self) -> list[tuple[int, slice]]:
         """(group, members): the parts of the problem whose gradients do not meet."""

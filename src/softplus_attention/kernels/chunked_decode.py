@@ -21,7 +21,7 @@ SMALL = 512
 
 ops._library.define(
     "chunked_decode(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, bool sharpen, float power, "
-    "Tensor? power_rows, float[]? power_by_length, float score_scale, bool normalized_keys) -> Tensor"
+    "Tensor? power_rows, float[]? power_by_length, bool offset, float score_scale, bool normalized_keys) -> Tensor"
 )
 
 
@@ -62,6 +62,7 @@ def one_token(
     power: float,
     power_rows: Tensor | None,
     power_by_length: list[float] | None,
+    offset: bool,
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
@@ -87,11 +88,11 @@ def one_token(
     total = f.sum(-1, keepdim=True)
     weights, norm = f, total
     if sharpen:
-        offset = 1.0 if n > 3 else 0.0
-        height = f.amax(-1, keepdim=True).mul_(n).div_(total).sub_(offset)
+        subtracted = 1.0 if offset and n > 3 else 0.0
+        height = f.amax(-1, keepdim=True).mul_(n).div_(total).sub_(subtracted)
         sharp = height > EQUAL_SCORES
         safe = torch.where(sharp, height, 1)
-        u = (f * (n / total / safe)).sub_(offset / safe).relu_()
+        u = (f * (n / total / safe)).sub_(subtracted / safe).relu_()
         weights = raised(u, power_of(power, power_rows, power_by_length, n, q))
         norm = weights.sum(-1, keepdim=True)
         if not bool(sharp.all()):

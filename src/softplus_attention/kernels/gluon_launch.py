@@ -42,12 +42,13 @@ def copyable(x: Tensor) -> bool:
 
 
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, causal or full, an integer power from 2 or none, heads of 64 or 128."""
+    """Half precision, causal or full, an integer power from 2 with the offset or none, heads of 64 or 128."""
     return (
         problem.d in WIDTHS
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.code not in (-1, 1)
+        and problem.offset
         and problem.start is None
         and problem.mask is None
         and problem.window is None

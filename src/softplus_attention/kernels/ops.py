@@ -14,10 +14,10 @@ from softplus_attention.reference import compute_dtype
 _library = torch.library.Library("softplus_attention", "DEF")
 
 # `sharpen` False is LSSA. The power is `power_rows` where given, else base + slope * log(max(N, n0) / n0) for a
-# `power_by_length` of (base, slope, n0), else `power`.
+# `power_by_length` of (base, slope, n0), else `power`. `offset` False subtracts no 1 before it.
 _OPTIONS = (
     "Tensor start, Tensor end, Tensor? mask, bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, "
-    "float score_scale, bool normalized_keys"
+    "bool offset, float score_scale, bool normalized_keys"
 )
 _library.define(f"chunked_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats)")
 _library.define(
@@ -42,13 +42,14 @@ def _problem(
     power: float,
     power_rows: Tensor | None,
     power_by_length: list[float] | None,
+    offset: bool,
     score_scale: float,
     normalized_keys: bool,
 ) -> chunked.Problem:
     by_length = None
     if power_by_length is not None:
         by_length = PowerByLength(*power_by_length)
-    sharpening = chunked.Sharpening(power, power_rows, by_length) if sharpen else None
+    sharpening = chunked.Sharpening(power, power_rows, by_length, offset) if sharpen else None
     return chunked.Problem(q, k, v, start, end, mask, score_scale, normalized_keys, sharpening)
 
 
@@ -104,7 +105,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * 12
+    nothing = (None,) * 13
     if grad_out is None:
         return nothing
     q, k, v, start, end, mask, power_rows, stats = ctx.saved_tensors
@@ -115,7 +116,7 @@ def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None)
     d_rows = None
     if power_rows is not None and ctx.needs_input_grad[8]:
         d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
-    return dq, dk, dv, None, None, None, None, None, d_rows, None, None, None
+    return dq, dk, dv, None, None, None, None, None, d_rows, None, None, None, None
 
 
 def no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

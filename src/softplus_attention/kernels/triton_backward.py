@@ -2,6 +2,7 @@
 
 ds_ij = sigmoid(s_ij) (N_i / R_i) (alpha_i g_ij - eps_i), g_ij = u_ij^(p-1) (dP_ij - delta_i). The row term eps_i is a
 sum over the row's own g, known only at its end: the dQ kernel keeps sum sigmoid g k and sum sigmoid k apart until then.
+Without OFFSET it is zero, and N / R is 1 by the choice of R.
 In half precision u is scaled by W^(-1/p), so that u^p is the weight itself; alpha takes up the factor. Where PRECISE
 that root would cost p times its rounding, and the weights are divided by W instead.
 """
@@ -60,7 +61,7 @@ def dq_pass(
     n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
-    POWER: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
     CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the moments of each row."""
@@ -80,7 +81,7 @@ def dq_pass(
             g = tl.where(seen, g, 0.0)
             b_k = finite_rows(b_k)  # its rows are NaN through their sums; the others do not see it
         if POWER != 0:
-            u = excess(f, sharpening, PRECISE)
+            u = excess(f, sharpening, PRECISE, OFFSET)
             if MASKED:
                 u = tl.where(seen, u, 0.0)
             steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
@@ -88,7 +89,9 @@ def dq_pass(
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
                 g = tl.where(steepness == 0, 0.0, g)  # also of a value that is not finite
             g = g * steepness
-            b_sum += tl.sum(g, 1)
+            if OFFSET:
+                b_sum += tl.sum(g, 1)
+                b_even = tl.dot(sigma.to(b_k.dtype), b_k, b_even, input_precision="ieee")
             if POWER_GRAD:
                 log_u = tl.log2(u) if FINE == SERIES else special_log2(u)
                 log_u = tl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
@@ -97,7 +100,6 @@ def dq_pass(
                     moments.gain + tl.sum(u * g, 1),
                     moments.log + tl.sum(u * steepness * log_u, 1),
                 )
-            b_even = tl.dot(sigma.to(b_k.dtype), b_k, b_even, input_precision="ieee")
         b_steep = tl.dot((sigma * g).to(b_k.dtype), b_k, b_steep, input_precision="ieee")
     return b_steep, b_even, b_sum, moments
 
@@ -109,9 +111,9 @@ def dq_kernel(
     t_q, t_k, h, h_kv, n_rows, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr, HAS_REST: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr,
+    HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n_rows = tl.cast(n_rows, tl.int64)  # a few times the rows is beyond int32 before the rows are
     blocks = tl.cdiv(t_q, BM)
@@ -153,7 +155,9 @@ def dq_kernel(
 
     b_weight = tl.load(Weight + p_row, mask=m_rows, other=1.0)
     b_least = tl.maximum(b_counts, 1.0)
-    b_excess = tl.where(b_counts > 3, 1.0, 0.0)
+    b_excess = tl.zeros([BM], tl.float32)
+    if OFFSET:
+        b_excess = tl.where(b_counts > 3, 1.0, 0.0)
     b_flat = b_counts < 0
     b_offset = tl.zeros([BM], tl.float32)
     b_share = b_offset + 1.0
@@ -196,29 +200,30 @@ def dq_kernel(
     if needs_care > 0:
         b_steep, b_even, b_sum, moments = dq_pass(
             b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
-            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, True, STAGES,
+            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, moments = dq_pass(
                 b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
-                keys, sight, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True,
+                keys, sight, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, moments = dq_pass(
                 b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
-                keys, sight, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, False,
+                keys, sight, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, False,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments = dq_pass(
             b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
-            full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, POWER_GRAD, True, HAS_MASK, False, STAGES,
+            full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, False,
+            STAGES,
         )  # fmt: skip
 
     b_epsilon = tl.zeros([BM], tl.float32)
     b_grad = b_alpha[:, None] * b_steep
-    if POWER != 0:
+    if POWER != 0 and OFFSET:
         b_epsilon = tl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sum)
         b_grad -= b_epsilon[:, None] * b_even
     b_grad = b_grad * (b_ratio * b_scale)[:, None]
@@ -247,10 +252,9 @@ def dkv_pass(
     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
     m_low, m_high, t_q, t_k, n_rows, window, growth, q_stride, do_stride, mask_stride_m, mask_stride_n, power_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, MASKED: tl.constexpr,
-    CAREFUL: tl.constexpr,
-    STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as 0 and add nothing."""
     for m in tl.range(m_low, m_high, BM, num_stages=STAGES):
@@ -262,7 +266,8 @@ def dkv_pass(
         b_offset = load_vector(p_rows + 2 * n_rows, o_m, t_q, True)
         b_delta = load_vector(p_rows + 3 * n_rows, o_m, t_q, True)
         b_alpha = load_vector(p_rows + 4 * n_rows, o_m, t_q, True)
-        b_epsilon = load_vector(p_rows + 5 * n_rows, o_m, t_q, True)
+        if POWER != 0 and OFFSET:
+            b_epsilon = load_vector(p_rows + 5 * n_rows, o_m, t_q, True)
 
         if PRECISE:
             t = scores2(b_q * b_factor[:, None], b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
@@ -273,7 +278,9 @@ def dkv_pass(
         if MASKED or POWER < 0:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
             sight = Sight(b_start, b_end, mask_rows(p_mask, o_m, t_q, mask_stride_m, HAS_MASK), mask_stride_n)
-        weight = tl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0)  # u
+        weight = f * b_slope[:, None]  # u
+        if POWER != 0 and OFFSET:
+            weight = tl.maximum(weight - b_offset[:, None], 0.0)
         if PRECISE:
             weight = weight * load_vector(p_rows + 7 * n_rows, o_m, t_q, True)[:, None]
         if POWER != 0:
@@ -296,7 +303,10 @@ def dkv_pass(
             if CAREFUL:
                 g = tl.where(steepness == 0, 0.0, g)
             g = g * steepness
-        ds = sigma * (g * b_alpha[:, None] - b_epsilon[:, None])
+        dx = g * b_alpha[:, None]
+        if POWER != 0 and OFFSET:
+            dx -= b_epsilon[:, None]
+        ds = sigma * dx
         if MASKED:
             ds = tl.where(seen, ds, 0.0)
             b_q = finite_rows(b_q)
@@ -310,10 +320,9 @@ def dkv_kernel(
     t_q, t_k, h, h_kv, n_rows, window, growth, q_strides, k_strides, v_strides, grad_out_strides, dk_strides,
     dv_strides, range_stride, mask_strides, count_strides, power_strides, seen_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    FINE: tl.constexpr,
-    STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it."""
     n_rows = tl.cast(n_rows, tl.int64)
@@ -368,29 +377,29 @@ def dkv_kernel(
             b_dk, b_dv = dkv_pass(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
-                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
-                D, DV, BD, BDV, BM, PRECISE, FINE, True, True, STAGES,
+                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, OFFSET,
+                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, True, STAGES,
             )  # fmt: skip
         else:
             b_dk, b_dv = dkv_pass(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, full_low, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
-                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, HAS_POWER_ROWS,
-                D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
+                mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, OFFSET,
+                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
             )  # fmt: skip
             if not (HAS_RANGES or HAS_MASK):
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_low, full_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, False, False, STAGES,
+                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, False, False, STAGES,
                 )  # fmt: skip
             if HAS_WINDOW:
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_high, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
+                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
                 )  # fmt: skip
 
     if not NORMALIZED_KEYS:

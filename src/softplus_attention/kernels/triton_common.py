@@ -123,9 +123,11 @@ def score_factor(b_scale, b_inverse):
 
 
 @triton.jit
-def excess(f, sharpening, PRECISE: tl.constexpr):
-    """[BM, BN]: u, a key's excess over the row's average."""
-    u = tl.maximum(f * sharpening.slope[:, None] - sharpening.offset[:, None], 0.0)
+def excess(f, sharpening, PRECISE: tl.constexpr, OFFSET: tl.constexpr):
+    """[BM, BN]: u, a key's excess over the row's average; without OFFSET over nothing."""
+    u = f * sharpening.slope[:, None]
+    if OFFSET:
+        u = tl.maximum(u - sharpening.offset[:, None], 0.0)
     if PRECISE:
         u = u * sharpening.inverse_height[:, None]
     return u

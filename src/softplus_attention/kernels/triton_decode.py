@@ -239,8 +239,8 @@ def values_kernel(
     V, Scratch, Lengths, Starts, Power,
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, negligible, growth, v_strides, power_strides,
     f_stride, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr,
-    HAS_POWER_ROWS: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
+    HAS_POWER_ROWS: tl.constexpr, OFFSET: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
     """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, unwritten where Weight is 0.
 
@@ -281,7 +281,7 @@ def values_kernel(
     b_slope = 1.0 / tl.where(b_counts > 0, b_largest, 1.0)
     b_pivot = tl.zeros([BM], tl.float32)
     b_bias = b_pivot
-    if POWER != 0:
+    if POWER != 0 and OFFSET:
         b_scale = b_counts / tl.where(b_counts > 0, b_total, 1.0)
         excess = b_counts > 3
         b_height = b_scale * b_largest - tl.where(excess, 1.0, 0.0)

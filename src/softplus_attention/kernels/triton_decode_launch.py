@@ -103,6 +103,7 @@ def decode(
     power: float,
     power_rows: Tensor | None,
     power_by_length: list[float] | None,
+    offset: bool,
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
@@ -120,7 +121,7 @@ def decode(
         for rows in (slice(first, first + most) for first in range(0, batch, most)):
             lengths, starts = (None if x is None else x[rows] for x in (cache_seqlens, cache_starts))
             powers = None if power_rows is None else power_rows.expand(batch, h, t_q)[rows]
-            options = (window, sharpen, power, powers, power_by_length, score_scale, normalized_keys)
+            options = (window, sharpen, power, powers, power_by_length, offset, score_scale, normalized_keys)
             out[rows] = decode(q[rows], k_cache[rows], v_cache[rows], lengths, starts, *options)
         return out
     q, k, v = unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache)
@@ -146,7 +147,7 @@ def decode(
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
         dtypes = (dtype, lengths.dtype, starts.dtype, powers.dtype)
         powers_given = (power_rows is not None, power_strides)
-        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, powers_given, heavy)
+        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, offset, powers_given, heavy)
     with current_device(q):
         stream = current_stream(device)
         launch(
@@ -161,7 +162,7 @@ def decode(
         launch(
             kernels.values_kernel, plan.grid, (v, scratch, lengths, starts, powers), (
                 *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides, plan.f_stride, *visible, code,
-                power_rows is not None, dv, bdv, bm, bn, 64, lift, 3, fine,
+                power_rows is not None, offset, dv, bdv, bm, bn, 64, lift, 3, fine,
             ),
             {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key), stream,
         )  # fmt: skip

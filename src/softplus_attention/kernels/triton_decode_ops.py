@@ -12,8 +12,8 @@ from softplus_attention.kernels.triton_decode_launch import decode, empty_output
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 _library.define(
     "triton_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? cache_starts, int? window, "
-    "bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, float score_scale, bool normalized_keys) "
-    "-> Tensor"
+    "bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, bool offset, float score_scale, "
+    "bool normalized_keys) -> Tensor"
 )
 
 

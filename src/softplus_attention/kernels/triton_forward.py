@@ -1,4 +1,5 @@
-"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output), LSSA in one.
+"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output); LSSA, and LSSAR
+without OFFSET, in one.
 
 Any mask, power and dtype; ``gluon_forward`` has the common case on Hopper.
 """
@@ -76,7 +77,7 @@ def second_pass(
     b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
-    POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
@@ -85,7 +86,7 @@ def second_pass(
         w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if POWER != 0:
-            w = raised(excess(w, sharpening, PRECISE), sharpening.power[:, None], POWER, 0, FINE)
+            w = raised(excess(w, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, FINE)
         if MASKED:
             w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
@@ -94,11 +95,37 @@ def second_pass(
 
 
 @triton.jit
+def only_pass(
+    b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, n_high,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
+    FINE: tl.constexpr,
+    POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds the keys [n_low, n_high) to each row's output and sum of weights, both relative to the weight of the largest
+    t so far. Nothing is subtracted, so that no row needs its average first."""
+    for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
+        o_n = n + tl.arange(0, BN)
+        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
+        t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
+        b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
+        if MASKED:
+            t = tl.where(seen_by(o_n, sight, HAS_MASK), t, float("-inf"))
+        larger = tl.maximum(b_largest, tl.max(t, 1))
+        b_inverse = tl.where(larger > float("-inf"), 1.0 / softplus2(larger, FINE), 0.0)
+        before = raised((softplus2(b_largest, FINE) * b_inverse)[:, None], b_p[:, None], POWER, 0, FINE)  # [BM, 1]
+        w = raised(softplus2(t, FINE) * b_inverse[:, None], b_p[:, None], POWER, 0, FINE)
+        b_weight = b_weight * tl.sum(before, 1) + tl.sum(w, 1)
+        b_out = tl.dot(w.to(b_v.dtype), b_v, b_out * before, input_precision="ieee")
+        b_largest = larger
+    return b_out, b_weight, b_largest
+
+
+@triton.jit
 def careful_pass(
     b_out, b_weight, b_flat, b_level, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
-    POWER: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The second pass again, for blocks that hold rows of equal scores (stage 1 stands), rows whose f' float16 cannot
     hold, or values that are not finite.
@@ -113,7 +140,7 @@ def careful_pass(
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(excess(f, sharpening, PRECISE), sharpening.power[:, None], POWER, 0, FINE)
+            sharp = raised(excess(f, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, FINE)
             w = tl.where(b_flat[:, None], w, sharp)
         w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
@@ -130,15 +157,15 @@ def forward_kernel(
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
-    POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
-    STAGES: tl.constexpr,
+    POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, HAS_REST: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
-    Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' and Height = max x (0 where the
-    scores are equal; Flat says in which heads there are such rows, or values that are not finite). Rest is what was
-    rounded off Out.
+    Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' (N without OFFSET, where it cancels)
+    and Height = max x (0 where the scores are equal; Flat says in which heads there are such rows, or values that are
+    not finite). Rest is what was rounded off Out.
     """
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     blocks = tl.cdiv(t_q, BM)
@@ -170,12 +197,14 @@ def forward_kernel(
         b_q = b_q * b_factor[:, None]
 
     b_flat = b_counts < 0
-    b_slope = tl.zeros([BM], tl.float32)
-    b_offset = b_slope
-    b_inverse = b_slope
-    if POWER != 0:
+    b_out = tl.zeros([BM, BDV], tl.float32)
+    b_weight = tl.zeros([BM], tl.float32)
+    b_slope = b_weight
+    b_offset = b_weight
+    b_inverse = b_weight
+    b_largest = tl.full([BM], float("-inf"), tl.float32)
+    if POWER != 0 and OFFSET:
         b_total = tl.zeros([BM], tl.float32)
-        b_largest = tl.full([BM], float("-inf"), tl.float32)
         if HAS_WINDOW or HAS_RANGES:
             b_total, b_largest = first_pass(
                 b_total, b_largest, b_q, b_factor, keys, sight, n_low, full_low,
@@ -191,13 +220,31 @@ def forward_kernel(
             D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
         )  # fmt: skip
         b_total = tl.where(b_counts > 0, b_total, 1.0)
-        b_excess = tl.where(b_counts > 3, 1.0, 0.0)
-        b_height = b_counts / b_total * softplus2(b_largest, FINE) - b_excess
-        b_sharp = b_height > EQUAL_SCORES  # not where NaN
+        b_offset = tl.where(b_counts > 3, 1.0, 0.0)
+    if POWER != 0 and not OFFSET:
+        if HAS_WINDOW or HAS_RANGES:
+            b_out, b_weight, b_largest = only_pass(
+                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, full_low,
+                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
+            )  # fmt: skip
+        if not HAS_MASK:
+            b_out, b_weight, b_largest = only_pass(
+                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_low, full_high,
+                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, False, HAS_MASK, STAGES,
+            )  # fmt: skip
+        b_out, b_weight, b_largest = only_pass(
+            b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_high, n_high,
+            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
+        )  # fmt: skip
+        b_total = tl.maximum(b_counts, 1.0)  # as good as any: it cancels
+    if POWER != 0:
+        b_slope = b_counts / b_total
+        b_height = b_slope * softplus2(b_largest, FINE) - b_offset
+        b_sharp = b_counts > 0
+        if OFFSET:
+            b_sharp = b_height > EQUAL_SCORES  # not where NaN
         b_flat = (b_counts > 0) & (b_sharp == 0)
         b_divisor = tl.where(b_sharp, b_height, 1.0)
-        b_slope = b_counts / b_total
-        b_offset = b_excess
         b_inverse = 1.0 / b_divisor
         if not PRECISE:
             b_slope = b_slope / b_divisor
@@ -206,22 +253,21 @@ def forward_kernel(
         tl.store(Height + p_row, tl.where(b_sharp, b_height, 0.0), mask=m_rows)
     sharpening = Sharpening(b_slope, b_offset, b_inverse, b_p)
 
-    b_out = tl.zeros([BM, BDV], tl.float32)
-    b_weight = tl.zeros([BM], tl.float32)
-    if HAS_WINDOW or HAS_RANGES:
+    if POWER == 0 or OFFSET:
+        if HAS_WINDOW or HAS_RANGES:
+            b_out, b_weight = second_pass(
+                b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, full_low,
+                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, True, HAS_MASK, STAGES,
+            )  # fmt: skip
+        if not HAS_MASK:
+            b_out, b_weight = second_pass(
+                b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_low, full_high,
+                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, False, HAS_MASK, STAGES,
+            )  # fmt: skip
         b_out, b_weight = second_pass(
-            b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, full_low,
-            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
+            b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_high, n_high,
+            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, True, HAS_MASK, STAGES,
         )  # fmt: skip
-    if not HAS_MASK:
-        b_out, b_weight = second_pass(
-            b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_low, full_high,
-            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, False, HAS_MASK, STAGES,
-        )  # fmt: skip
-    b_out, b_weight = second_pass(
-        b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_high, n_high,
-        D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
-    )  # fmt: skip
 
     any_flat = tl.max(b_flat.to(tl.int32))
     trouble = tl.max(tl.max(tl.where((b_out - b_out) == 0, 0, 1), 1))
@@ -233,7 +279,7 @@ def forward_kernel(
         b_level = b_counts / tl.where(b_total == 0, 1.0, b_total)
         b_out, b_weight = careful_pass(
             tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_level, b_q, b_factor, sharpening,
-            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, HAS_MASK, STAGES,
+            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, HAS_MASK, STAGES,
         )  # fmt: skip
         tl.atomic_max(Flat + bh, 1)
     b_out = b_out / tl.where(b_weight == 0, 1.0, b_weight)[:, None]

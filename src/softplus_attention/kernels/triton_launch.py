@@ -120,6 +120,7 @@ class Problem:
     power: float
     power_rows: Tensor | None
     power_by_length: list[float] | None
+    offset: bool
     score_scale: float
     normalized_keys: bool
 
@@ -185,6 +186,7 @@ class Problem:
             "HAS_RANGES": self.start is not None,
             "HAS_MASK": mask is not None,
             "POWER": self.code,
+            "OFFSET": self.offset,
             "FINE": exactness(self.precise, shows_short_polynomial(self.code)),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,

@@ -14,7 +14,7 @@ _library = torch.library.Library("softplus_attention", "FRAGMENT")
 
 _OPTIONS = (
     "Tensor? start, Tensor? end, Tensor? mask, bool is_causal, int? window, bool sharpen, float power, "
-    "Tensor? power_rows, float[]? power_by_length, float score_scale, bool normalized_keys"
+    "Tensor? power_rows, float[]? power_by_length, bool offset, float score_scale, bool normalized_keys"
 )
 _POWER_ROWS = 7  # its place among the options
 _library.define(
@@ -114,7 +114,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
-        return (None,) * 15
+        return (None,) * 16
     q, k, v, start, end, mask, power_rows, *saved = ctx.saved_tensors
     is_causal, window, sharpen, power, others = ctx.options
     dq, dk, dv, d_power = torch.ops.softplus_attention.triton_backward(
@@ -123,7 +123,7 @@ def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[A
     d_rows = None
     if power_rows is not None and ctx.needs_input_grad[10]:
         d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
-    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None, None
 
 
 torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)
