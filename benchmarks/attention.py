@@ -37,7 +37,8 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 from trained_inputs import load
 
 from softplus_attention import softplus_attention, softplus_attention_decode
-from softplus_attention.reference import EQUAL_SCORES, attention_stages
+from softplus_attention.power import power_by_log
+from softplus_attention.reference import EQUAL_SCORES, attention_stages, compute_dtype
 from softplus_attention.visibility import Visibility
 
 ROOT = Path(__file__).parents[1]
@@ -86,14 +87,30 @@ QUICK: dict[str, Any] = {
 class Contender:
     name: str
     attend: Attention
-    powers: tuple[int | None, ...] = ()  # (p,) where the float64 reference of power p is the truth; () is not checked
+    truth: Attention | None = None  # what it is held to in float64; None is not checked
     backward: bool = True
     dense: bool = False  # memory quadratic in T
     contiguous: bool = False  # needs (B, H, T, D) in memory
 
 
-def ours(power: int | None, impl: Any) -> Attention:
-    return functools.partial(softplus_attention, power=power, is_causal=True, impl=impl)
+def ours(power: int | None, impl: Any, offset: bool = True) -> Attention:
+    return functools.partial(softplus_attention, power=power, offset=offset, is_causal=True, impl=impl)
+
+
+def learned(impl: Any, offset: bool = True) -> Attention:
+    """A factor of log N per head, as a model learns it: of each row a power of its own, which has a gradient."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        factors = torch.linspace(0.4, 1.0, q.shape[1], device=q.device).requires_grad_()
+        counts = torch.arange(1, q.shape[2] + 1, device=q.device)[None, None]
+        power = power_by_log(factors.to(compute_dtype(q.dtype)), counts)
+        return softplus_attention(q, k, v, power=power, offset=offset, is_causal=True, impl=impl)
+
+    return attend
+
+
+def softplus_contender(name: str, make: Callable[[Any], Attention], impl: Any, **options: bool) -> Contender:
+    return Contender(name, make(impl), truth=make("reference"), **options)
 
 
 def sdpa(backend: SDPBackend, **options: bool) -> Attention:
@@ -155,10 +172,13 @@ def contenders(settings: Settings) -> list[Contender]:
     return [
         Contender(settings.baseline, sdpa(backend, is_causal=True)),
         Contender("sdpa cudnn", sdpa(SDPBackend.CUDNN_ATTENTION, is_causal=True)),
-        Contender("lssar p=15", ours(15, impl), powers=(15,)),
-        Contender("lssar p=3", ours(3, impl), powers=(3,)),
-        Contender("lssa", ours(None, impl), powers=(None,)),
-        Contender("reference p=15", ours(15, "reference"), powers=(15,), dense=True),
+        softplus_contender("lssar p=15", functools.partial(ours, 15), impl),
+        softplus_contender("lssar p=3", functools.partial(ours, 3), impl),
+        softplus_contender("lssar learned", learned, impl),
+        softplus_contender("lssar p=15 without offset", functools.partial(ours, 15, offset=False), impl),
+        softplus_contender("lssar learned without offset", functools.partial(learned, offset=False), impl),
+        softplus_contender("lssa", functools.partial(ours, None), impl),
+        softplus_contender("reference p=15", functools.partial(ours, 15), "reference", dense=True),
         Contender("adasplash-2", lambda *qkv: importlib.import_module("adasplash").adasplash_v2(*qkv), contiguous=True),
     ]
 
@@ -169,9 +189,9 @@ def compiled_contenders() -> list[Contender]:
 
     return [
         Contender("flex softmax", flex_softmax),
-        Contender("flex lssar p=15", flex_lssar, powers=(15,), backward=False),
-        Contender("reference compiled", compiled(ours(15, "reference")), powers=(15,), dense=True),
-        Contender("lssar p=15 compiled", compiled(ours(15, "triton")), powers=(15,)),
+        Contender("flex lssar p=15", flex_lssar, truth=ours(15, "reference"), backward=False),
+        Contender("reference compiled", compiled(ours(15, "reference")), truth=ours(15, "reference"), dense=True),
+        Contender("lssar p=15 compiled", compiled(ours(15, "triton")), truth=ours(15, "reference")),
     ]
 
 
@@ -235,15 +255,16 @@ def disagreement(attend: Attention, truth: Attention, qkv: Any, grad: Tensor, ba
 @functools.cache
 def wrong(contender: Contender, inputs: Inputs, head_dim: int) -> str:
     """Why the contender fails against the float64 reference, or ''."""
-    for length in inputs.settings.check_lengths if contender.powers else ():
+    if contender.truth is None:
+        return ""
+    for length in inputs.settings.check_lengths:
         length = min(length, inputs.longest)
         q, k, v, grad = inputs(2, 2, length, head_dim)
         causal = Visibility(length, length, q.device, is_causal=True)
         stages = attention_stages(q.detach().double(), k.detach().double(), causal, None)
         largest = (stages.counts[..., None] * stages.normalised).amax(-1) - (stages.counts > 3).double()
         clear = ~((largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2))[..., None]  # elsewhere rounding decides
-        truth = ours(contender.powers[0], "reference")
-        if reason := disagreement(contender.attend, truth, (q, k, v), grad, contender.backward, clear):
+        if reason := disagreement(contender.attend, contender.truth, (q, k, v), grad, contender.backward, clear):
             return f"T={length} {reason}"
     return ""
 
@@ -363,7 +384,7 @@ def heads_as_rows(attend: Attention) -> Attention:
 
 
 def decode_contenders(settings: Settings) -> list[Contender]:
-    """`powers` marks ours; those named "unit keys" read caches of normalised keys."""
+    """`truth` marks ours; those named "unit keys" read caches of normalised keys."""
     cuda = settings.device == "cuda"
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     backends |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
@@ -371,7 +392,8 @@ def decode_contenders(settings: Settings) -> list[Contender]:
     chosen += [Contender(f"sdpa {x} heads as rows", heads_as_rows(sdpa(backends[x]))) for x in ("flash", "cudnn")]
     chosen += [Contender("flex softmax", flex_softmax)] if cuda else []
     for name, unit_keys in (("lssar p=15", False), ("lssar p=15 unit keys", True)):
-        chosen.append(Contender(name, decode_ours(unit_keys, "triton" if cuda else "chunked"), powers=(15,)))
+        impl = "triton" if cuda else "chunked"
+        chosen.append(softplus_contender(name, functools.partial(decode_ours, unit_keys), impl))
     return chosen
 
 
@@ -388,11 +410,11 @@ def caches(settings: Settings, context: int, count: int, unit_keys: bool) -> tup
 
 
 def decode_wrong(contender: Contender, settings: Settings) -> str:
-    if not contender.powers:
+    if contender.truth is None:
         return ""
     q, ((k, v),) = caches(settings, 333, 1, "unit" in contender.name)
-    truth = decode_ours("unit" in contender.name, "reference")
-    return disagreement(contender.attend, truth, (q, k, v), q, False, torch.ones((), dtype=torch.bool, device=q.device))
+    clear = torch.ones((), dtype=torch.bool, device=q.device)
+    return disagreement(contender.attend, contender.truth, (q, k, v), q, False, clear)
 
 
 def replayed(calls: list[Callable[[], Any]], settings: Settings) -> tuple[list[float], str]:

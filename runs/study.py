@@ -115,12 +115,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lssar-without-offset-learned-log-global3": {"attention": "lssar-without-offset", "power": "learned-log", **MIX},
     # What a learned sharpness does for softmax.
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
+    # The same from a softer start, where its heads end.
+    f"{LOGN}-learned-soft-global3": {"attention": f"{LOGN}-learned-soft", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
 }
 # Each part's own contribution, with the paper's power from the first step on.
+NO_PARTS = ("entmax", "by-length", "learned-soft")
 ABLATIONS: dict[str, dict[str, Any]] = {
-    name: {"attention": name} for name in catalog.ABLATIONS if "entmax" not in name and "by-length" not in name
+    name: {"attention": name} for name in catalog.ABLATIONS if not any(words in name for words in NO_PARTS)
 }
 BESIDE_ABLATIONS = ("lssar-p15", "lssar-p3", "lssa", "softmax", LOGN)
 GROUPS = {

@@ -503,3 +503,25 @@ def test_autocast_keeps_float32_inside(name: str) -> None:
 def test_no_power_is_asked_for_by_name() -> None:
     with pytest.raises(TypeError, match=r"`power` must be a number.*'lssa'"):
         attention("lssar", power=None)
+
+
+class TestFirstScale:
+    def test_where_a_learned_scale_starts(self) -> None:
+        learned = "softmax-qknorm-logn-learned"
+        for name, start in ((learned, 1.0), ("ssmax", 0.43), (f"{learned}-soft", 0.6)):
+            assert attention(name).learned_parameters(3)["ssmax_scale"].tolist() == pytest.approx([start] * 3)
+
+    def test_it_stands_for_a_scale_that_is_not_passed(self) -> None:
+        q, k, v = inputs()
+        soft, plain = (attention(f"softmax-qknorm-logn-learned{x}") for x in ("-soft", ""))
+        given = {"ssmax_scale": torch.full((H,), 0.6)}
+        assert_close(soft(q, k, v, is_causal=True), plain(q, k, v, is_causal=True, parameters=given), 1e-6)
+
+    @pytest.mark.parametrize("wrong", [0, -1.0, math.inf, math.nan, "1", True])
+    def test_bad_values(self, wrong: Any) -> None:
+        with pytest.raises(ValueError, match="`first_scale` must be None or a number above 0, got"):
+            attention("ssmax", first_scale=wrong)
+
+    def test_no_scale_to_start(self) -> None:
+        with pytest.raises(ValueError, match=r"`first_scale` must be None where `learned_scale` is False, got 0\.6"):
+            attention("softmax", first_scale=0.6)

@@ -56,7 +56,7 @@ def inputs(benchmark: ModuleType) -> Any:
 
 def measured(benchmark: ModuleType, inputs: Any, attend: Any, **options: Any) -> dict[str, Any]:
     """The row that one contender gets at one shape."""
-    contender = benchmark.Contender("tried", attend, **{"powers": (15,), **options})
+    contender = benchmark.Contender("tried", attend, **{"truth": benchmark.ours(15, "reference"), **options})
     (row,) = benchmark.rows_of("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
     return row
 
@@ -88,7 +88,14 @@ class TestCommand:
 
     def test_measures_ours_and_the_baseline(self, data: dict[str, Any]) -> None:
         rows = {row["contender"]: row for row in data["rows"] if row["section"] == "train" and row["length"] == 64}
-        for name in ("sdpa math", "lssar p=15", "lssar p=3", "lssa", "reference p=15"):
+        for name in (
+            "sdpa math",
+            "lssar p=15",
+            "lssar learned",
+            "lssar learned without offset",
+            "lssa",
+            "reference p=15",
+        ):
             assert rows[name]["status"] == "ok", rows[name]
             assert rows[name]["forward_ms"] > 0
             assert rows[name]["total_ms"] == rows[name]["forward_ms"] + rows[name]["backward_ms"]
@@ -174,7 +181,7 @@ class TestCheck:
         assert (row["status"], row["error"]) == ("error", "RuntimeError: out of luck")
 
     def test_failing_backward_keeps_the_forward(self, benchmark: ModuleType, inputs: Any) -> None:
-        row = measured(benchmark, inputs, lambda q, k, v: lssar(q, k, v).detach(), powers=())
+        row = measured(benchmark, inputs, lambda q, k, v: lssar(q, k, v).detach(), truth=None)
         assert row["status"] == "error"
         assert row["forward_ms"] > 0
         assert "backward_ms" not in row

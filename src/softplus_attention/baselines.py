@@ -62,7 +62,8 @@ class AttentionSpec:
 
         scores   s_ij = d^-0.5 q.k, or cosines with ``qk_norm``; times log d (``log_d``) or the number ``scale`` in its
                  place, times log N_i (``log_n``), times a learned number per head (``learned_scale``,
-                 Scalable-Softmax); minus log N_i (``bias``)
+                 Scalable-Softmax; it starts at ``first_scale``, or where None at 1, without log d at 0.43); minus
+                 log N_i (``bias``)
         stage 1  ``positive`` of the scores, then ``normaliser``: "l1", "mean" (divided by N_i), "none", or "entmax",
                  which maps the scores itself (``alpha``)
         stage 2  "none"; "relu_power": relu(N a - o)^power, l1-normalised; "exp": softmax of power * (N a - o)
@@ -83,6 +84,7 @@ class AttentionSpec:
     scale: float | None = None
     log_n: bool = True
     learned_scale: bool = False
+    first_scale: float | None = None
     bias: Bias = "none"
     normaliser: Normaliser = "l1"
     alpha: float = 1.5
@@ -100,8 +102,12 @@ class AttentionSpec:
         for name in ("qk_norm", "log_d", "log_n", "learned_scale", "times_n", "offset"):
             if not isinstance(getattr(self, name), bool):
                 check.fail(name, "True or False", repr(getattr(self, name)), TypeError)
-        if self.scale is not None and (not is_number(self.scale) or not 0 < self.scale < math.inf):
-            check.fail("scale", "None or a number above 0", repr(self.scale))
+        for name in ("scale", "first_scale"):
+            value = getattr(self, name)
+            if value is not None and (not is_number(value) or not 0 < value < math.inf):
+                check.fail(name, "None or a number above 0", repr(value))
+        if self.first_scale is not None and not self.learned_scale:
+            check.fail("first_scale", "None where `learned_scale` is False", self.first_scale)
         if not is_number(self.alpha) or not 1 < self.alpha < math.inf:
             check.fail("alpha", "a number above 1 (entmax with 1 is softmax)", repr(self.alpha))
         if self.normaliser == "entmax" and self.positive != "exp":
@@ -157,7 +163,8 @@ class AttentionSpec:
 
     def __str__(self) -> str:
         scale = (self.log_d and "log d") if self.scale is None else f"{self.scale:.4g}"
-        factors = [self.learned_scale and "s", scale, self.log_n and "log N"]
+        learned = "s" if self.first_scale is None else f"s (from {self.first_scale:g})"
+        factors = [self.learned_scale and learned, scale, self.log_n and "log N"]
         scores = " ".join([x for x in factors if x] + ["cosines" if self.qk_norm else "dot products / sqrt d"])
         scores += " - log N" if self.bias == "minus_log_n" else ""
         scores += " - ALiBi" if self.positions == "alibi" else ""
@@ -200,6 +207,8 @@ def learned_parameters(spec: AttentionSpec, num_heads: int) -> dict[str, Tensor]
 
 
 def first_scale(spec: AttentionSpec) -> float:
+    if spec.first_scale is not None:
+        return spec.first_scale
     return 1.0 if spec.log_d else SSMAX_START
 
 

@@ -20,6 +20,7 @@ from softplus_attention.visibility import Visibility
 LSSAR = AttentionSpec()
 LSSA = LSSAR.but(second_stage="none")
 SOFTMAX = AttentionSpec(positive="exp", qk_norm=False, log_d=False, log_n=False, second_stage="none")
+LEARNED_SOFTMAX = SOFTMAX.but(qk_norm=True, log_d=True, log_n=True, learned_scale=True)
 SIGMOID = SOFTMAX.but(positive="sigmoid", bias="minus_log_n", normaliser="none")
 
 ATTENTIONS: dict[str, AttentionSpec] = {
@@ -58,7 +59,8 @@ ABLATIONS: dict[str, AttentionSpec] = {
     "softmax-reweighted": SOFTMAX.but(second_stage="relu_power"),
     "softmax-qknorm": SOFTMAX.but(qk_norm=True, log_d=True),
     "softmax-logn": SOFTMAX.but(log_n=True),
-    "softmax-qknorm-logn-learned": SOFTMAX.but(qk_norm=True, log_d=True, log_n=True, learned_scale=True),
+    "softmax-qknorm-logn-learned": LEARNED_SOFTMAX,
+    "softmax-qknorm-logn-learned-soft": LEARNED_SOFTMAX.but(first_scale=0.6),
     "sigmoid-l1": SIGMOID.but(normaliser="l1"),
     "sigmoid-l1-reweighted": SIGMOID.but(normaliser="l1", second_stage="relu_power"),
     "relu-l1-reweighted": SOFTMAX.but(positive="relu", second_stage="relu_power"),
