@@ -1,12 +1,10 @@
-"""Files that appear whole or not at all, and what to say when the disk is full."""
+"""The files of prepared data: whole or not at all, with their checksums, and what to say when the disk is full."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import io
-import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +12,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from softplus_attention import files
+
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TEMPORARY = ".tmp"
 
 
 class DataError(ValueError):
@@ -24,30 +23,22 @@ class DataError(ValueError):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is complete and on the disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+    """``files.replacing``, which says what to do where the disk is full."""
     try:
-        with temporary.open("wb") as file:
+        with files.replacing(path) as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         if error.errno in FULL:
             raise DataError(
                 f"no room to write {path}: {error.strerror}. Nothing is lost: make room and run the same command "
                 "again, it continues where it stopped"
             ) from error
         raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_json(path: Path, data: object) -> None:
     with replacing(path) as file:
-        file.write((json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode())
+        file.write(files.json_bytes(data))
 
 
 def write_array(path: Path, parts: list[np.ndarray[Any, Any]], dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -74,5 +65,5 @@ def sha256(path: Path) -> str:
 
 
 def remove_temporary(folder: Path) -> None:
-    for path in folder.glob(f"*{TEMPORARY}"):
+    for path in folder.glob(f"*{files.TEMPORARY}"):
         path.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from softplus_attention.evaluation.passkey import (
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.texts import Documents, check_vocabulary, digest_of
+from softplus_attention.files import replacing
 from softplus_attention.validation import fail
 
 MOST_WRONG = 3
@@ -128,10 +129,8 @@ def write_documents(path: Path, documents: Iterable[str]) -> int:
     """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as handle:
+    with replacing(path) as file:
         for text in documents:
-            handle.write(json.dumps({"text": text}) + "\n")
+            file.write((json.dumps({"text": text}) + "\n").encode())
             characters += len(text)
-    partial.replace(path)
     return characters

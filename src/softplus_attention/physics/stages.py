@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from softplus_attention import files
 from softplus_attention.physics.presets import Experiment
 from softplus_attention.validation import fail
 
@@ -22,13 +23,11 @@ NOT_IDENTITY = ("arms", "seeds", "labels", "operators", "nearest_points")
 
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    part.replace(path)
+    files.write_json(path, content)
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
@@ -38,9 +37,8 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         name: np.asarray(values, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int32)
         for name, values in arrays.items()
     }
-    part = path.with_name(f"{path.name}.{os.getpid()}.part.npz")
-    np.savez_compressed(part, **small)
-    part.replace(path)
+    with files.replacing(path) as file:
+        np.savez_compressed(file, **small)
 
 
 def read_arrays(path: Path) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from softplus_attention import __version__
+from softplus_attention.files import write_whole
 from softplus_attention.report import document, measures, other
 from softplus_attention.report.charts import Figure, Table, csv_text, slug
 from softplus_attention.report.drawing import draw
@@ -125,9 +125,3 @@ def remove_old(folder: Path, written: list[Path]) -> None:
     for path in folder.glob("[0-9][0-9]*-*"):
         if path.suffix in (".png", ".svg", ".csv") and path not in written:
             path.unlink()
-
-
-def write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from softplus_attention import provenance
+from softplus_attention.files import write_json
 from softplus_attention.training.errors import RunStopped
 
 RUN = "run.json"
@@ -33,7 +33,7 @@ def start(device: torch.device, processes: int, step: int) -> dict[str, Any]:
 
 def read(run: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((run / RUN).read_text())
+        return json.loads((run / RUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -44,14 +44,4 @@ def read(run: Path) -> dict[str, Any] | None:
 
 
 def write(run: Path, record: Mapping[str, Any]) -> None:
-    write_whole(run / RUN, json.dumps(record, indent=1) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """A file that is the old or the new one, whatever happens in between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_json(run / RUN, record)

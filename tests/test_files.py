@@ -1,0 +1,57 @@
+"""A file is the old one or the new one, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from softplus_attention.files import replacing, write_json, write_whole
+
+
+def test_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    write_whole(path, "old\n")
+    write_whole(path, "newer: ü\n")
+    assert path.read_bytes() == "newer: ü\n".encode()
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_json(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"name": "Röntgen", "loss": [1.5, None]})
+    text = (tmp_path / "a.json").read_text(encoding="utf-8")
+    assert "Röntgen" in text
+    assert json.loads(text) == {"name": "Röntgen", "loss": [1.5, None]}
+
+
+def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    write_whole(path, "old\n")
+
+    def half_a_file() -> None:
+        with replacing(path) as file:
+            file.write(b"half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        half_a_file()
+    assert path.read_text() == "old\n"
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_killed_process_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    write_whole(path, "old\n")
+    program = (
+        "import os, signal, sys; from pathlib import Path; from softplus_attention.files import replacing\n"
+        "with replacing(Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half of the n'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)])
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "old\n"
