@@ -252,10 +252,11 @@ def inside_block(size: Size) -> list[str]:
     multiples = sorted({multiple for run in size.runs for multiple in run.inside})
     if not multiples:
         return []
-    columns = [[f"`{arm}`" for arm in size.arms]]
+    looked_into = {arm: runs for arm, runs in size.arms.items() if any(run.inside for run in runs)}
+    columns = [[f"`{arm}`" for arm in looked_into]]
     for word, (_, show) in INSIDE.items():
         cells = []
-        for runs in size.arms.values():
+        for runs in looked_into.values():
             means = [spread(run.inside.get(multiple, {}).get(word) for run in runs) for multiple in multiples]
             cells.append(" / ".join("-" if mean is None else show(mean.mean) for mean in means))
         columns.append(cells)

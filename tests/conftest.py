@@ -9,6 +9,9 @@ from collections.abc import Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+from importlib.util import find_spec
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,6 +19,13 @@ from hypothesis import HealthCheck, settings
 # Read when triton loads: without a GPU its kernels are interpreted.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    # To a GPU the maximum of NaN and a number is the number; the interpreter would let the NaN pass.
+    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 THREADS = min(2, os.cpu_count() or 1)
 

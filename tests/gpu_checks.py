@@ -60,7 +60,7 @@ def check_decode_unit_vectors() -> str:
 
 def check_decode_launches() -> str:
     decode_cases.check_launches_again()
-    return "126 launches with odd and even strides, pointers, lengths and powers"
+    return "156 launches with odd and even strides, pointers, lengths and powers"
 
 
 DECODE: dict[str, Check] = {

@@ -213,7 +213,7 @@ def check_opcheck_decode() -> str:
     op = torch.ops.softplus_attention.triton_decode.default
     inputs, lengths = decode_inputs(40), torch.tensor([40, 9], device=DEVICE)
     for starts, window, unit_keys in ((None, None, False), (lengths // 3, 7, True)):
-        options = (starts, window, True, 15.0, None, None, True, math.log(D), unit_keys)
+        options = (starts, window, True, 15.0, None, None, not unit_keys, math.log(D), unit_keys)
         torch.library.opcheck(op, (*inputs, lengths, *options))
     return "two calls"
 

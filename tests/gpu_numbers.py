@@ -76,7 +76,7 @@ def assert_average(out: Tensor, v: Tensor, what: str) -> None:
     assert float(out.abs().max()) <= float(v.abs().max()) * 1.01, f"{what}: an average lies outside its values"
 
 
-def check_hostile(dtype: str, power: int, offset: bool = True) -> str:
+def check_hostile(dtype: str, power: float, offset: bool = True) -> str:
     """All rows of 4,096 tokens: finite output, and finite gradients wherever float64's fit the dtype."""
     kind, t = DTYPES[dtype], 4096 if ON_GPU else 130
     names = [*HOSTILE, *(FLOAT32_ONLY if kind == torch.float32 else ())]
@@ -146,7 +146,7 @@ def check_hostile_long(dtype: str, names: tuple[str, ...]) -> str:
     return f"{len(names)} kinds of data, T={LONG:,}, p=31; largest gradient {largest:.1e}"
 
 
-def check_poison(setting: str, dtype: str, power: Any) -> str:
+def check_poison(setting: str, dtype: str, power: Any, offset: bool = True) -> str:
     """One NaN or Inf: it shows in the rows that see it (in v, that give it weight), and in no other output.
 
     Gradients stay clean of it in all rows that do not see it, and in all keys that none of those rows sees.
@@ -154,7 +154,7 @@ def check_poison(setting: str, dtype: str, power: Any) -> str:
     kind, length = DTYPES[dtype], 320 if ON_GPU else SHORT
     for which in "qkv":
         for label, value in VALUES.items():
-            size: dict[str, Any] = {"length": length, "d": D, "dtype": kind, "device": DEVICE}
+            size: dict[str, Any] = {"length": length, "d": D, "dtype": kind, "device": DEVICE, "offset": offset}
             case = Poisoned("triton", setting, which, value, power, True, **size)
             where = f"{label} in {which}"
             bad = ~case.found["out"].isfinite()
@@ -312,13 +312,15 @@ POISONED += [
     ("causal", "bfloat16", 2.5),
     ("causal", "float32", 15),
     ("packed", "float32", 15),
+    ("causal", "float32", 2.5),
 ]
+BARE = [("causal", "bfloat16", 15), ("cache", "bfloat16", 2.5), ("window", "bfloat16", 2.5), ("causal", "float32", 2.5)]
 
 CHECKS: dict[str, Callable[[], str]] = {
     **{
         f"hostile {x} p={p}": partial(check_hostile, x, p) for x in ("float32", "bfloat16", "float16") for p in (15, 31)
     },
-    **{f"hostile {x} p=31 without offset": partial(check_hostile, x, 31, False) for x in DTYPES},
+    **{f"hostile {x} p={p} without offset": partial(check_hostile, x, p, False) for x in DTYPES for p in (31, 5.5)},
     "hostile long float32": partial(check_hostile_long, "float32", LONG_FLOAT32),
     "hostile long bfloat16": partial(check_hostile_long, "bfloat16", tuple(HOSTILE)),
     **{f"some equal scores {x}": partial(check_some_equal, x) for x in DTYPES},
@@ -326,6 +328,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"repeats {x}": partial(check_repeats, x) for x in REPEATED},
     "repeats decode": check_decode_repeats,
     **{f"poison {x} {y} p={p}": partial(check_poison, x, y, p) for x, y, p in POISONED},
+    **{f"poison {x} {y} p={p} without offset": partial(check_poison, x, y, p, False) for x, y, p in BARE},
     **{f"value without weight {x} D{d}": partial(check_value_without_weight, x, d) for x in DTYPES for d in (64, 128)},
     "million tokens p=15": partial(check_million, 15),
     "million tokens lssa": partial(check_million, None),

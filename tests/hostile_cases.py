@@ -134,13 +134,14 @@ class Poisoned:
         power: Any,
         train: bool,
         *,
+        offset: bool = True,
         length: int = SHORT,
         d: int = 32,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
         function, options, sees = setting_of(setting, length, device)
-        options = {**options, "impl": impl, "power": power, "enable_gqa": True}
+        options = {**options, "impl": impl, "power": power, "offset": offset, "enable_gqa": True}
         shapes = enumerate((4, 2, 2))
         tensors = {
             name: randn(2, h, length, d, seed=h + s, dtype=dtype, device=device)
@@ -163,12 +164,12 @@ class Poisoned:
             self.hit[1, 2:] = self.sees[1, 2:, :, key]
         else:
             inputs = (tensors["q"][:, :, :rows].double(), tensors["k"].double())
-            given = {"power": power, "attn_mask": self.sees, "enable_gqa": True}
+            given = {"power": power, "offset": offset, "attn_mask": self.sees, "enable_gqa": True}
             weight = attention_weights(*inputs, **given)[1, 2:, :, key]
             self.hit[1, 2:] = weight > 0
             share = attention_weights(*inputs, stage="normalised", **given)[1, 2:, :, key]
             count = self.sees[1, 2:].sum(-1)
-            x = count * share - (count > 3).double()
+            x = count * share - ((count > 3) & offset).double()
             self.doubtful[1, 2:] = self.sees[1, 2:, :, key] & (weight < 1e-8) & (x > -0.02)
 
     def out_of_reach(self, hit: Tensor) -> tuple[Tensor, Tensor]:

@@ -84,6 +84,19 @@ def test_nan_reaches_what_it_must_and_nothing_else(where, keys):
     torch.testing.assert_close(short, exact, atol=1e-5, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("offset", [True, False])
+def test_a_bad_number_among_unit_keys(bad, offset):
+    q, k, v = caches(40)
+    k = F.normalize(k, dim=-1)
+    k[0, 1, 7, 2] = bad
+    lengths = torch.tensor([40, 40], dtype=torch.int32)
+    options = {"offset": offset, "enable_gqa": True, "normalized_keys": True}
+    short, exact = (softplus_attention_decode(q, k, v, lengths, impl=i, **options) for i in ("chunked", "reference"))
+    assert short[0, 2:].isnan().all()
+    torch.testing.assert_close(short, exact, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e25, 0.0])
 def test_keys_of_any_size(size):
     q, k, v = caches(700)

@@ -100,6 +100,8 @@ class TestCapturedRows:
             ("lssar", {"num_key_value_heads": 2, "power": "learned"}),
             ("lssar", {"window": 5}),
             ("lssar", {"window": 5, "power": "learned-log"}),
+            ("lssar-without-offset", {}),
+            ("lssar-without-offset", {"window": 5, "power": "learned-log"}),
             ("softmax-reweighted", {"power": "learned-log"}),
             ("lssar", {"power": {"base": 3, "slope": 2, "n0": 4}}),
             ("softmax", {}),

@@ -93,17 +93,18 @@ def test_the_size_of_the_vectors_does_not_matter(impl: str, exponent: int) -> No
 
 
 BAD = 17
+POWERS_AND_OFFSETS = pytest.mark.parametrize(("power", "offset"), [(None, True), (15, True), (2.5, True), (2.5, False)])
 
 
-@pytest.mark.parametrize("power", [None, 15, 2.5], ids=lambda p: f"p{p}")
+@POWERS_AND_OFFSETS
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_a_bad_number_reaches_only_the_rows_that_see_it(
-    impl: str, setting: str, which: str, value: float, power: Any
+    impl: str, setting: str, which: str, value: float, power: Any, offset: bool
 ) -> None:
-    case = Poisoned(impl, setting, which, value, power, train=False)
+    case = Poisoned(impl, setting, which, value, power, train=False, offset=offset)
     bad = ~case.found["out"].isfinite()
     assert case.hit.any()
     assert not case.hit.all()
@@ -119,12 +120,14 @@ def test_a_bad_number_reaches_only_the_rows_that_see_it(
     torch.testing.assert_close(case.found["out"][~case.hit], case.clean["out"][~case.hit], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("power", [None, 15, 2.5], ids=lambda p: f"p{p}")
+@POWERS_AND_OFFSETS
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_gradients_of_clean_rows_and_their_keys_stay_clean(setting: str, which: str, value: float, power: Any) -> None:
-    case = Poisoned("chunked", setting, which, value, power, train=True)
+def test_gradients_of_clean_rows_and_their_keys_stay_clean(
+    setting: str, which: str, value: float, power: Any, offset: bool
+) -> None:
+    case = Poisoned("chunked", setting, which, value, power, train=True, offset=offset)
     clean_rows, clean_keys = case.out_of_reach(case.hit)
     assert clean_rows.any()
     assert clean_keys.any()

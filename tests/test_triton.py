@@ -165,3 +165,11 @@ def test_refuses_float64() -> None:
     q = randn(1, 1, 4, 16, seed=0, dtype=torch.float64)
     with pytest.raises(TypeError, match="`q` must be float16, bfloat16 or float32 for impl='triton'"):
         softplus_attention(q, q, q, impl="triton")
+
+
+@interpreted
+def test_a_bad_number_without_the_offset() -> None:
+    """No row of equal scores, which is computed with care, comes to the help of one that sees a NaN."""
+    from gpu_numbers import check_poison
+
+    check_poison("causal", "float32", 2.5, offset=False)

@@ -46,6 +46,7 @@ if INTERPRETED or torch.cuda.is_available():
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
+OFFSETS = pytest.mark.parametrize("offset", [True, False], ids=["with offset", "without"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 
 
@@ -197,25 +198,29 @@ class TestNotFinite:
 
     @pytest.mark.parametrize(
         ("bad", "power", "normalized_keys"),
-        [("nan", None, False), ("nan", 15, True), ("inf", 15, False), ("inf", None, True), ("-inf", 15, True)],
+        [("nan", None, False), ("nan", 15, True), ("inf", 15, False), ("inf", None, True), ("-inf", 2.5, True)],
     )
-    def test_key(self, bad: str, power: int | None, normalized_keys: bool, dtype: torch.dtype) -> None:
+    @OFFSETS
+    def test_key(self, bad: str, power: Any, normalized_keys: bool, offset: bool, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, t_q=2, t_max=70)
         k = torch.nn.functional.normalize(k.float(), dim=-1).to(dtype)
         lengths = torch.tensor([70, 21])
-        before = decode(q, k, v, lengths, power=power, normalized_keys=normalized_keys)
+        options = {"power": power, "normalized_keys": normalized_keys, "offset": offset}
+        before = decode(q, k, v, lengths, **options)
         k[0, 1, 69, 3] = float(bad)
-        out = decode(q, k, v, lengths, power=power, normalized_keys=normalized_keys)
+        out = decode(q, k, v, lengths, **options)
         assert out[0, 2:, 1].isnan().all()
         out[0, 2:, 1] = before[0, 2:, 1]
         assert torch.equal(out, before)
 
-    def test_query(self, dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("power", [15, 2.5])
+    @OFFSETS
+    def test_query(self, power: float, offset: bool, dtype: torch.dtype) -> None:
         q, k, v = caches(dtype, t_q=2, t_max=70)
         lengths = torch.tensor([70, 21])
-        before = decode(q, k, v, lengths)
+        before = decode(q, k, v, lengths, power=power, offset=offset)
         q[1, 1, 0, 2], q[0, 3, 1, 0] = float("nan"), float("inf")
-        out = decode(q, k, v, lengths)
+        out = decode(q, k, v, lengths, power=power, offset=offset)
         for row in ((1, 1, 0), (0, 3, 1)):
             assert out[row].isnan().all()
             out[row] = before[row]
@@ -265,8 +270,10 @@ class TestTheOp:
 
     def test_opcheck(self) -> None:
         q, k, v = caches(torch.float32, t_max=40)
-        arguments = (q, k, v, torch.tensor([40, 9]), None, None, True, 15.0, None, None, True, math.log(16), False)
-        torch.library.opcheck(torch.ops.softplus_attention.triton_decode.default, arguments)
+        for offset in (True, False):
+            options = (None, None, True, 15.0, None, None, offset, math.log(16), False)
+            arguments = (q, k, v, torch.tensor([40, 9]), *options)
+            torch.library.opcheck(torch.ops.softplus_attention.triton_decode.default, arguments)
 
     @pytest.mark.parametrize("empty", ["batch", "t_max"])
     def test_empty(self, empty: str) -> None:

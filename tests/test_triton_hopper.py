@@ -19,7 +19,7 @@ def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any
     q = torch.zeros(2, 4, 70, width, dtype=dtype)
     options: dict[str, Any] = {
         "start": None, "end": None, "mask": None, "is_causal": True, "window": None, "sharpen": True, "power": 15.0,
-        "power_rows": None, "power_by_length": None, "score_scale": 4.0, "normalized_keys": False,
+        "power_rows": None, "power_by_length": None, "offset": True, "score_scale": 4.0, "normalized_keys": False,
     }  # fmt: skip
     return triton_launch.Problem(q, q, q, **(options | changes))
 
@@ -33,6 +33,7 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
     assert not gluon_launch.fits(problem(dtype=torch.float32))
     assert not gluon_launch.fits(problem(window=8))
     assert not gluon_launch.fits(problem(power=1.0))
+    assert not gluon_launch.fits(problem(offset=False))
     assert not gluon_launch.fits(problem(power=2.5))
     assert not gluon_launch.fits(problem(power_rows=torch.full((2, 4, 70), 3.0)))
     assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))

@@ -153,7 +153,9 @@ class AttentionSpec:
         offset."""
         stage_1 = self.positive == "softplus" and self.normaliser == "l1" and self.qk_norm and self.log_n
         as_published = not self.learned_scale and self.bias == "none" and self.positions != "alibi"
-        stage_2 = self.second_stage == "none" or (self.second_stage == "relu_power" and self.times_n)
+        # Without the offset the factor N cancels.
+        power_of_n = self.second_stage == "relu_power" and (self.times_n or not self.offset)
+        stage_2 = self.second_stage == "none" or power_of_n
         return stage_1 and as_published and stage_2
 
     def score_scale(self, head_dim: int) -> float:

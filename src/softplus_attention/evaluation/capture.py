@@ -75,7 +75,8 @@ class Call:
         spec = self.attention.spec
         if spec.is_softplus_attention:
             scale = check_score_scale(self.attention.score_scale, q.shape[-1], k.shape[2])
-            found = attention_stages(q, k, visibility, self.attention.power(parameters, visibility), scale)
+            power = self.attention.power(parameters, visibility)
+            found = attention_stages(q, k, visibility, power, scale, offset=spec.offset)
             return found.normalised, found.sharpened
         final = baselines.composed_weights(spec, q, k, visibility, parameters)
         if spec.second_stage == "none":

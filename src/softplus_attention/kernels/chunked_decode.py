@@ -79,6 +79,8 @@ def one_token(
     q = q.mul_(scale)
     if normalized_keys:
         scores = q @ k.mT
+        if not bool(scores.isfinite().all()):
+            scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would make a plausible 0 of -inf
     elif n <= SMALL or bool(((norms := torch.linalg.vector_norm(k, dim=-1)) < 1e-15).any() | (norms > 1e15).any()):
         scores = q @ chunked.unit_and_inverse_norm(k)[0].mT
     else:

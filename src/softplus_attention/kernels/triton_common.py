@@ -165,7 +165,7 @@ def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, FINE: tl.constexpr)
                 if (n >> (i + 1)) > 0:
                     square = square * square
     elif FINE == SERIES:
-        w = tl.where(u > 0, tl.exp2((b_p - BELOW) * tl.log2(u)), 0.0)
+        w = tl.where(u == 0, 0.0, tl.exp2((b_p - BELOW) * tl.log2(u)))  # a NaN stays one
     else:
         w = tl.exp2((b_p - BELOW) * special_log2(u))
         if BELOW != 0:  # p may be 1, and 0 times the logarithm of 0 is not a number

@@ -221,7 +221,8 @@ def weights_of(
     f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
-        w = tl.where(b_flat[:, None], w, raised(tl.maximum(w, 0.0), b_p[:, None], POWER, 0, FINE))
+        # Not tl.maximum, which makes 0 of a NaN.
+        w = tl.where(b_flat[:, None], w, raised(tl.where(w < 0, 0.0, w), b_p[:, None], POWER, 0, FINE))
     return tl.where(w <= b_least[:, None], 0.0, w)
 
 
