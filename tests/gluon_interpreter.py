@@ -1,0 +1,403 @@
+"""Runs Gluon kernels on a CPU, as Triton's interpreter runs Triton's: the Python of a kernel on torch tensors.
+
+What a layout decides (which thread holds what, register hazards, barriers inside a program) is left to the compiler and
+to the GPU tests. What is kept of the hardware:
+
+- Copies and products that are asynchronous happen as late as the kernel allows. A tile on its way holds NaN from the
+  start of its copy to the wait for it, and so does a product from its issue to the wait that returns it; with
+  ``late_products=False`` products read their tiles when they are issued. Between the two, a tile that is read before
+  it has come or overwritten while it is still read shows as NaN.
+- The tensor cores see what was written to shared memory only after a fence.
+- A load or store outside of the tensor that its pointer came from is an error.
+- The maximum of NaN and a number is the number. Integers do not overflow.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import ConstexprFunction
+
+NAN = float("nan")
+
+
+class Value(torch.Tensor):
+    """A tensor or number of a kernel. Never changed in place, as ``x += 1`` would do to other names of it."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+    def __iadd__(self, other: Any) -> Any:
+        return self + other
+
+    def __isub__(self, other: Any) -> Any:
+        return self - other
+
+    def __imul__(self, other: Any) -> Any:
+        return self * other
+
+
+def value(x: Any, dtype: torch.dtype | None = None) -> Value:
+    if isinstance(x, int) and dtype is None:
+        dtype = torch.int64
+    return torch.as_tensor(x, dtype=dtype).as_subclass(Value)
+
+
+class Pointer:
+    """Addresses inside one tensor of the caller's: its elements in memory order, and offsets among them."""
+
+    def __init__(self, memory: Tensor, offsets: Any = 0) -> None:
+        self.memory = memory
+        self.offsets = offsets
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    @classmethod
+    def to(cls, x: Tensor) -> Pointer:
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+        return cls(x.detach().as_strided((extent,), (1,)))
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offsets + offset)
+
+    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Offsets, 0 where masked out, and the mask, both of one shape."""
+        offsets = torch.as_tensor(self.offsets).as_subclass(Tensor)
+        mask = torch.as_tensor(True if mask is None else mask).as_subclass(Tensor)
+        offsets, mask = torch.broadcast_tensors(offsets, mask)
+        wrong = mask & ((offsets < 0) | (offsets >= self.memory.numel()))
+        if wrong.any():
+            raise IndexError(f"offset {int(offsets[wrong][0])} of {self.memory.numel()} elements")
+        return torch.where(mask, offsets, 0), mask
+
+    def load(self, mask: Any = None, other: float = 0.0) -> Value:
+        offsets, mask = self.places(mask)
+        found = self.memory[offsets] if self.memory.numel() else self.memory.new_zeros(offsets.shape)
+        return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)).as_subclass(Value)
+
+    def store(self, x: Any, mask: Any = None) -> None:
+        offsets, mask = self.places(mask)
+        x = torch.as_tensor(x).as_subclass(Tensor).to(self.memory.dtype).expand(offsets.shape)
+        self.memory[offsets[mask]] = x[mask]
+
+
+class Shared:
+    """A piece of shared memory. ``allocation`` is that of the whole: a fence is known for all of it."""
+
+    def __init__(self, data: Tensor, allocation: dict[str, bool]) -> None:
+        self.data = data
+        self.allocation = allocation
+        self.dtype = data.dtype
+
+    def index(self, i: Any) -> Shared:
+        if not 0 <= int(i) < self.data.shape[0]:
+            raise IndexError(f"slot {int(i)} of {self.data.shape[0]}")
+        return Shared(self.data[int(i)], self.allocation)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.permute(*order), self.allocation)
+
+    def store(self, x: Tensor) -> None:
+        self.data.copy_(x.as_subclass(Tensor))
+        self.allocation["fenced"] = False
+
+    def load(self, layout: Any) -> Value:
+        return self.data.clone().as_subclass(Value)
+
+    def for_tensor_cores(self) -> Tensor:
+        assert self.allocation["fenced"], "the tensor cores read shared memory that was written without a fence"
+        return self.data.float()
+
+
+class Product(Value):
+    """What an asynchronous product returns: NaN until a wait gives back its result."""
+
+    compute: Callable[[], Tensor]
+    result: Tensor | None
+
+    def finished(self) -> Tensor:
+        if self.result is None:
+            self.result = self.compute()
+        return self.result
+
+
+def plain(x: Any) -> Tensor:
+    """The numbers of an operand, those of a product that is done or must be by now included."""
+    return x.finished() if isinstance(x, Product) else x.as_subclass(Tensor)
+
+
+class Program:
+    """One program of the grid: its shared memory, and what is on its way."""
+
+    def __init__(self, number: int, warps: int, late_products: bool) -> None:
+        self.number = number
+        self.warps = warps
+        self.late_products = late_products
+        self.allocations: list[dict[str, bool]] = []
+        self.copies: list[Callable[[], None]] = []  # since the last commit
+        self.groups: list[list[Callable[[], None]]] = []
+        self.products: list[Product] = []
+
+    def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        self.allocations.append({"fenced": True})
+        return Shared(torch.full(tuple(shape), NAN, dtype=dtype), self.allocations[-1])
+
+    def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
+        arriving = pointer.load(mask, other=0.0)
+        tile.data.fill_(NAN)
+
+        def arrive() -> None:
+            tile.data.copy_(arriving.as_subclass(Tensor))
+            tile.allocation["fenced"] = False
+
+        self.copies.append(arrive)
+
+    def commit_group(self) -> None:
+        self.groups.append(self.copies)
+        self.copies = []
+
+    def wait_group(self, pending: int) -> None:
+        while len(self.groups) > pending:
+            for arrive in self.groups.pop(0):
+                arrive()
+
+    def fence_async_shared(self) -> None:
+        for allocation in self.allocations:
+            allocation["fenced"] = True
+
+    def warpgroup_mma(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+        for operand in (a, b):
+            assert not isinstance(operand, Product), "a product is an operand before it was waited for"
+
+        def compute() -> Tensor:
+            left = a.for_tensor_cores() if isinstance(a, Shared) else plain(a).float()
+            product = left @ b.for_tensor_cores()
+            return product + plain(acc) if use_acc else product
+
+        token = torch.full((plain_shape(a)[0], plain_shape(b)[1]), NAN).as_subclass(Product)
+        token.compute, token.result = compute, None
+        if not self.late_products:
+            token.finished()
+        self.products.append(token)
+        return token if is_async else self.warpgroup_mma_wait(0, deps=[token])
+
+    def warpgroup_mma_wait(self, pending: int, deps: Sequence[Any]) -> Any:
+        while len(self.products) > pending:
+            self.products.pop(0).finished()
+        kept = [
+            x.result.as_subclass(Value) if isinstance(x, Product) and x.result is not None and not self.runs(x) else x
+            for x in deps
+        ]
+        return kept[0] if len(kept) == 1 else tuple(kept)
+
+    def runs(self, token: Product) -> bool:
+        return any(token is other for other in self.products)
+
+
+def plain_shape(x: Any) -> Sequence[int]:
+    return x.data.shape if isinstance(x, Shared) else x.shape
+
+
+def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
+    def of(*operands: Any, **_options: Any) -> Value:
+        return function(*(torch.as_tensor(x) for x in operands)).as_subclass(Value)
+
+    return of
+
+
+def larger(a: Tensor, b: Tensor) -> Tensor:
+    return torch.fmax(a, b) if a.is_floating_point() or b.is_floating_point() else torch.maximum(a, b)
+
+
+def smaller(a: Tensor, b: Tensor) -> Tensor:
+    return torch.fmin(a, b) if a.is_floating_point() or b.is_floating_point() else torch.minimum(a, b)
+
+
+def largest(x: Tensor, axis: int) -> Value:
+    if x.is_floating_point():
+        spoilt = x.isnan()
+        return torch.where(spoilt.all(axis), NAN, torch.where(spoilt, -float("inf"), x).amax(axis)).as_subclass(Value)
+    return x.amax(axis).as_subclass(Value)
+
+
+def assembly(text: str, constraints: str, operands: Sequence[Any], dtype: Any, is_pure: bool, pack: int) -> Value:
+    if text.startswith("fma.rn.sat.f32"):
+        a, b, c = (torch.as_tensor(x).double() for x in operands)
+        return (a * b + c).float().clamp(0.0, 1.0).nan_to_num(nan=0.0).as_subclass(Value)
+    if text.startswith("lg2.approx.ftz.f32"):
+        return torch.log2(torch.as_tensor(operands[0])).as_subclass(Value)
+    raise NotImplementedError(text)
+
+
+def counted(*bounds: Any) -> Iterator[Value]:
+    return (value(i) for i in range(*(int(bound) for bound in bounds)))
+
+
+class Language:
+    """The functions of ``triton.experimental.gluon.language`` and ``triton.language`` that the kernels use."""
+
+    float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
+    int32, int64 = torch.int32, torch.int64
+    constexpr = object
+    maximum, minimum = staticmethod(elementwise(larger)), staticmethod(elementwise(smaller))
+    abs, exp2, log, log2, sqrt = (
+        staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt)
+    )
+    where = staticmethod(elementwise(torch.where))
+    max = staticmethod(largest)
+    static_range = staticmethod(range)
+    inline_asm_elementwise = staticmethod(assembly)
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.allocate_shared_memory = program.allocate_shared_memory
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("Layout"):
+            return lambda *_: None
+        raise AttributeError(f"the interpreter of Gluon does not know {name}")
+
+    def program_id(self, axis: int) -> Value:
+        return value(self.program.number)
+
+    def num_warps(self) -> int:
+        return self.program.warps
+
+    @staticmethod
+    def arange(low: int, high: int, layout: Any = None) -> Value:
+        return value(torch.arange(low, high))
+
+    @staticmethod
+    def zeros(shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> Value:
+        return value(torch.zeros(tuple(shape), dtype=dtype))
+
+    @staticmethod
+    def cdiv(a: Any, b: Any) -> Any:
+        return (a + b - 1) // b
+
+    @staticmethod
+    def to_tensor(x: int) -> Value:
+        return value(x)
+
+    @staticmethod
+    def multiple_of(x: Any, factor: int) -> Any:
+        if isinstance(x, Pointer):
+            assert int(x.offsets) % factor == 0, f"offset {int(x.offsets)} is said to be a multiple of {factor}"
+        return x
+
+    @staticmethod
+    def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        return x
+
+    @staticmethod
+    def reshape(x: Value, shape: Sequence[int]) -> Value:
+        return x.reshape(tuple(shape))
+
+    @staticmethod
+    def sum(x: Value, axis: int) -> Value:
+        return x.sum(axis)
+
+    @staticmethod
+    def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
+        return pointer.load(mask, other)
+
+    @staticmethod
+    def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+        pointer.store(x, mask)
+
+    @staticmethod
+    def atomic_max(pointer: Pointer, x: Any) -> None:
+        pointer.store(larger(pointer.load(), torch.as_tensor(x)))
+
+
+class Assignments(ast.NodeTransformer):
+    """``x = 0`` makes a number of the kernel of a constant, ``x: gl.constexpr = 0`` does not."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        node.value = ast.copy_location(ast.Call(ast.Name("assigned", ast.Load()), [node.value], []), node.value)
+        return ast.fix_missing_locations(node)
+
+
+def assigned(x: Any) -> Any:
+    return value(x) if type(x) in (int, float) else x
+
+
+@cache
+def code_of(function: FunctionType) -> CodeType:
+    """A kernel's function, with its assignments as Triton reads them."""
+    tree = ast.parse(inspect.getsource(function))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list, definition.returns = [], None
+    for parameter in (*definition.args.args, *definition.args.kwonlyargs):
+        parameter.annotation = None
+    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    module = compile(Assignments().visit(tree), function.__code__.co_filename, "exec", dont_inherit=True)
+    return next(code for code in module.co_consts if isinstance(code, CodeType))
+
+
+def interpreted(kernel: Any, program: Program) -> FunctionType:
+    """The Python function behind a jit function, with everything that it uses interpreted too."""
+    language = Language(program)
+    replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": counted}
+    replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
+    replaced |= {"warpgroup_mma_init": lambda x: x, "assigned": assigned}
+    done: dict[FunctionType, FunctionType] = {}
+
+    def of(function: FunctionType) -> FunctionType:
+        if function not in done:
+            code = code_of(function)
+            known = {"__builtins__": __builtins__} | {
+                name: replaced[name] if name in replaced else translated(function.__globals__[name])
+                for name in code.co_names
+                if name in replaced or name in function.__globals__
+            }
+            done[function] = FunctionType(code, known)
+        return done[function]
+
+    def translated(x: Any) -> Any:
+        if isinstance(x, ConstexprFunction):
+            return x  # layouts, which mean nothing here
+        if isinstance(getattr(x, "fn", None), FunctionType):
+            return of(x.fn)
+        return getattr(x, "value", x)  # of a constant
+
+    return of(kernel.fn)
+
+
+class InterpretedKernel:
+    """Stands for a Gluon kernel: ``kernel[grid](...)`` runs every program, one after the other."""
+
+    def __init__(self, kernel: Any, late_products: bool, ran: list[str] | None = None) -> None:
+        self.kernel = kernel
+        self.late_products = late_products
+        self.ran = [] if ran is None else ran
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
+            self.ran.append(self.kernel.fn.__name__)
+            if "num_warps" in self.kernel.fn.__code__.co_varnames:
+                constants["num_warps"] = num_warps
+            for number in range(grid[0]):
+                program = Program(number, num_warps, self.late_products)
+                interpreted(self.kernel, program)(*(argument(x) for x in arguments), **constants)
+                assert not program.copies, "copies that no group holds"
+                assert not program.products, "products that nobody waits for"
+
+        return launch
+
+
+def argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Pointer.to(x)
+    if isinstance(x, tuple):
+        return tuple(argument(part) for part in x)
+    return value(x, torch.float32) if isinstance(x, float) else value(x)

@@ -1,0 +1,186 @@
+"""The Hopper kernels without a GPU: against the reference, by an interpreter of Gluon that has tests of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gluon_interpreter import InterpretedKernel
+from helpers import as_given, largest_error, outcomes, randn, unit_in_the_last_place
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton_cases import Case, assert_case
+
+from softplus_attention import functional, softplus_attention
+from softplus_attention.kernels import gluon_backward, gluon_forward, gluon_launch
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
+
+KERNELS = (
+    (gluon_forward, "gluon_forward_kernel"),
+    (gluon_backward, "gluon_dq_kernel"),
+    (gluon_backward, "gluon_dkv_kernel"),
+)
+
+
+@pytest.fixture(params=[False, True], ids=["products at once", "products late"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The Hopper kernels take CPU tensors, bfloat16 too. The names of those that ran."""
+    ran: list[str] = []
+    for module, name in KERNELS:
+        kernel = InterpretedKernel(getattr(module, name), late_products=request.param, ran=ran)
+        monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    monkeypatch.setattr(functional, "check_for_triton", lambda q: None)
+    return ran
+
+
+ALL = [name for _, name in KERNELS]
+SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype="bfloat16", t_q=150, t_k=170, **SIZES),
+        Case(dtype="float16", t_q=170, t_k=150, power="3", layout="transposed", **SIZES),
+        Case(dtype="bfloat16", t_q=17, t_k=64, power="31", **SIZES),
+        Case(dtype="float16", t_q=130, t_k=77, mode="full", power="2", **SIZES),
+        Case(dtype="bfloat16", t_q=130, t_k=200, power="None", **SIZES),
+        Case(dtype="float16", t_q=65, t_k=130, mode="full", power="None", **SIZES),
+        Case(dtype="bfloat16", t_q=130, t_k=130, **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=70, t_k=140, mode="full", power="None", **(SIZES | {"d": 128, "dv": 128})),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
+    assert_case(case, "cpu")
+    assert launches == ALL
+
+
+def test_the_sum_of_many_tiles(launches: list[str]) -> None:
+    """More tiles than one product of factors may hold."""
+    q = randn(1, 1, 3, 64, seed=0, dtype=torch.bfloat16)
+    k, v = (randn(1, 1, 98 * 64 + 5, 64, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
+    ours, theirs = (softplus_attention(q, k, v, is_causal=True, impl=impl).double() for impl in ("triton", "reference"))
+    truth = softplus_attention(q.double(), k.double(), v.double(), is_causal=True, impl="reference")
+    assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
+    assert launches == ALL[:1]
+
+
+@pytest.mark.parametrize("power", [15, 3, None])
+def test_equal_keys_keep_the_first_stage(power: int | None, launches: list[str]) -> None:
+    q, v = (randn(1, 1, 100, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 2))
+    k = randn(1, 1, 1, 64, seed=1, dtype=torch.bfloat16).repeat(1, 1, 100, 1)
+    out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
+    mean = v.float().cumsum(2) / torch.arange(1, 101)[:, None]
+    assert largest_error(out, mean) <= unit_in_the_last_place(mean, torch.bfloat16)
+    ours, theirs, truth = outcomes(softplus_attention, q, k, v, "triton", power, as_given, {"is_causal": True})
+    for name in ("out", "dk", "dv"):
+        budget = 2 * largest_error(theirs[name], truth[name]) + unit_in_the_last_place(truth[name], q.dtype)
+        assert largest_error(ours[name], truth[name]) <= budget, name
+    # Gradients of a row's scores add up to zero, and so does dq where all keys are one: what is left is their rounding.
+    assert float(truth["dq"].abs().max()) < 1e-12
+    assert float(ours["dq"].abs().max()) < torch.finfo(q.dtype).eps * float(truth["dk"].abs().max())
+    assert launches == ALL[:1] + ALL
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float, launches: list[str]) -> None:
+    """As without the bad value: the outputs that are finite, and the gradients of q of their rows."""
+
+    def outcome(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
+        out = softplus_attention(*leaves.values(), is_causal=True, impl="triton")
+        return out[0, 0].detach(), torch.autograd.grad(out.sum(), leaves["q"])[0][0, 0]
+
+    values = {name: randn(1, 1, 140, 64, seed=seed, dtype=torch.bfloat16) for seed, name in enumerate("qkv")}
+    out, dq = outcome(values)
+    values[which][0, 0, 70, 3] = bad
+    reference = softplus_attention(*values.values(), is_causal=True, impl="reference")[0, 0]
+    spoilt, spoilt_dq = outcome(values)
+    clear = reference.isfinite().all(-1)
+    assert spoilt.isfinite().all(-1).tolist() == clear.tolist()
+    assert clear[:70].all()
+    assert not clear[70:].all()
+    torch.testing.assert_close(spoilt[clear], out[clear], atol=1e-3, rtol=1e-2)  # a unit in the last place
+    torch.testing.assert_close(spoilt_dq[clear], dq[clear], atol=2e-2, rtol=2e-2)
+    assert set(launches) == set(ALL)
+
+
+@gluon.jit
+def doubled_kernel(
+    X, Y, n, WAIT: gl.constexpr, FENCE: gl.constexpr, REFILL: gl.constexpr, FINISH: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Y = X X^T of 64 x 64 numbers, right with WAIT, FENCE and FINISH alone."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    o_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    o_tile = o_rows[:, None] * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
+    tile = gl.allocate_shared_memory(X.dtype.element_ty, [64, 64], gl.NVMMASharedLayout.get_default_for([64, 64]))
+    async_copy.async_copy_global_to_shared(tile, X + o_tile, mask=(o_rows < n)[:, None])
+    async_copy.commit_group()
+    if WAIT:
+        async_copy.wait_group(0)
+    if FENCE:
+        fence_async_shared()
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    running = warpgroup_mma(tile, tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    if REFILL:
+        async_copy.async_copy_global_to_shared(tile, X + o_tile)
+        async_copy.commit_group()
+    y = warpgroup_mma_wait(0, deps=[running])
+    gl.store(Y + o_tile, y if FINISH else running)
+
+
+def product(
+    late: bool, wait: bool = True, fence: bool = True, refill: bool = False, finish: bool = True, n: int = 64
+) -> tuple[Tensor, Tensor]:
+    """What the kernel above makes, and what it should."""
+    x, y = randn(64, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
+    kernel = InterpretedKernel(doubled_kernel, late_products=late)
+    kernel[(1,)](x, y, n, WAIT=wait, FENCE=fence, REFILL=refill, FINISH=finish, num_warps=4)
+    return y, x.float() @ x.float().T
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_interpreter_computes(late: bool) -> None:
+    torch.testing.assert_close(*product(late))
+    found, expected = product(late, n=40)
+    torch.testing.assert_close(found[:40, :40], expected[:40, :40])
+    assert (found[40:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("late", "mistake"),
+    [
+        (False, {"wait": False}),  # the tile has not come
+        (True, {"refill": True}),  # it is overwritten while it is read
+        (True, {"finish": False}),  # the product is not done
+        (False, {"finish": False}),
+    ],
+)
+def test_the_interpreter_shows_what_happens_too_early(late: bool, mistake: dict[str, bool]) -> None:
+    found, _ = product(late, **mistake)
+    assert found.isnan().any()
+
+
+def test_the_interpreter_wants_fences() -> None:
+    with pytest.raises(AssertionError, match="without a fence"):
+        product(late=False, fence=False)
+
+
+def test_the_interpreter_sees_addresses_outside() -> None:
+    kernel = InterpretedKernel(doubled_kernel, late_products=False)
+    x = randn(63, 64, seed=0, dtype=torch.float16)
+    steps = {"WAIT": True, "FENCE": True, "REFILL": False, "FINISH": True, "num_warps": 4}
+    with pytest.raises(IndexError, match=r"offset 4032 of 4032 elements"):
+        kernel[(1,)](x, torch.empty(64, 64), 64, **steps)
