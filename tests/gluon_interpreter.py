@@ -3,10 +3,11 @@
 What a layout decides (which thread holds what, register hazards, barriers inside a program) is left to the compiler and
 to the GPU tests. What is kept of the hardware:
 
-- Copies and products that are asynchronous happen as late as the kernel allows. A tile on its way holds NaN from the
-  start of its copy to the wait for it, and so does a product from its issue to the wait that returns it; with
+- Copies and products that are asynchronous happen as late as the kernel allows. A tile on its way holds GARBAGE from
+  the start of its copy to the wait for it, and so does a product from its issue to the wait that returns it; with
   ``late_products=False`` products read their tiles when they are issued. Between the two, a tile that is read before
-  it has come or overwritten while it is still read shows as NaN.
+  it has come or overwritten while it is still read shows. (NaN would not: kernels have a second look where they meet
+  it.)
 - The tensor cores see what was written to shared memory only after a fence.
 - A load or store outside of the tensor that its pointer came from is an error.
 - The maximum of NaN and a number is the number. Integers do not overflow.
@@ -26,6 +27,7 @@ from torch import Tensor
 from triton.runtime.jit import ConstexprFunction
 
 NAN = float("nan")
+GARBAGE = 777.0
 
 
 class Value(torch.Tensor):
@@ -117,7 +119,7 @@ class Shared:
 
 
 class Product(Value):
-    """What an asynchronous product returns: NaN until a wait gives back its result."""
+    """What an asynchronous product returns: GARBAGE until a wait gives back its result."""
 
     compute: Callable[[], Tensor]
     result: Tensor | None
@@ -147,11 +149,11 @@ class Program:
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         self.allocations.append({"fenced": True})
-        return Shared(torch.full(tuple(shape), NAN, dtype=dtype), self.allocations[-1])
+        return Shared(torch.full(tuple(shape), GARBAGE, dtype=dtype), self.allocations[-1])
 
     def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
         arriving = pointer.load(mask, other=0.0)
-        tile.data.fill_(NAN)
+        tile.data.fill_(GARBAGE)
 
         def arrive() -> None:
             tile.data.copy_(arriving.as_subclass(Tensor))
@@ -181,7 +183,7 @@ class Program:
             product = left @ b.for_tensor_cores()
             return product + plain(acc) if use_acc else product
 
-        token = torch.full((plain_shape(a)[0], plain_shape(b)[1]), NAN).as_subclass(Product)
+        token = torch.full((plain_shape(a)[0], plain_shape(b)[1]), GARBAGE).as_subclass(Product)
         token.compute, token.result = compute, None
         if not self.late_products:
             token.finished()

@@ -169,8 +169,8 @@ def test_the_interpreter_computes(late: bool) -> None:
     ],
 )
 def test_the_interpreter_shows_what_happens_too_early(late: bool, mistake: dict[str, bool]) -> None:
-    found, _ = product(late, **mistake)
-    assert found.isnan().any()
+    found, expected = product(late, **mistake)
+    assert (found - expected).abs().min() > 100
 
 
 def test_the_interpreter_wants_fences() -> None:
