@@ -6,7 +6,7 @@ import pytest
 from study_cases import imported
 
 
-@pytest.mark.parametrize("script", ["attention_page", "decode_page", "newton_page", "synthetic_page"])
+@pytest.mark.parametrize("script", ["attention_page", "decode_page", "newton_page", "readme_page", "synthetic_page"])
 def test_the_page_agrees_with_its_files(script: str) -> None:
     with imported(script) as page:
         assert page.main(["--check"]) == 0
