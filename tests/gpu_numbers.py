@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -146,14 +146,16 @@ def check_hostile_long(dtype: str, names: tuple[str, ...]) -> str:
     return f"{len(names)} kinds of data, T={LONG:,}, p=31; largest gradient {largest:.1e}"
 
 
-def check_poison(setting: str, dtype: str, power: Any, offset: bool = True) -> str:
+def check_poison(
+    setting: str, dtype: str, power: Any, offset: bool = True, values: Mapping[str, float] = VALUES
+) -> str:
     """One NaN or Inf: it shows in the rows that see it (in v, that give it weight), and in no other output.
 
     Gradients stay clean of it in all rows that do not see it, and in all keys that none of those rows sees.
     """
     kind, length = DTYPES[dtype], 320 if ON_GPU else SHORT
     for which in "qkv":
-        for label, value in VALUES.items():
+        for label, value in values.items():
             size: dict[str, Any] = {"length": length, "d": D, "dtype": kind, "device": DEVICE, "offset": offset}
             case = Poisoned("triton", setting, which, value, power, True, **size)
             where = f"{label} in {which}"
@@ -177,7 +179,7 @@ def check_poison(setting: str, dtype: str, power: Any, offset: bool = True) -> s
             for name, chosen in (("dq", rows), ("dk", keys), ("dv", keys)):
                 assert chosen.any()
                 near(case.found[name][chosen], case.clean[name][chosen], kind, f"{where}, {name}")
-    return "9 bad numbers, outputs and gradients"
+    return f"{3 * len(values)} bad numbers, outputs and gradients"
 
 
 def last_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, power: Any) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,6 @@ import pytest
 from page_cases import words
 from study_cases import imported
 
-ROOT = Path(__file__).parents[1]
 LAW, OTHER = "m1 m2 / r^2", "m1 / r"
 
 
@@ -163,7 +161,7 @@ def test_files_that_cannot_be_used(
 
 
 def test_a_page_without_a_block(folder: Path, newton_page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(ROOT / "README.md", folder / "page.md")
+    (folder / "page.md").write_text("By hand.\n")
     assert newton_page.main(words(folder)) == 2
     assert "has no <!-- begin: cpu-force -->" in capsys.readouterr().err
 
