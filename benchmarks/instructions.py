@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def loops(sass: str, scores_per_thread: float) -> list[tuple[float, Counter[str]
     return result
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", choices=KERNELS)
     parser.add_argument("--head-dim", type=int, default=64, help="default: %(default)s")
@@ -114,7 +115,7 @@ def main() -> int:
         "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
     )
     parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.power < 0 and options.kernel.startswith("hopper"):
         parser.error(
             f"--power: at least 0 for {options.kernel}, which takes one power for all rows; got {options.power}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # Read when torch loads: waiting threads must not spin, and the profiler need not report its start and stop.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -21,11 +21,33 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    from triton.runtime.interpreter import InterpreterBuilder
+    from triton.runtime import interpreter
 
     # To a GPU the maximum of NaN and a number is the number; the interpreter would let the NaN pass.
-    InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+    interpreter.InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
+    interpreter.InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
+
+    # Every call inside a kernel patches the whole language once more, which takes half of the interpreter's time.
+    patch_language, patched = interpreter._patch_lang, set[str]()
+    nothing_more = interpreter._LangPatchScope()
+
+    def patch_language_once(function: Callable[..., object]) -> object:
+        # Kernels know the language as tl, its own functions as core.
+        names = {name for name in ("tl", "core") if name in function.__globals__}
+        if names and names <= patched:
+            return nothing_more
+        scope = patch_language(function)
+        patched.update(names)
+        restore = scope.restore
+
+        def restored() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = restored
+        return scope
+
+    interpreter._patch_lang = patch_language_once
 
 THREADS = min(2, os.cpu_count() or 1)
 

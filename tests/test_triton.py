@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers import as_given, largest_error, outcomes, randn
+import triton_cases
+from helpers import OutsideYardstickError, as_given, largest_error, outcomes, randn
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
@@ -21,6 +23,22 @@ interpreted = pytest.mark.skipif(
 @pytest.mark.usefixtures("poisoned_memory")
 def test_interpreted(case: Case) -> None:
     assert_case(case, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize(("dtype", "outside", "fails"), [
+    ("float32", [0], False), ("float32", [0, 2], True), ("float32", [0, 1, 2], True), ("float16", [0], True),
+])  # fmt: skip
+def test_one_unlucky_draw_is_allowed_in_float32(
+    dtype: str, outside: list[int], fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(case: Case, device: str, draw: int) -> None:
+        if draw in outside:
+            raise OutsideYardstickError(str(draw))
+
+    monkeypatch.setattr(triton_cases, "assert_draw", drawn)
+    with pytest.raises(OutsideYardstickError) if fails else nullcontext():
+        assert_case(Case(dtype=dtype), "cpu")
 
 
 @pytest.mark.gpu

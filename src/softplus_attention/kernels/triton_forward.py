@@ -203,7 +203,9 @@ def forward_kernel(
     b_offset = b_weight
     b_inverse = b_weight
     b_largest = tl.full([BM], float("-inf"), tl.float32)
-    if POWER != 0 and OFFSET:
+    # Scaling down what was added before is rounded p times over, and the backward does not know of it.
+    ONE_PASS: tl.constexpr = not OFFSET and not PRECISE
+    if POWER != 0 and not ONE_PASS:
         b_total = tl.zeros([BM], tl.float32)
         if HAS_WINDOW or HAS_RANGES:
             b_total, b_largest = first_pass(
@@ -219,9 +221,7 @@ def forward_kernel(
             b_total, b_largest, b_q, b_factor, keys, sight, full_high, n_high,
             D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
         )  # fmt: skip
-        b_total = tl.where(b_counts > 0, b_total, 1.0)
-        b_offset = tl.where(b_counts > 3, 1.0, 0.0)
-    if POWER != 0 and not OFFSET:
+    if POWER != 0 and ONE_PASS:
         if HAS_WINDOW or HAS_RANGES:
             b_out, b_weight, b_largest = only_pass(
                 b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, full_low,
@@ -236,8 +236,12 @@ def forward_kernel(
             b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_high, n_high,
             D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
         )  # fmt: skip
-        b_total = tl.maximum(b_counts, 1.0)  # as good as any: it cancels
     if POWER != 0:
+        if OFFSET:
+            b_total = tl.where(b_counts > 0, b_total, 1.0)
+            b_offset = tl.where(b_counts > 3, 1.0, 0.0)
+        else:
+            b_total = tl.maximum(b_counts, 1.0)  # as good as any: it cancels
         b_slope = b_counts / b_total
         b_height = b_slope * softplus2(b_largest, FINE) - b_offset
         b_sharp = b_counts > 0
@@ -253,7 +257,7 @@ def forward_kernel(
         tl.store(Height + p_row, tl.where(b_sharp, b_height, 0.0), mask=m_rows)
     sharpening = Sharpening(b_slope, b_offset, b_inverse, b_p)
 
-    if POWER == 0 or OFFSET:
+    if POWER == 0 or not ONE_PASS:
         if HAS_WINDOW or HAS_RANGES:
             b_out, b_weight = second_pass(
                 b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, full_low,
