@@ -29,7 +29,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, output = str(folder / "data"), str(folder / "evaluation")
     prepare = ["data", "prepare", "builtin", "--tokenizer", "bytes", "--validation-fraction", "0.1", "--output", data]
     assert main(prepare) == 0
-    lengths = ["evaluate", "lengths", str(FOLDER), "--data", data, "--lengths", "1,16", "--sequences", "8"]
+    lengths = ["evaluate", "lengths", str(FOLDER), "--data", data, "--lengths", "1,16", "--sequences", "4"]
     assert main([*lengths, "--output", output]) == 0
     assert main(["report", output]) == 0
     return folder / "evaluation"
@@ -48,7 +48,7 @@ def test_a_page_of_it(evaluation: Path) -> None:
 
 def test_it_writes(capfd: pytest.CaptureFixture[str]) -> None:
     """English words, most of them: a model that was loaded wrongly writes none."""
-    words = ["--max-new-tokens", "300", "--device", "cpu"]
+    words = ["--max-new-tokens", "200", "--device", "cpu"]
     assert main(["generate", "--model", str(FOLDER), "--prompt", "It was the ", *words]) == 0
     written = capfd.readouterr().out.split()
     common = {"the", "and", "of", "to", "a", "in", "that", "he", "was", "it", "his", "with", "for", "I", "not", "is"}

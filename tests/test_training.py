@@ -279,6 +279,11 @@ class TestMuon:
             assert stepped[parameter]["stepped_by"] == ("muon" if by_muon else "adamw"), name
             assert stepped[parameter]["weight_decay"] == (0.1 if parameter.dim() == 2 else 0.0), name
 
+    @pytest.fixture
+    def as_torch_iterates(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(optimizers, "iteration_dtype", lambda device: torch.bfloat16)
+
+    @pytest.mark.usefixtures("as_torch_iterates")
     def test_steps_as_torchs_two_do_and_continues_from_its_state(self) -> None:
         ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
 
@@ -316,6 +321,25 @@ class TestMuon:
             assert torch.equal(a, b), name
             assert torch.equal(a, c), name
 
+    @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
+    def test_on_a_cpu_it_iterates_in_float32(self, shape: tuple[int, int]) -> None:
+        """torch's update to the digits of bfloat16, and exact ones of it: a GPU's would be rounded to them."""
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        words: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
+        StackedMuon([{"params": [ours], **words}]).step()
+        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **words).step()
+        ours, theirs = ours.data, theirs.data
+        assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
+        scale = -0.2 * math.sqrt(max(shape))
+        left, _, right = torch.linalg.svd(gradient, full_matrices=False)
+        sizes = left.T @ (ours / scale) @ right.T  # the update has the gradient's own directions
+        assert float((sizes - sizes.diag().diag()).abs().max()) < 1e-4
+        assert float(sizes.diag().min()) > 0.5
+        assert float(sizes.diag().max()) < 1.3
+
+    @pytest.mark.usefixtures("as_torch_iterates")
     @pytest.mark.parametrize(
         ("most_stacked", "expected"), [(2**26, [4, 3, 3, 3, 1, 1, 1]), (2500, [2, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1])]
     )

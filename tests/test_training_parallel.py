@@ -122,7 +122,7 @@ class TestAnotherNumberOfProcesses:
     @pytest.mark.slow
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
     def test_with_muon(self, run: Run, data: Path, tmp_path: Path, parallel: str) -> None:
-        """Muon rounds to bfloat16, so that a sum in another order shows: how far, two runs of one process say."""
+        """Muon turns small differences into larger ones: how far a sum in another order leads, one process shows."""
         settings = {**SETTINGS, "data": data, "optimizer": "muon"}
         whole = Run(tmp_path / "whole", settings).finish()
         summed = Run(tmp_path / "summed", settings).finish(micro_batch_size=8)

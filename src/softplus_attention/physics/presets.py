@@ -248,6 +248,7 @@ PRESETS: dict[str, Experiment] = {
         multiples=(1, 2, 4),
         law_points=300,
         law_seconds=4,
+        law_restarts=1,
     ),
     "cpu": CPU,
     "gpu": GPU,
