@@ -25,6 +25,7 @@ from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCaus
 from softplus_attention.power import PowerByLength
 from softplus_attention.training import PRESETS, TrainConfig, configured, optimizers, power_schedule
 from softplus_attention.training import run as runs
+from softplus_attention.training.checkpoints import load_state, save_state
 from softplus_attention.training.data import Endless
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import flops_per_token
@@ -372,6 +373,17 @@ class TestMuon:
         for a, b in zip(ours, theirs, strict=True):
             assert stacked.state[a].keys() == torchs.state[b].keys()
             assert torch.equal(stacked.state[a]["momentum_buffer"], torchs.state[b]["momentum_buffer"])
+
+    @pytest.mark.filterwarnings("error")
+    def test_a_checkpoint_of_one_process_is_no_news(self, tmp_path: Path) -> None:
+        model, optimizer = self.build()
+        save_state(tmp_path, model, optimizer)
+        twin, fresh = self.build()
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+        load_state(tmp_path, twin, fresh)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
     def test_a_learning_rate_set_from_outside_is_the_one_used(self) -> None:
         model, optimizer = self.build()

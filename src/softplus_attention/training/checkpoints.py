@@ -18,7 +18,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +241,21 @@ def check_fits(folder: Path, model: nn.Module) -> None:
         )
 
 
+@contextmanager
+def one_process_is_no_news() -> Iterator[None]:
+    """torch warns of every checkpoint of a single process that it takes it for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    save(
-        named_state(model, optimizer),
-        storage_writer=FileSystemWriter(folder / STATE),
-        no_dist=not dist.is_initialized(),
-    )
+    with one_process_is_no_news():
+        save(
+            named_state(model, optimizer),
+            storage_writer=FileSystemWriter(folder / STATE),
+            no_dist=not dist.is_initialized(),
+        )
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -261,6 +272,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             place = torch.zeros_like(parameter) if size == parameter.shape else torch.zeros(size)
             tensors[name] = state[name.removeprefix(prefix)] = place.detach()
         optimizer.state[parameter] = state
-    load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    with one_process_is_no_news():
+        load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     # By its own words the optimizer puts each value where its steps expect it.
     optimizer.load_state_dict(optimizer.state_dict())
