@@ -65,9 +65,13 @@ def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:
         """By head dimension."""
         chosen = [x for x in rows if (x["section"], x["contender"]) == (section, name) and which(x)]
         values = [[x[what] for x in chosen if x["head_dim"] == d] for d in (64, 128)]
+        if not chosen:
+            raise PageError(f"{FILE} has no {what} of {name} in {section} at these lengths")
         return [between(column) if column else "" for column in values]
 
-    whole_model = next(x["time_to_softmax"] for x in training if x["attention"] == "lssar")
+    whole_model = next((x["time_to_softmax"] for x in training if x["attention"] == "lssar"), None)
+    if whole_model is None:
+        raise PageError(f"{TRAINING} has no row for lssar")
     lines = {
         f"LSSAR, training step of the op, {LONG:,} tokens and more": of(
             "train", "lssar p=15", "ratio", lambda x: x["length"] >= LONG

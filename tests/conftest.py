@@ -21,6 +21,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    import triton.language as tl
     from triton.runtime import interpreter
 
     # To a GPU the maximum of NaN and a number is the number; the interpreter would let the NaN pass.
@@ -28,16 +29,15 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     interpreter.InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
     # Every call inside a kernel patches the whole language once more, which takes half of the interpreter's time.
-    patch_language, patched = interpreter._patch_lang, set[str]()
+    patch_language, patched = interpreter._patch_lang, set[int]()
     nothing_more = interpreter._LangPatchScope()
 
     def patch_language_once(function: Callable[..., object]) -> object:
-        # Kernels know the language as tl, its own functions as core.
-        names = {name for name in ("tl", "core") if name in function.__globals__}
-        if names and names <= patched:
+        languages = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
+        if languages <= patched:
             return nothing_more
         scope = patch_language(function)
-        patched.update(names)
+        patched.update(languages)
         restore = scope.restore
 
         def restored() -> None:

@@ -10,7 +10,7 @@ to the GPU tests. What is kept of the hardware:
   it.)
 - The tensor cores see what was written to shared memory only after a fence.
 - A load or store outside of the tensor that its pointer came from is an error.
-- The maximum of NaN and a number is the number. Integers do not overflow.
+- The maximum of NaN and a number is the number. Integers do not overflow, and are divided as Python does it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pointer:
             raise IndexError(f"offset {int(offsets[wrong][0])} of {self.memory.numel()} elements")
         return torch.where(mask, offsets, 0), mask
 
-    def load(self, mask: Any = None, other: float = 0.0) -> Value:
+    def load(self, mask: Any = None, other: float = GARBAGE) -> Value:
         offsets, mask = self.places(mask)
         found = self.memory[offsets] if self.memory.numel() else self.memory.new_zeros(offsets.shape)
         return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)).as_subclass(Value)
@@ -93,20 +93,22 @@ class Pointer:
 class Shared:
     """A piece of shared memory. ``allocation`` is that of the whole: a fence is known for all of it."""
 
-    def __init__(self, data: Tensor, allocation: dict[str, bool]) -> None:
+    def __init__(self, data: Tensor, allocation: dict[str, bool], awaited: set[int]) -> None:
         self.data = data
         self.allocation = allocation
+        self.awaited = awaited  # addresses of the tiles that copies are on their way into
         self.dtype = data.dtype
 
     def index(self, i: Any) -> Shared:
         if not 0 <= int(i) < self.data.shape[0]:
             raise IndexError(f"slot {int(i)} of {self.data.shape[0]}")
-        return Shared(self.data[int(i)], self.allocation)
+        return Shared(self.data[int(i)], self.allocation, self.awaited)
 
     def permute(self, order: Sequence[int]) -> Shared:
-        return Shared(self.data.permute(*order), self.allocation)
+        return Shared(self.data.permute(*order), self.allocation, self.awaited)
 
     def store(self, x: Tensor) -> None:
+        assert self.data.data_ptr() not in self.awaited, "a tile is written while a copy is on its way into it"
         self.data.copy_(x.as_subclass(Tensor))
         self.allocation["fenced"] = False
 
@@ -143,21 +145,26 @@ class Program:
         self.warps = warps
         self.late_products = late_products
         self.allocations: list[dict[str, bool]] = []
+        self.awaited: set[int] = set()
         self.copies: list[Callable[[], None]] = []  # since the last commit
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[Product] = []
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         self.allocations.append({"fenced": True})
-        return Shared(torch.full(tuple(shape), GARBAGE, dtype=dtype), self.allocations[-1])
+        return Shared(torch.full(tuple(shape), GARBAGE, dtype=dtype), self.allocations[-1], self.awaited)
 
     def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
         arriving = pointer.load(mask, other=0.0)
+        place = tile.data.data_ptr()
+        assert place not in self.awaited, "a second copy into a tile before the first has come"
+        self.awaited.add(place)
         tile.data.fill_(GARBAGE)
 
         def arrive() -> None:
             tile.data.copy_(arriving.as_subclass(Tensor))
             tile.allocation["fenced"] = False
+            self.awaited.discard(place)
 
         self.copies.append(arrive)
 
@@ -308,7 +315,7 @@ class Language:
         return x.sum(axis)
 
     @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: float = 0.0) -> Value:
+    def load(pointer: Pointer, mask: Any = None, other: float = GARBAGE) -> Value:
         return pointer.load(mask, other)
 
     @staticmethod
@@ -392,6 +399,7 @@ class InterpretedKernel:
                 program = Program(number, num_warps, self.late_products)
                 interpreted(self.kernel, program)(*(argument(x) for x in arguments), **constants)
                 assert not program.copies, "copies that no group holds"
+                assert not program.awaited, "copies that nobody waits for"
                 assert not program.products, "products that nobody waits for"
 
         return launch

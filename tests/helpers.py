@@ -127,7 +127,11 @@ def outcomes(
 
 
 class OutsideYardstickError(AssertionError):
-    """Finite, of the right shape, and further from the truth than allowed."""
+    """Finite, of the right shape, and ``times`` as far from the truth as allowed."""
+
+    def __init__(self, message: str, times: float) -> None:
+        super().__init__(message)
+        self.times = times
 
 
 def assert_within_yardstick(
@@ -153,8 +157,10 @@ def assert_within_yardstick(
         assert ours[name].dtype == theirs[name].dtype, f"{name}: dtype {ours[name].dtype}"
         error, budget = largest_error(ours[name], exact), 2 * largest_error(theirs[name], exact)
         budget += unit_in_the_last_place(exact, ours[name].dtype)
-        if not error <= budget:
-            raise OutsideYardstickError(f"{name}: error {error:.3e}, allowed {budget:.3e} ({impl}, {q.dtype})")
+        message = f"{name}: error {error:.3e}, allowed {budget:.3e} ({impl}, {q.dtype})"
+        assert math.isfinite(error), message
+        if error > budget:
+            raise OutsideYardstickError(message, error / budget if budget else math.inf)
 
 
 def assert_equal_in_float64(

@@ -229,6 +229,7 @@ def test_figures_of_nothing(tmp_path, capsys):
     assert "a folder of results written by" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_killed_and_run_again(place, tmp_path):
     """kill -9 after the first length: the same command goes on from there, with the same numbers in the end."""
     words = ["lengths", "lssar/model", "--text", "text.txt", "--lengths", "16,32,64,128,256", "--device", "cpu"]

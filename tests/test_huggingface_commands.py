@@ -214,6 +214,7 @@ if trainer.is_world_process_zero():
 """
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_losses_of_one(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)

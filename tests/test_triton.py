@@ -26,15 +26,16 @@ def test_interpreted(case: Case) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("dtype", "outside", "fails"), [
-    ("float32", [0], False), ("float32", [0, 2], True), ("float32", [0, 1, 2], True), ("float16", [0], True),
+@pytest.mark.parametrize(("dtype", "outside", "times", "fails"), [
+    ("float32", [0], 1.5, False), ("float32", [0], 3.0, True), ("float32", [0, 2], 1.5, True),
+    ("float32", [0, 1, 2], 1.5, True), ("float16", [0], 1.5, True),
 ])  # fmt: skip
 def test_one_unlucky_draw_is_allowed_in_float32(
-    dtype: str, outside: list[int], fails: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str, outside: list[int], times: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(case: Case, device: str, draw: int) -> None:
         if draw in outside:
-            raise OutsideYardstickError(str(draw))
+            raise OutsideYardstickError(str(draw), times)
 
     monkeypatch.setattr(triton_cases, "assert_draw", drawn)
     with pytest.raises(OutsideYardstickError) if fails else nullcontext():

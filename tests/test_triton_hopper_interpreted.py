@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gluon_interpreter import InterpretedKernel
@@ -138,11 +140,13 @@ def doubled_kernel(
         async_copy.async_copy_global_to_shared(tile, X + o_tile)
         async_copy.commit_group()
     y = warpgroup_mma_wait(0, deps=[running])
+    if REFILL == 1:
+        async_copy.wait_group(0)
     gl.store(Y + o_tile, y if FINISH else running)
 
 
 def product(
-    late: bool, wait: bool = True, fence: bool = True, refill: bool = False, finish: bool = True, n: int = 64
+    late: bool, wait: bool = True, fence: bool = True, refill: int = 0, finish: bool = True, n: int = 64
 ) -> tuple[Tensor, Tensor]:
     """What the kernel above makes, and what it should."""
     x, y = randn(64, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
@@ -162,15 +166,22 @@ def test_the_interpreter_computes(late: bool) -> None:
 @pytest.mark.parametrize(
     ("late", "mistake"),
     [
-        (False, {"wait": False}),  # the tile has not come
-        (True, {"refill": True}),  # it is overwritten while it is read
+        (True, {"refill": 1}),  # the tile is overwritten while it is read
         (True, {"finish": False}),  # the product is not done
         (False, {"finish": False}),
     ],
 )
-def test_the_interpreter_shows_what_happens_too_early(late: bool, mistake: dict[str, bool]) -> None:
+def test_the_interpreter_shows_what_happens_too_early(late: bool, mistake: dict[str, Any]) -> None:
     found, expected = product(late, **mistake)
     assert (found - expected).abs().min() > 100
+
+
+def test_the_interpreter_wants_copies_to_be_awaited() -> None:
+    for mistake in ({"wait": False}, {"refill": 2}):
+        with pytest.raises(AssertionError, match="copies that nobody waits for"):
+            product(late=False, **mistake)
+    with pytest.raises(AssertionError, match="a second copy into a tile before the first has come"):
+        product(late=False, wait=False, refill=1)
 
 
 def test_the_interpreter_wants_fences() -> None:
@@ -181,6 +192,6 @@ def test_the_interpreter_wants_fences() -> None:
 def test_the_interpreter_sees_addresses_outside() -> None:
     kernel = InterpretedKernel(doubled_kernel, late_products=False)
     x = randn(63, 64, seed=0, dtype=torch.float16)
-    steps = {"WAIT": True, "FENCE": True, "REFILL": False, "FINISH": True, "num_warps": 4}
+    steps = {"WAIT": True, "FENCE": True, "REFILL": 0, "FINISH": True, "num_warps": 4}
     with pytest.raises(IndexError, match=r"offset 4032 of 4032 elements"):
         kernel[(1,)](x, torch.empty(64, 64), 64, **steps)

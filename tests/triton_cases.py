@@ -18,6 +18,7 @@ from torch import Tensor
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 
 MODES = ("causal", "full", "window", "mask", "causal and mask", "ranges", "packed", "cache")
+MOST_LUCK = 2  # times what is allowed; the worst of many draws was 1.6
 POWERS = ("None", "1", "3", "15", "31", "2.5", "per head", "per row", "by length")
 
 
@@ -70,12 +71,12 @@ def assert_case(case: Case, device: str) -> None:
     """Raises where the kernels are further from float64 than the yardstick allows, forward or in any gradient.
 
     In float32 the largest error of a small tensor is one row's luck, and another machine's sums another draw
-    (docs/kernels.md): what is outside for one draw of the inputs has to be inside for two others.
+    (docs/kernels.md): what is a little outside for one draw of the inputs has to be inside for two others.
     """
     try:
         assert_draw(case, device, 0)
-    except OutsideYardstickError:
-        if case.dtype != "float32":
+    except OutsideYardstickError as outside:
+        if case.dtype != "float32" or outside.times > MOST_LUCK:
             raise
         for draw in (1, 2):
             assert_draw(case, device, draw)
@@ -187,6 +188,7 @@ def gpu_cases() -> list[Case]:
             ("per head", "float16", 64),
             ("per head", "bfloat16", 128),
             ("by length", "float32", 64),
+            ("15", "float32", 64),
             ("15", "bfloat16", 128),
             ("15", "bfloat16", 256),
         )

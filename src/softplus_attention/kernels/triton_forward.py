@@ -1,5 +1,5 @@
-"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output); LSSA, and LSSAR
-without OFFSET, in one.
+"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output); LSSA, and in half
+precision LSSAR without OFFSET, in one.
 
 Any mask, power and dtype; ``gluon_forward`` has the common case on Hopper.
 """
