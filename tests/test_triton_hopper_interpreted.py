@@ -97,24 +97,28 @@ def test_equal_keys_keep_the_first_stage(power: int | None, launches: list[str])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float, launches: list[str]) -> None:
-    """As without the bad value: the outputs that are finite, and the gradients of q of their rows."""
+    """As without the bad value: the outputs that are finite, the gradients of q of their rows, and those of keys and
+    values that only such rows see."""
 
-    def outcome(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
-        out = softplus_attention(*leaves.values(), is_causal=True, impl="triton")
-        return out[0, 0].detach(), torch.autograd.grad(out.sum(), leaves["q"])[0][0, 0]
+    def outcome(values: dict[str, Tensor]) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in values.values()]
+        out = softplus_attention(*leaves, is_causal=True, impl="triton")
+        return [x[0, 0].detach() for x in (out, *torch.autograd.grad(out.sum(), leaves))]
 
     values = {name: randn(1, 1, 140, 64, seed=seed, dtype=torch.bfloat16) for seed, name in enumerate("qkv")}
-    out, dq = outcome(values)
+    out, dq, dk, dv = outcome(values)
     values[which][0, 0, 70, 3] = bad
     reference = softplus_attention(*values.values(), is_causal=True, impl="reference")[0, 0]
-    spoilt, spoilt_dq = outcome(values)
+    spoilt, spoilt_dq, spoilt_dk, spoilt_dv = outcome(values)
     clear = reference.isfinite().all(-1)
     assert spoilt.isfinite().all(-1).tolist() == clear.tolist()
     assert clear[:70].all()
     assert not clear[70:].all()
     torch.testing.assert_close(spoilt[clear], out[clear], atol=1e-3, rtol=1e-2)  # a unit in the last place
     torch.testing.assert_close(spoilt_dq[clear], dq[clear], atol=2e-2, rtol=2e-2)
+    if which == "q":
+        torch.testing.assert_close(spoilt_dk[71:], dk[71:], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(spoilt_dv[71:], dv[71:], atol=2e-2, rtol=2e-2)
     assert set(launches) == set(ALL)
 
 
