@@ -97,7 +97,7 @@ def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """torch's Muon iterates in bfloat16, for which many a CPU has no instructions: there it took 20 times as long."""
+    """torch's Muon iterates in bfloat16, for which many a CPU has no instructions and is many times slower."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
