@@ -49,7 +49,7 @@ HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "Gra
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     if name == "hopper-dkv":
-        return triton_launch.Blocks(gluon_launch.ROWS, gluon_launch.ROWS, gluon_launch.DKV_WARPS[d], 2)
+        return triton_launch.Blocks(gluon_launch.DKV_ROWS[d], gluon_launch.ROWS, 4, 2)
     if name in ("hopper-forward", "hopper-dq"):
         tiles = gluon_launch.FORWARD_TILES if name == "hopper-forward" else gluon_launch.DQ_TILES
         keys, registers = tiles[d]
@@ -66,7 +66,7 @@ def signature(name: str, d: int, power: int, offset: bool, blocks: triton_launch
     of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
     options = (None, None, None, True, None, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
-    given |= {"HAS_REST": True, "POWER_GRAD": False, "NORMALIZED_KEYS": False}
+    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "POWER_GRAD": False, "NORMALIZED_KEYS": False}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -152,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for count, usual, kinds in loops(sass, scores):
         most = ", ".join(f"{kind} {n / scores:.1f}" for kind, n in kinds.most_common(8))
         print(f"{count:6.1f} instructions per score ({usual:.1f}): {most}")
+        if kinds["WARPGROUP"] > kinds["HGMMA"] > 0:
+            print("       each product is waited for: the compiler could not let them run")
     return 0
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction
 
 NAN = float("nan")
@@ -106,6 +107,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order), self.allocation, self.awaited)
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data[start : start + length], self.allocation, self.awaited)
 
     def store(self, x: Tensor) -> None:
         assert self.data.data_ptr() not in self.awaited, "a tile is written while a copy is on its way into it"
@@ -249,6 +253,17 @@ def counted(*bounds: Any) -> Iterator[Value]:
     return (value(i) for i in range(*(int(bound) for bound in bounds)))
 
 
+def of_gluon(x: Any) -> Any:
+    """A number type as a function of constants knows it."""
+    return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+def constant(x: Any) -> Any:
+    """What a function of constants gives; of a layout, which means nothing here, nothing."""
+    x = getattr(x, "value", x)
+    return x if isinstance(x, int | float) else None
+
+
 class Language:
     """The functions of ``triton.experimental.gluon.language`` and ``triton.language`` that the kernels use."""
 
@@ -369,12 +384,12 @@ def interpreted(kernel: Any, program: Program) -> FunctionType:
                 for name in code.co_names
                 if name in replaced or name in function.__globals__
             }
-            done[function] = FunctionType(code, known)
+            done[function] = FunctionType(code, known, argdefs=function.__defaults__)
         return done[function]
 
     def translated(x: Any) -> Any:
         if isinstance(x, ConstexprFunction):
-            return x  # layouts, which mean nothing here
+            return lambda *arguments: constant(x(*map(of_gluon, arguments)))
         if isinstance(getattr(x, "fn", None), FunctionType):
             return of(x.fn)
         return getattr(x, "value", x)  # of a constant

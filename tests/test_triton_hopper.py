@@ -60,6 +60,7 @@ def test_compile_for_hopper() -> None:
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
     run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
+    assert "each product is waited for" not in run.stdout
     found = re.findall(
         r"(hopper-\w+), D=(\d+), p=(\d+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
     )

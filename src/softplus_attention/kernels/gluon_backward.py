@@ -8,6 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -19,16 +20,17 @@ from softplus_attention.kernels.gluon_common import (
     by_thread,
     fetch,
     fetched,
+    fineness,
     load_columns,
     load_layout,
     product_layout,
     saturated,
+    splits_copies,
     store_tile,
     tile_offsets,
 )
 from softplus_attention.kernels.triton_common import (
     LN2,
-    SHORT,
     finite_rows,
     inverse_norm,
     norm_stride,
@@ -39,27 +41,48 @@ from softplus_attention.kernels.triton_common import (
 
 
 @gluon.jit
-def score_terms(scores, b_norm, b_factor, b_slope, b_offset, flat, POWER: gl.constexpr, FLAT_ROWS: gl.constexpr):
-    """Three times [BM, BN]: sigmoid, u, and u^(p-1), which g is multiplied by. In LSSA u is the weight."""
-    t = scores * b_norm[None, :] * b_factor[:, None]
-    f = softplus2(t, SHORT)
+def kept_rows(t_q):
+    """What is kept for the rows of a head is kept in whole blocks."""
+    return gl.cdiv(t_q, 64) * 64
+
+
+@gluon.jit
+def place_of_terms(row, BLOCK: gl.constexpr):
+    """Where what ``gluon_dq_kernel`` leaves of a row is: the first of six numbers, BLOCK apart. Those of a block of
+    rows lie together, so that they are one copy."""
+    return row // BLOCK * (6 * BLOCK) + row % BLOCK
+
+
+@gluon.jit
+def score_terms(
+    scores, norm, factor, slope, offset, flat, POWER: gl.constexpr, FINE: gl.constexpr, FLAT_ROWS: gl.constexpr
+):  # fmt: skip
+    """Three times the shape of scores: sigmoid, u, and u^(p-1), which g is multiplied by. In LSSA u is the weight.
+
+    What belongs to keys or rows comes with an axis of length 1.
+    """
+    t = scores * norm * factor
+    f = softplus2(t, FINE)
     sigma = gl.exp2(t - f)
-    u = saturated(f, b_slope[:, None], b_offset[:, None])
+    u = saturated(f, slope, offset)
     steepness = u
     if POWER != 0:
-        steepness = raised(u, 0.0, POWER, 1, SHORT)
+        steepness = raised(u, 0.0, POWER, 1, FINE)
         if FLAT_ROWS:
-            steepness = gl.where(flat[:, None], 1.0, steepness)
+            steepness = gl.where(flat, 1.0, steepness)
     return sigma, u, steepness
 
 
 @gluon.jit
 def dq_slopes(
     scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen,
-    POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """([BM, BN], [BM, BN]): sigmoid over |k|, and what g is multiplied by, of one tile."""
-    sigma, _, steepness = score_terms(scores, b_norm, b_factor, b_slope, b_offset, b_flat, POWER, FLAT_ROWS)
+    sigma, _, steepness = score_terms(
+        scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_flat[:, None],
+        POWER, FINE, FLAT_ROWS,
+    )  # fmt: skip
     sigma = sigma * b_norm[None, :]
     if MASKED:
         sigma = gl.where(seen, sigma, 0.0)
@@ -88,6 +111,8 @@ def dq_loop(
     Products end in the order they began. One of the four is running wherever there is arithmetic that does not need it.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    fine: gl.constexpr = fineness(q_tile.dtype)
+    split: gl.constexpr = splits_copies(o_tile.shape[1], POWER)
     for j in range(low, high):
         slot = j & 1
         arrive(0)
@@ -98,13 +123,13 @@ def dq_loop(
             scores, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(1, deps=[scores, b_steep, b_even, b_a, b_b])
         else:
             scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
-        fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride)
-        fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride)
+        fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride, split)
+        fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride, split)
         fetched()
         o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         seen = o_n[None, :] < b_end[:, None]
         sigma, steepness = dq_slopes(
-            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, MASKED, False
+            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, fine, MASKED, False
         )  # fmt: skip
         if POWER != 0:
             b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
@@ -149,7 +174,9 @@ def dq_carefully(
         o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         seen = o_n[None, :] < b_end[:, None]
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
-        sigma, steepness = dq_slopes(scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, True, True)
+        sigma, steepness = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, fineness(dtype), True, True
+        )  # fmt: skip
         if POWER != 0:
             g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
         g = dq_gradient(g, steepness, b_delta, seen, POWER, True)
@@ -162,19 +189,19 @@ def dq_carefully(
 @gluon.jit
 def gluon_dq_kernel(
     Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, GradQ, Rows,
-    t_q, t_k, h, h_kv, n_rows, score_scale, q_strides, k_strides, v_strides, out_strides, grad_out_strides, dq_strides,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
+    t_q, t_k, h, h_kv, score_scale, q_strides, k_strides, v_strides, out_strides, grad_out_strides, dq_strides,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``dq_kernel`` does."""
+    """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
     BM: gl.constexpr = 64
-    layout: gl.constexpr = product_layout(BN, num_warps)
-    out_layout: gl.constexpr = product_layout(D, num_warps)
+    layout: gl.constexpr = product_layout(BN)
+    out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     by_row: gl.constexpr = load_layout(D, num_warps)
     dtype: gl.constexpr = Q.dtype.element_ty
 
-    n_rows = n_rows.to(gl.int64)  # a few times the rows is beyond int32 before the rows are
     blocks = gl.cdiv(t_q, BM)
     m = blocks - 1 - gl.program_id(0) % blocks
     bh = (gl.program_id(0) // blocks).to(gl.int64)
@@ -289,32 +316,24 @@ def gluon_dq_kernel(
     store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m * BM, t_q, dq_strides[2])
 
     b_outer = b_ratio * b_scale * b_inverse
-    gl.store(Rows + p_row, b_factor, mask=m_rows)
-    gl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
-    gl.store(Rows + 2 * n_rows + p_row, gl.where(b_flat, -1e-30, b_offset), mask=m_rows)
-    gl.store(Rows + 3 * n_rows + p_row, b_alpha * b_outer * b_delta, mask=m_rows)
-    gl.store(Rows + 4 * n_rows + p_row, b_alpha * b_outer, mask=m_rows)
-    gl.store(Rows + 5 * n_rows + p_row, b_epsilon * b_outer, mask=m_rows)
-
-
-@gluon.jit
-def row_terms(p_rows, o_m, t_q, n_rows):
-    """Six times [BM]: what ``gluon_dq_kernel`` left for each row."""
-    p = p_rows + gl.minimum(o_m, t_q - 1)  # rows beyond the last multiply zeros
-    return (
-        gl.load(p), gl.load(p + n_rows), gl.load(p + 2 * n_rows), gl.load(p + 3 * n_rows), gl.load(p + 4 * n_rows),
-        gl.load(p + 5 * n_rows),
-    )  # fmt: skip
+    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, BLOCK)  # rows beyond the last too: they multiply zeros
+    gl.store(p_terms, b_factor)
+    gl.store(p_terms + BLOCK, b_slope)
+    gl.store(p_terms + 2 * BLOCK, gl.where(b_flat, -1e-30, b_offset))
+    gl.store(p_terms + 3 * BLOCK, b_alpha * b_outer)
+    gl.store(p_terms + 4 * BLOCK, b_alpha * b_outer * b_delta)
+    gl.store(p_terms + 5 * BLOCK, b_epsilon * b_outer)
 
 
 @gluon.jit
 def dkv_slopes(
-    scores, b_factor, b_slope, b_offset, b_norm, seen,
-    POWER: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+    scores, b_norm, b_factor, b_slope, b_offset, seen,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Three times [BM, BN]: weights, sigmoid, and what g is multiplied by, of one tile."""
+    """Three times [BN, BM]: weights, sigmoid, and what g is multiplied by, of one tile."""
     sigma, weight, steepness = score_terms(
-        scores, b_norm, b_factor, b_slope, b_offset, b_offset < 0, POWER, FLAT_ROWS
+        scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_offset[None, :] < 0,
+        POWER, FINE, FLAT_ROWS,
     )  # fmt: skip
     if POWER != 0:
         weight = weight * steepness
@@ -327,10 +346,10 @@ def dkv_slopes(
 def dkv_gradient(
     g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """[BM, BN]: gradients of the scores of one tile; b_delta carries b_alpha."""
-    g = g * b_alpha[:, None] - b_delta[:, None]
+    """[BN, BM]: gradients of the scores of one tile; b_delta carries b_alpha."""
+    g = g * b_alpha[None, :] - b_delta[None, :]
     if POWER != 0:
-        g = g * steepness - b_epsilon[:, None]
+        g = g * steepness - b_epsilon[None, :]
     ds = sigma * g
     if MASKED:
         ds = gl.where(seen, ds, 0.0)
@@ -338,57 +357,77 @@ def dkv_gradient(
 
 
 @gluon.jit
-def seen_keys(o_m, o_n, t_q, t_k, CAUSAL: gl.constexpr):
-    """[BM, BN]: which key a row sees."""
-    seen = (o_m < t_q)[:, None] & (o_n < t_k)[None, :]
+def seeing_rows(o_m, o_n, t_q, t_k, CAUSAL: gl.constexpr):
+    """[BN, BM]: which row sees a key."""
+    seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
     if CAUSAL:
-        seen = seen & (o_n[None, :] <= (o_m + (t_k - t_q))[:, None])
+        seen = seen & (o_n[:, None] <= (o_m + (t_k - t_q))[None, :])
     return seen
 
 
 @gluon.jit
+def fetch_terms(ring, slot, Rows, row, BM: gl.constexpr):
+    """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows."""
+    o = gl.arange(0, 8 * BM, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * 6 + o, mask=o < 6 * BM)
+
+
+@gluon.jit
+def term(terms, K: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BM]: the K-th of the six numbers, along the columns of LAYOUT."""
+    return terms.slice(K * BM, BM).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
 def dkv_loop(
-    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do, p_rows,
-    t_q, t_k, n_rows, q_stride, do_stride, low, high,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, SPLIT: gl.constexpr, BM: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q, o_do,
+    Rows, first_row, t_q, t_k, q_stride, do_stride, low, high,
+    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
-    o_rows = gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-    terms = row_terms(p_rows, low * BM + o_rows, t_q, n_rows)
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = k_tile.dtype
+    split: gl.constexpr = splits_copies(o_q.shape[1], POWER)
     for i in range(low, high):
         slot = i & 1
-        o_m = i * BM + o_rows
-        b_factor, b_slope, b_offset, b_delta, b_alpha, b_epsilon = terms
         arrive(0)
-        scores = warpgroup_mma(q_ring.index(slot), k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        g = warpgroup_mma(do_ring.index(slot), v_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        scores, b_dk, b_dv = warpgroup_mma_wait(1 if SPLIT else 0, deps=[scores, b_dk, b_dv])
-        fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride)
-        fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride)
+        scores = warpgroup_mma(k_tile, q_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(v_tile, do_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
+        fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride, split)
+        fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride, split)
+        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), BM)
         fetched()
-        seen = seen_keys(o_m, o_n, t_q, t_k, CAUSAL)
+        terms = term_ring.index(slot)
+        o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        seen = seeing_rows(o_m, o_n, t_q, t_k, CAUSAL)
         weight, sigma, steepness = dkv_slopes(
-            scores, b_factor, b_slope, b_offset, b_norm, seen, POWER, MASKED, False
+            scores, b_norm, term(terms, 0, BM, LAYOUT), term(terms, 1, BM, LAYOUT), term(terms, 2, BM, LAYOUT),
+            seen, POWER, fineness(dtype), MASKED, False,
         )  # fmt: skip
-        w_tile.store(weight.to(w_tile.dtype))
-        g = warpgroup_mma_wait(0, deps=[g])
-        ds = dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER, MASKED)
-        terms = row_terms(p_rows, o_m + BM, t_q, n_rows)
-        ds_tile.store(ds.to(w_tile.dtype))
-        fence_async_shared()
-        b_dv = warpgroup_mma(w_tile.permute([1, 0]), do_ring.index(slot), b_dv, is_async=True)
-        b_dk = warpgroup_mma(ds_tile.permute([1, 0]), q_ring.index(slot), b_dk, is_async=True)
-    return b_dk, b_dv
+        b_w = gl.convert_layout(weight.to(dtype), operand, assert_trivial=True)
+        b_dv = warpgroup_mma(b_w, do_ring.index(slot), b_dv, is_async=True)
+        g = warpgroup_mma_wait(1, deps=[g])
+        ds = dkv_gradient(
+            g, sigma, steepness, term(terms, 3, BM, LAYOUT), term(terms, 4, BM, LAYOUT), term(terms, 5, BM, LAYOUT),
+            seen, POWER, MASKED,
+        )  # fmt: skip
+        b_ds = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
+        b_dk = warpgroup_mma(b_ds, q_ring.index(slot), b_dk, is_async=True)
+    return b_dk, b_dv, b_w, b_ds
 
 
 @gluon.jit
 def dkv_carefully(
-    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do, p_rows,
-    t_q, t_k, n_rows, q_stride, do_stride, low, high,
+    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, o_q, o_do, Rows,
+    first_row, t_q, t_k, q_stride, do_stride, low, high,
     CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = k_tile.dtype
     for i in range(low, high):
         m = i * BM
         o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
@@ -398,48 +437,45 @@ def dkv_carefully(
         q_ring.index(1).store(finite_rows(b_q))
         do_ring.index(0).store(gl.load(p_do + m.to(gl.int64) * do_stride + o_do, mask=m_rows, other=0.0))
         fence_async_shared()
-        scores = warpgroup_mma(q_ring.index(0), k_tile.permute([1, 0]), b_zero, use_acc=False)
-        g = warpgroup_mma(do_ring.index(0), v_tile.permute([1, 0]), b_zero, use_acc=False)
-        o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-        b_factor, b_slope, b_offset, b_delta, b_alpha, b_epsilon = row_terms(p_rows, o_m, t_q, n_rows)
-        seen = seen_keys(o_m, o_n, t_q, t_k, CAUSAL)
-        weight, sigma, steepness = dkv_slopes(scores, b_factor, b_slope, b_offset, b_norm, seen, POWER, True, True)
+        scores = warpgroup_mma(k_tile, q_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(v_tile, do_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        p = Rows + place_of_terms(first_row + o_m, BM)
+        seen = seeing_rows(o_m, o_n, t_q, t_k, CAUSAL)
+        weight, sigma, steepness = dkv_slopes(
+            scores, b_norm, gl.load(p), gl.load(p + BM), gl.load(p + 2 * BM), seen, POWER, fineness(dtype), True, True
+        )  # fmt: skip
+        b_delta = gl.load(p + 4 * BM)
         if POWER != 0:
-            g = gl.where(steepness == 0, b_delta[:, None], g)
-        ds = dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER, True)
-        w_tile.store(weight.to(w_tile.dtype))
-        ds_tile.store(ds.to(w_tile.dtype))
-        fence_async_shared()
-        b_dv = warpgroup_mma(w_tile.permute([1, 0]), do_ring.index(0), b_dv)
-        b_dk = warpgroup_mma(ds_tile.permute([1, 0]), q_ring.index(1), b_dk)
+            g = gl.where(steepness == 0, b_delta[None, :], g)
+        ds = dkv_gradient(
+            g, sigma, steepness, gl.load(p + 3 * BM), b_delta, gl.load(p + 5 * BM), seen, POWER, True
+        )  # fmt: skip
+        b_dv = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), do_ring.index(0), b_dv)
+        b_dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), q_ring.index(1), b_dk)
     return b_dk, b_dv
 
 
 @gluon.jit
 def gluon_dkv_kernel(
     Q, K, V, GradOut, Norms, Flat, Rows, GradK, GradV,
-    t_q, t_k, h, h_kv, n_rows, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    t_q, t_k, h, h_kv, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
     CAUSAL: gl.constexpr, POWER: gl.constexpr, NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr,
-    num_warps: gl.constexpr,
+    BM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
-    BM: gl.constexpr = 64
     BN: gl.constexpr = 64
-    layout: gl.constexpr = product_layout(BN, num_warps)
-    out_layout: gl.constexpr = product_layout(D, num_warps)
-    split: gl.constexpr = num_warps == 8  # then no other program fills the wait for the second product
-    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    layout: gl.constexpr = product_layout(BM)
+    out_layout: gl.constexpr = product_layout(D)
     dtype: gl.constexpr = Q.dtype.element_ty
 
     blocks = gl.cdiv(t_k, BN)
     n = gl.program_id(0) % blocks * BN  # the first keys are seen by the most rows
-    n_rows = n_rows.to(gl.int64)
     bh = (gl.program_id(0) // blocks).to(gl.int64)
     b, kv_head = bh // h_kv, bh % h_kv
     shared = h // h_kv
-    o_n = n + gl.arange(0, BN, layout=columns)
-    p_norm = Norms + bh * norm_stride(t_k) + n
-    b_norm = load_columns(p_norm, BN, layout)
+    o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    b_norm = gl.load(Norms + bh * norm_stride(t_k) + o_n)
     low = 0
     full_low = 0
     high = gl.cdiv(t_q, BM)
@@ -451,12 +487,11 @@ def gluon_dkv_kernel(
 
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
-    of_scores: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], dtype)
+    of_terms: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)  # the keys, and the values
     q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
     do_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
-    w_tile = gl.allocate_shared_memory(dtype, [BM, BN], of_scores)
-    ds_tile = gl.allocate_shared_memory(dtype, [BM, BN], of_scores)
+    term_ring = gl.allocate_shared_memory(gl.float32, [2, 8 * BM], of_terms)
     k_tile = k_ring.index(0)
     v_tile = k_ring.index(1)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
@@ -466,7 +501,8 @@ def gluon_dkv_kernel(
     o_q = tile_offsets(q_strides[2], BM, D)
     o_do = tile_offsets(grad_out_strides[2], BM, D)
 
-    b_zero = gl.zeros([BM, BN], gl.float32, layout)
+    b_zero = gl.zeros([BN, BM], gl.float32, layout)
+    b_none = gl.zeros([BN, BM], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_dk = gl.zeros([BN, D], gl.float32, out_layout)
     b_dv = gl.zeros([BN, D], gl.float32, out_layout)
     trouble = 0
@@ -476,23 +512,24 @@ def gluon_dkv_kernel(
             trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
         p_q = Q + b * q_strides[0] + head * q_strides[1]
         p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
-        p_rows = Rows + (b * h + head) * t_q
+        first_row = (b * h + head) * kept_rows(t_q)
         fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2])
         fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2])
+        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), BM)
         fetched()
         t_dk = warpgroup_mma_init(b_dk)
         t_dv = warpgroup_mma_init(b_dv)
-        t_dk, t_dv = dkv_loop(
-            t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
-            p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], low, full_low,
-            CAUSAL, POWER, True, split, BM, layout,
+        t_dk, t_dv, b_w, b_ds = dkv_loop(
+            t_dk, t_dv, b_none, b_none, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+            o_do, Rows, first_row, t_q, t_k, q_strides[2], grad_out_strides[2], low, full_low,
+            CAUSAL, POWER, True, BM, layout, out_layout,
         )  # fmt: skip
-        t_dk, t_dv = dkv_loop(
-            t_dk, t_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile, p_q, p_do, o_q, o_do,
-            p_rows, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], full_low, high,
-            CAUSAL, POWER, False, split, BM, layout,
+        t_dk, t_dv, b_w, b_ds = dkv_loop(
+            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+            o_do, Rows, first_row, t_q, t_k, q_strides[2], grad_out_strides[2], full_low, high,
+            CAUSAL, POWER, False, BM, layout, out_layout,
         )  # fmt: skip
-        b_dk, b_dv = warpgroup_mma_wait(0, deps=[t_dk, t_dv])
+        b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
         arrive(0)
     trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
     if trouble > 0:
@@ -501,11 +538,11 @@ def gluon_dkv_kernel(
         for i in range(0, shared):
             head = kv_head * shared + i
             b_dk, b_dv = dkv_carefully(
-                b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, w_tile, ds_tile,
+                b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring,
                 Q + b * q_strides[0] + head * q_strides[1],
                 GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
-                o_q, o_do, Rows + (b * h + head) * t_q, t_q, t_k, n_rows, q_strides[2], grad_out_strides[2], low, high,
-                CAUSAL, POWER, D, BM, layout,
+                o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, q_strides[2], grad_out_strides[2], low,
+                high, CAUSAL, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
 
     if not NORMALIZED_KEYS:

@@ -9,6 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
+from softplus_attention.kernels.triton_common import LONG, SHORT
+
+
+@gluon.constexpr_function
+def fineness(dtype):
+    """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's."""
+    return SHORT if dtype == gl.bfloat16 else LONG
+
 
 @gluon.jit
 def saturated(f, slope, offset):
@@ -19,20 +27,17 @@ def saturated(f, slope, offset):
 
 
 @gluon.constexpr_function
-def product_layout(width, num_warps):
-    """Of a product with 64 rows: four warps along the rows, warp groups along the columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, num_warps // 4], [16, width // (num_warps // 4), 16])
+def product_layout(width):
+    """Of a product with 64 rows: 16 to each of four warps."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
-def columns_of(width, num_warps):
+def columns_of(width):
     """How the columns of such a product are spread over threads, as [width / 8, 8]: two neighbours of every eight."""
-    groups = num_warps // 4
-    own = width // 8 // groups
-    registers = [[0, 1]] + [[1 << i, 0] for i in range(own.bit_length() - 1)]
+    registers = [[0, 1]] + [[1 << i, 0] for i in range((width // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
-    warps = [[0, 0], [0, 0]] + [[own << i, 0] for i in range(groups.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [width // 8, 8])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [width // 8, 8])
 
 
 @gluon.jit
@@ -41,7 +46,7 @@ def load_columns(p, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
     As [WIDTH / 8, 8], where what differs between the loads of a thread is known when compiling: no instructions for it.
     """
-    square: gl.constexpr = columns_of(WIDTH, gl.num_warps())
+    square: gl.constexpr = columns_of(WIDTH)
     p = gl.multiple_of(p, 16) + gl.arange(0, 8, layout=gl.SliceLayout(0, square))[None, :]
     p = p + (gl.arange(0, WIDTH // 8, layout=gl.SliceLayout(1, square)) * 8)[:, None]
     return gl.convert_layout(gl.reshape(gl.load(p), [WIDTH]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
@@ -67,16 +72,30 @@ def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
     return o_rows[:, None] * stride + gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
 
 
+@gluon.constexpr_function
+def splits_copies(width, power):
+    """Whether a loop of the backward is faster with a branch for the last rows: measured, for want of a reason."""
+    return width == 64 and power != 0
+
+
 @gluon.jit
-def fetch(ring, slot, p, o_tile, n, count, stride):
-    """Starts the copy of the rows from n on into a slot of a ring; zeros beyond ``count`` rows."""
+def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
+    """Starts the copy of the rows from n on into a slot of a ring; zeros beyond ``count`` rows.
+
+    SPLIT: the last rows are masked in a branch of their own, in place of a mask for every copy.
+    """
     rows: gl.constexpr = o_tile.shape[0]
+    layout: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
     p_tile = p + n.to(gl.int64) * stride
-    if n + rows <= count:
-        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
+    if SPLIT:
+        if n + rows <= count:
+            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
+        else:
+            m_rows = n + gl.arange(0, rows, layout=layout) < count
+            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
     else:
-        o_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout))
-        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=(o_rows < count)[:, None])
+        m_rows = gl.arange(0, rows, layout=layout) < count - n
+        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from softplus_attention.kernels.gluon_common import (
     by_thread,
     fetch,
     fetched,
+    fineness,
     load_columns,
     load_layout,
     product_layout,
@@ -33,6 +34,7 @@ from softplus_attention.kernels.triton_common import (
     EQUAL_SCORES,
     SHORT,
     inverse_norm,
+    log2_one_plus,
     norm_stride,
     raised,
     score_factor,
@@ -47,6 +49,8 @@ LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
 LEAST_SCORE = gl.constexpr(-2.0)
 LEAST_MEAN = gl.constexpr(2.0**-10)
+# A mean of f' from which on no negative score (whose f' is below 1) is above it.
+LEAST_ABOVE = gl.constexpr(1.001)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
 # Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3.
 LEAST_POWER = gl.constexpr(5)
@@ -56,7 +60,7 @@ LEAST_POWER = gl.constexpr(5)
 def first_loop(
     b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
     k_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, BY_PRODUCT: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread.
 
@@ -78,7 +82,7 @@ def first_loop(
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
         else:
-            f = softplus2(t, SHORT)
+            f = softplus2(t, FINE)
         b_total += gl.sum(by_thread(f), 1)
         b_largest = gl.maximum(b_largest, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
@@ -92,18 +96,18 @@ def first_loop(
 @gluon.jit
 def sums(
     b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, tiles, full_tiles, first,
-    BN: gl.constexpr, LAYOUT: gl.constexpr,
+    FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f' and largest t."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
     b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, 0, full_tiles, False, False, BN, LAYOUT,
+        k_stride, tiles, first, 0, full_tiles, False, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_tiles, tiles, True, False, BN, LAYOUT,
+        k_stride, tiles, first, full_tiles, tiles, True, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), gl.convert_layout(gl.max(b_top, 1), rows)
@@ -122,13 +126,13 @@ def sums_by_product(
     for low in range(0, full_tiles, MOST_FACTORS):
         b_scaled, b_product, b_sum, b_top = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_tiles), False, True, BN, LAYOUT,
+            k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_tiles), False, True, SHORT, BN, LAYOUT,
         )  # fmt: skip
         b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
         b_product = b_zero + 1.0
     b_scaled, b_product, b_sum, b_top = first_loop(
         b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, 0, full_tiles, tiles, True, True, BN, LAYOUT,
+        k_stride, tiles, 0, full_tiles, tiles, True, True, SHORT, BN, LAYOUT,
     )  # fmt: skip
     b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -141,9 +145,13 @@ def sums_by_product(
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
     p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights."""
+    """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
+
+    ABOVE: no key with a negative score has any weight, so that f' may be too small there.
+    """
     n_ahead = ahead(low + 3, tiles) * BN
     for j in range(low, high):
         s = first + j
@@ -151,9 +159,11 @@ def second_loop(
         scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
-        w = softplus2(b_scaled * b_factor[:, None], SHORT)  # [BM, BN]
+        t = b_scaled * b_factor[:, None]
+        # Beyond 1 the polynomial is below the logarithm, down to minus infinity.
+        w = log2_one_plus(gl.exp2(t * -1.0), SHORT) + t if ABOVE else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
-            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0, SHORT)
+            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0, FINE)
         if MASKED:
             o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
             w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
@@ -176,8 +186,8 @@ def second_loop(
 def careful_pass(
     b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm,
     t_k, k_stride, v_stride, tiles,
-    POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
+    POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
     f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
@@ -197,10 +207,10 @@ def careful_pass(
         v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], SHORT)
+        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], FINE)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0, SHORT)
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0, FINE)
             w = gl.where(b_flat[:, None], w, sharp)
         o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
         w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
@@ -221,10 +231,11 @@ def gluon_forward_kernel(
 ):  # fmt: skip
     """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA."""
     BM: gl.constexpr = 64
-    layout: gl.constexpr = product_layout(BN, num_warps)
-    out_layout: gl.constexpr = product_layout(D, num_warps)
+    layout: gl.constexpr = product_layout(BN)
+    out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     dtype: gl.constexpr = Q.dtype.element_ty
+    fine: gl.constexpr = fineness(dtype)
 
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     blocks = gl.cdiv(t_q, BM)
@@ -282,12 +293,13 @@ def gluon_forward_kernel(
     b_total = b_slope
     first = 0
     any_flat = 0
+    above = 0  # tiles
     if POWER != 0:
         b_excess = gl.where(b_counts > 3, 1.0, 0.0)
         if POWER < LEAST_POWER:
             b_scaled, b_total, b_largest = sums(
                 b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2], tiles,
-                full_tiles, 0, BN, layout,
+                full_tiles, 0, fine, BN, layout,
             )  # fmt: skip
             first = tiles
         else:
@@ -296,22 +308,25 @@ def gluon_forward_kernel(
                 full_tiles, BN, layout,
             )  # fmt: skip
             first = tiles
-            b_high = b_counts * softplus2(b_largest, SHORT) - b_excess * b_total
+            b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
             sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
             sure = sure & (b_total > LEAST_MEAN * b_counts)
             if gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0) > 0:
                 b_scaled, b_total, b_largest = sums(
                     b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2], tiles,
-                    full_tiles, tiles, BN, layout,
+                    full_tiles, tiles, fine, BN, layout,
                 )  # fmt: skip
                 first = 2 * tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
-        b_height = b_counts / b_total * softplus2(b_largest, SHORT) - b_excess
+        b_height = b_counts / b_total * softplus2(b_largest, fine) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
         any_flat = gl.max(((b_counts > 0) & (b_sharp == 0)).to(gl.int32), 0)
         b_divisor = gl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
+        some_below = gl.max(((b_counts > 0) & (b_excess * b_total < LEAST_ABOVE * b_counts)).to(gl.int32), 0)
+        if fine == SHORT:  # the other polynomial grows beyond 1
+            above = gl.where(some_below == 0, full_tiles, 0)
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
@@ -320,13 +335,18 @@ def gluon_forward_kernel(
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring,
         gl.to_tensor(0),
-        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, 0, full_tiles,
-        False, POWER, BN, layout, out_layout,
+        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, 0, above,
+        False, True, POWER, fine, BN, layout, out_layout,
+    )  # fmt: skip
+    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
+        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, above, full_tiles,
+        False, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
         p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, full_tiles, tiles,
-        True, POWER, BN, layout, out_layout,
+        True, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     arrive(0)
@@ -344,7 +364,7 @@ def gluon_forward_kernel(
             b_flat = (b_counts > 0) & (gl.load(Height + p_row, mask=m_rows, other=1.0) == 0)
         b_out, b_partial = careful_pass(
             b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
-            p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, D, BM, BN, layout, out_layout,
+            p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, fine, D, BM, BN, layout, out_layout,
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
         if any_flat > 0:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 ROWS = 64  # of a warp group, and the keys of a tile
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
-# By width: keys of a tile and registers of a thread, warps.
+# By width: keys of a tile and registers of a thread, or rows of a tile.
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
-DKV_WARPS = {64: 4, 128: 8}
+DKV_ROWS = {64: 64, 128: 32}
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 
 
@@ -85,19 +85,19 @@ def backward(
     from softplus_attention.kernels.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel
 
     dq, dk, dv = grads
-    n_rows = problem.batch * problem.h * problem.t_q
-    rows = stats.new_empty(6, n_rows)
+    rows = stats.new_empty(6 * problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS)
     keys, registers = DQ_TILES[problem.d]
     gluon_dq_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
         problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat, dq, rows,
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, n_rows, problem.score_scale, problem.q.stride()[:3],
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.score_scale, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3],
-        CAUSAL=problem.is_causal, POWER=problem.code, D=problem.d, BN=keys, num_warps=4, maxnreg=registers,
+        CAUSAL=problem.is_causal, POWER=problem.code, D=problem.d, BN=keys, BLOCK=DKV_ROWS[problem.d],
+        num_warps=4, maxnreg=registers,
     )  # fmt: skip
     gluon_dkv_kernel[(triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv,)](
         problem.q, problem.k, problem.v, grad_out, norms, flat, rows, dk, dv,
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, n_rows, problem.q.stride()[:3],
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
         CAUSAL=problem.is_causal, POWER=problem.code, NORMALIZED_KEYS=problem.normalized_keys, D=problem.d,
-        num_warps=DKV_WARPS[problem.d],
+        BM=DKV_ROWS[problem.d], num_warps=4,
     )  # fmt: skip
