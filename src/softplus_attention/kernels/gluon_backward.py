@@ -201,6 +201,7 @@ def gluon_dq_kernel(
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     by_row: gl.constexpr = load_layout(D, num_warps)
     dtype: gl.constexpr = Q.dtype.element_ty
+    split: gl.constexpr = splits_copies(D, POWER)
 
     blocks = gl.cdiv(t_q, BM)
     m = blocks - 1 - gl.program_id(0) % blocks
@@ -237,11 +238,11 @@ def gluon_dq_kernel(
     o_values = tile_offsets(v_strides[2], BN, D)
     p_q = Q + b * q_strides[0] + head * q_strides[1]
     p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
-    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2])
-    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m * BM, t_q, grad_out_strides[2])
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2], split)
+    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m * BM, t_q, grad_out_strides[2], split)
     fetched()
-    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
-    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
+    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
+    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
     fetched()
 
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
@@ -468,6 +469,7 @@ def gluon_dkv_kernel(
     layout: gl.constexpr = product_layout(BM)
     out_layout: gl.constexpr = product_layout(D)
     dtype: gl.constexpr = Q.dtype.element_ty
+    split: gl.constexpr = splits_copies(D, POWER)
 
     blocks = gl.cdiv(t_k, BN)
     n = gl.program_id(0) % blocks * BN  # the first keys are seen by the most rows
@@ -496,8 +498,8 @@ def gluon_dkv_kernel(
     v_tile = k_ring.index(1)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
     p_v = V + b * v_strides[0] + kv_head * v_strides[1]
-    fetch(k_ring, 0, p_k, tile_offsets(k_strides[2], BN, D), n, t_k, k_strides[2])
-    fetch(k_ring, 1, p_v, tile_offsets(v_strides[2], BN, D), n, t_k, v_strides[2])
+    fetch(k_ring, 0, p_k, tile_offsets(k_strides[2], BN, D), n, t_k, k_strides[2], split)
+    fetch(k_ring, 1, p_v, tile_offsets(v_strides[2], BN, D), n, t_k, v_strides[2], split)
     o_q = tile_offsets(q_strides[2], BM, D)
     o_do = tile_offsets(grad_out_strides[2], BM, D)
 
@@ -513,8 +515,8 @@ def gluon_dkv_kernel(
         p_q = Q + b * q_strides[0] + head * q_strides[1]
         p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
         first_row = (b * h + head) * kept_rows(t_q)
-        fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2])
-        fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2])
+        fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
+        fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
         fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), BM)
         fetched()
         t_dk = warpgroup_mma_init(b_dk)
