@@ -42,6 +42,7 @@ KERNELS = {
     "hopper-dkv": gluon_backward.gluon_dkv_kernel,
 }
 FLOATS = ("score_scale",)
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
 INT_POINTERS = ("Flat", "Start", "End", "Counts", "FirstRow", "LastRow")
 HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV", "Power")
@@ -59,7 +60,9 @@ def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
 
 
-def signature(name: str, d: int, power: int, offset: bool, blocks: triton_launch.Blocks) -> ASTSource:
+def signature(
+    name: str, d: int, power: int, offset: bool, blocks: triton_launch.Blocks, half: str = "bf16"
+) -> ASTSource:
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
     kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
@@ -83,8 +86,8 @@ def signature(name: str, d: int, power: int, offset: bool, blocks: triton_launch
             if n not in ("mask_strides", "count_strides", "power_strides"):
                 attributes |= {(i, j): aligned for j in range(count)}
         elif n[0].isupper():
-            half = "*bf16" if n in HALF_POINTERS else "*u8" if n == "Mask" else "*fp32"
-            types[n], attributes[(i,)] = "*i32" if n in INT_POINTERS else half, aligned
+            of_floats = f"*{half}" if n in HALF_POINTERS else "*u8" if n == "Mask" else "*fp32"
+            types[n], attributes[(i,)] = "*i32" if n in INT_POINTERS else of_floats, aligned
         else:
             types[n] = "i32"
             if n not in NOT_ALIGNED:
@@ -128,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
     )
+    parser.add_argument("--dtype", choices=HALVES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
     options = parser.parse_args(arguments)
     if options.power < 0 and options.kernel.startswith("hopper"):
@@ -138,7 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--without-offset: {options.kernel} always subtracts")
     blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
-    source = signature(options.kernel, options.head_dim, options.power, not options.without_offset, blocks)
+    source = signature(
+        options.kernel, options.head_dim, options.power, not options.without_offset, blocks, HALVES[options.dtype]
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -147,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = [str(tools / "cuobjdump"), "-sass", cubin.name]
         sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     scores = blocks.rows * blocks.keys / (blocks.warps * 32)
-    print(f"triton {triton.__version__}, {options.kernel}, D={options.head_dim}, p={options.power}, {blocks}")
+    shape = f"D={options.head_dim}, p={options.power}, {options.dtype}"
+    print(f"triton {triton.__version__}, {options.kernel}, {shape}, {blocks}")
     print(f"shared memory {compiled.metadata.shared} bytes")
     for count, usual, kinds in loops(sass, scores):
         most = ", ".join(f"{kind} {n / scores:.1f}" for kind, n in kinds.most_common(8))

@@ -109,6 +109,7 @@ class Shared:
         return Shared(self.data.permute(*order), self.allocation, self.awaited)
 
     def slice(self, start: int, length: int) -> Shared:
+        assert 0 <= start <= start + length <= self.data.shape[0], "a slice goes beyond its tile"
         return Shared(self.data[start : start + length], self.allocation, self.awaited)
 
     def store(self, x: Tensor) -> None:
@@ -368,8 +369,9 @@ def code_of(function: FunctionType) -> CodeType:
     return next(code for code in module.co_consts if isinstance(code, CodeType))
 
 
-def interpreted(kernel: Any, program: Program) -> FunctionType:
-    """The Python function behind a jit function, with everything that it uses interpreted too."""
+def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType:
+    """The Python function behind a jit function, with everything that it uses interpreted too; the names of the
+    functions that it calls go to ``called``."""
     language = Language(program)
     replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": counted}
     replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
@@ -387,11 +389,18 @@ def interpreted(kernel: Any, program: Program) -> FunctionType:
             done[function] = FunctionType(code, known, argdefs=function.__defaults__)
         return done[function]
 
+    def noted(function: FunctionType) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            called.add(function.__name__)
+            return function(*arguments, **named)
+
+        return call
+
     def translated(x: Any) -> Any:
         if isinstance(x, ConstexprFunction):
             return lambda *arguments: constant(x(*map(of_gluon, arguments)))
         if isinstance(getattr(x, "fn", None), FunctionType):
-            return of(x.fn)
+            return noted(of(x.fn))
         return getattr(x, "value", x)  # of a constant
 
     return of(kernel.fn)
@@ -404,6 +413,7 @@ class InterpretedKernel:
         self.kernel = kernel
         self.late_products = late_products
         self.ran = [] if ran is None else ran
+        self.called: set[str] = set()
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
@@ -412,7 +422,7 @@ class InterpretedKernel:
                 constants["num_warps"] = num_warps
             for number in range(grid[0]):
                 program = Program(number, num_warps, self.late_products)
-                interpreted(self.kernel, program)(*(argument(x) for x in arguments), **constants)
+                interpreted(self.kernel, program, self.called)(*(argument(x) for x in arguments), **constants)
                 assert not program.copies, "copies that no group holds"
                 assert not program.awaited, "copies that nobody waits for"
                 assert not program.products, "products that nobody waits for"

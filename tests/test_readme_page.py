@@ -57,6 +57,36 @@ def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "contender", "ratio", "short", "said"),
+    [
+        ("train", "lssar p=15", "ratio", 1024, "| LSSAR, training step of the op, 4,096 tokens and more | 2.50 |"),
+        ("decode", "lssar p=15 unit keys", "forward_ratio", 8192, "to the fastest SDPA |  | 2.50 |"),
+    ],
+)
+def test_short_lengths_do_not_count(
+    section: str, contender: str, ratio: str, short: int, said: str, folder: Path, page: ModuleType
+) -> None:
+    path = folder / page.FILE
+    results = json.loads(path.read_text())
+    for row in results["rows"]:
+        if (row["section"], row["contender"]) == (section, contender):
+            row[ratio] = 9.0 if row["length"] <= short else 2.5
+    path.write_text(json.dumps(results))
+    assert said in page.blocks_of(folder)["speed"]
+
+
+def test_a_length_that_was_not_measured_is_said(
+    folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (folder / "study").glob(f"10m-{MIX}-seed?.json"):
+        record = json.loads(path.read_text())
+        del record["evaluation"]["lengths"]["lengths"][0]
+        path.write_text(json.dumps(record))
+    assert page.main(words(folder)) == 2
+    assert f"{MIX} at 10m was not measured at 1 times its length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("missing", "said"),
     [
         (f"study/10m-{MIX}-seed?.json", f"there is no run of {MIX} at 10m"),

@@ -42,19 +42,21 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
 
 
 COMPILED = (
-    ("hopper-forward", 64, 15),
-    ("hopper-forward", 64, 3),
-    ("hopper-forward", 128, 0),
-    ("hopper-dq", 64, 15),
-    ("hopper-dq", 128, 15),
-    ("hopper-dkv", 64, 15),
-    ("hopper-dkv", 128, 15),
+    ("hopper-forward", 64, 15, "bfloat16"),
+    ("hopper-forward", 128, 0, "bfloat16"),
+    ("hopper-forward", 128, 15, "float16"),
+    ("hopper-dq", 64, 15, "bfloat16"),
+    ("hopper-dq", 64, 0, "bfloat16"),
+    ("hopper-dq", 128, 15, "bfloat16"),
+    ("hopper-dkv", 64, 15, "bfloat16"),
+    ("hopper-dkv", 128, 15, "bfloat16"),
+    ("hopper-dkv", 128, 0, "float16"),
 )
 
 
 def test_compile_for_hopper() -> None:
     """In one process of their own: here Triton may be set to interpret."""
-    words = [f"{name} --head-dim {width} --power {power}" for name, width, power in COMPILED]
+    words = [f"{name} --head-dim {width} --power {power} --dtype {dtype}" for name, width, power, dtype in COMPILED]
     code = "import sys, instructions\nfor words in sys.argv[1:]:\n    assert instructions.main(words.split()) == 0"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
@@ -62,7 +64,7 @@ def test_compile_for_hopper() -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     assert "each product is waited for" not in run.stdout
     found = re.findall(
-        r"(hopper-\w+), D=(\d+), p=(\d+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
+        r"(hopper-\w+), D=(\d+), p=(\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
     )
-    assert [(name, int(width), int(power)) for name, width, power, _ in found] == list(COMPILED)
+    assert [(name, int(width), int(power), dtype) for name, width, power, dtype, _ in found] == list(COMPILED)
     assert all(int(shared) <= 113 * 1024 for *_, shared in found)  # two programs on a multiprocessor

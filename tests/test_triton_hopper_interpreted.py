@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_interpreter import InterpretedKernel
-from helpers import as_given, largest_error, outcomes, randn, unit_in_the_last_place
+from helpers import as_given, assert_within_yardstick, largest_error, outcomes, randn, unit_in_the_last_place
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,16 +31,28 @@ KERNELS = (
 )
 
 
-@pytest.fixture(params=[False, True], ids=["products at once", "products late"])
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The Hopper kernels take CPU tensors, bfloat16 too. The names of those that ran."""
+def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[list[str], list[InterpretedKernel]]:
+    """The Hopper kernels take CPU tensors, bfloat16 too. The names of those that ran, and the kernels."""
     ran: list[str] = []
-    for module, name in KERNELS:
-        kernel = InterpretedKernel(getattr(module, name), late_products=request.param, ran=ran)
+    kernels = [InterpretedKernel(getattr(module, name), late_products, ran) for module, name in KERNELS]
+    for (module, name), kernel in zip(KERNELS, kernels, strict=True):
         monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(gluon_launch, "available", lambda device: True)
     monkeypatch.setattr(functional, "check_for_triton", lambda q: None)
-    return ran
+    return ran, kernels
+
+
+@pytest.fixture(params=[False, True], ids=["products at once", "products late"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return interpret(monkeypatch, request.param)[0]
+
+
+@pytest.fixture
+def late_kernels(monkeypatch: pytest.MonkeyPatch) -> list[InterpretedKernel]:
+    return interpret(monkeypatch, late_products=True)[1]
+
+
+CAREFUL = {"careful_pass", "dq_carefully", "dkv_carefully"}  # for rare blocks
 
 
 ALL = [name for _, name in KERNELS]
@@ -65,6 +77,39 @@ SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
 def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
     assert_case(case, "cpu")
     assert launches == ALL
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dtype="float16", t_q=20, t_k=150, **(SIZES | {"heads": 3, "d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=130, t_k=70, **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=140, t_k=140, mode="full", power="7", **SIZES),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_plain_blocks_are_not_computed_twice(case: Case, late_kernels: list[InterpretedKernel]) -> None:
+    """Heads that share keys, rows that see none, blocks that are not full."""
+    assert_case(case, "cpu")
+    called = set().union(*(kernel.called for kernel in late_kernels))
+    assert {"second_loop", "dq_loop", "dkv_loop"} <= called
+    assert not called & CAREFUL
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "power"),
+    [(torch.bfloat16, 64, 15), (torch.bfloat16, 128, 3), (torch.float16, 64, 15), (torch.float16, 128, 3)],
+)
+@pytest.mark.usefixtures("late_kernels")
+def test_keys_that_share_a_direction(dtype: torch.dtype, d: int, power: int) -> None:
+    """Of one head negative scores are above the average, of the other none are."""
+    q, k, v = (randn(1, heads, 140, d, seed=seed) for seed, heads in enumerate((2, 1, 1)))
+    q, k = q + torch.tensor([0.0, 2.0])[:, None, None], k + 1
+    assert_within_yardstick(
+        softplus_attention, *(x.to(dtype) for x in (q, k, v)), impl="triton", power=power, is_causal=True,
+        enable_gqa=True,
+    )  # fmt: skip
 
 
 def test_the_sum_of_many_tiles(launches: list[str]) -> None:
@@ -120,6 +165,25 @@ def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float, la
         torch.testing.assert_close(spoilt_dk[71:], dk[71:], atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(spoilt_dv[71:], dv[71:], atol=2e-2, rtol=2e-2)
     assert set(launches) == set(ALL)
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_bad_values_with_heads_of_128(which: str, late_kernels: list[InterpretedKernel]) -> None:
+    """Two heads that share keys: the bad query of one leaves the other alone, and so do bad keys the rows before."""
+    values = {n: randn(1, 1 + (n == "q"), 70, 128, seed=seed, dtype=torch.bfloat16) for seed, n in enumerate("qkv")}
+    values[which][0, 0, 40, 3] = float("nan")
+    leaves = [x.clone().requires_grad_() for x in values.values()]
+    out = softplus_attention(*leaves, is_causal=True, enable_gqa=True, impl="triton")
+    reference = softplus_attention(*values.values(), is_causal=True, enable_gqa=True, impl="reference")
+    clear = reference.isfinite().all(-1)
+    assert out.isfinite().all(-1).tolist() == clear.tolist()
+    assert 0 < int(clear.sum()) < clear.numel()
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert dq[clear].isfinite().all()
+    if which == "q":
+        assert dk[..., 41:, :].isfinite().all()
+        assert dv[..., 41:, :].isfinite().all()
+    assert {"dq_carefully", "dkv_carefully"} <= set().union(*(kernel.called for kernel in late_kernels))
 
 
 @gluon.jit

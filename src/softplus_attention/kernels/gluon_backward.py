@@ -31,6 +31,7 @@ from softplus_attention.kernels.gluon_common import (
 )
 from softplus_attention.kernels.triton_common import (
     LN2,
+    ROW_BLOCK,
     finite_rows,
     inverse_norm,
     norm_stride,
@@ -43,7 +44,7 @@ from softplus_attention.kernels.triton_common import (
 @gluon.jit
 def kept_rows(t_q):
     """What is kept for the rows of a head is kept in whole blocks."""
-    return gl.cdiv(t_q, 64) * 64
+    return gl.cdiv(t_q, ROW_BLOCK) * ROW_BLOCK
 
 
 @gluon.jit
@@ -194,7 +195,7 @@ def gluon_dq_kernel(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
-    BM: gl.constexpr = 64
+    BM: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -368,15 +369,16 @@ def seeing_rows(o_m, o_n, t_q, t_k, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def fetch_terms(ring, slot, Rows, row, BM: gl.constexpr):
-    """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows."""
+    """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows, whose first is ``row``."""
+    # Six times BM, in a power of two.
     o = gl.arange(0, 8 * BM, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
     async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * 6 + o, mask=o < 6 * BM)
 
 
 @gluon.jit
-def term(terms, K: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
-    """[BM]: the K-th of the six numbers, along the columns of LAYOUT."""
-    return terms.slice(K * BM, BM).load(gl.SliceLayout(0, LAYOUT))
+def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BM]: one of the six numbers of each row, along the columns of LAYOUT."""
+    return terms.slice(PLACE * BM, BM).load(gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
@@ -465,7 +467,7 @@ def gluon_dkv_kernel(
     BM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
-    BN: gl.constexpr = 64
+    BN: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BM)
     out_layout: gl.constexpr = product_layout(D)
     dtype: gl.constexpr = Q.dtype.element_ty

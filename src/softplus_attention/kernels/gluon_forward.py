@@ -32,6 +32,7 @@ from softplus_attention.kernels.gluon_common import (
 )
 from softplus_attention.kernels.triton_common import (
     EQUAL_SCORES,
+    ROW_BLOCK,
     SHORT,
     inverse_norm,
     log2_one_plus,
@@ -43,8 +44,9 @@ from softplus_attention.kernels.triton_common import (
 )
 
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
-# The logarithms of the product and those of the polynomial, which the second pass has, differ by up to 4e-4. Where a
-# row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a sum has.
+# The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
+# Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
+# sum has. (Float16 has the long polynomial: there all this is more careful than it need be.)
 LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
 LEAST_SCORE = gl.constexpr(-2.0)
@@ -160,7 +162,7 @@ def second_loop(
         n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]
-        # Beyond 1 the polynomial is below the logarithm, down to minus infinity.
+        # Beyond 1 the short polynomial is below the logarithm, down to minus infinity.
         w = log2_one_plus(gl.exp2(t * -1.0), SHORT) + t if ABOVE else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
             w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0, FINE)
@@ -230,7 +232,7 @@ def gluon_forward_kernel(
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA."""
-    BM: gl.constexpr = 64
+    BM: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)

@@ -12,10 +12,12 @@ import torch
 import triton
 from torch import Tensor
 
+from softplus_attention.kernels.triton_common import ROW_BLOCK
+
 if TYPE_CHECKING:
     from softplus_attention.kernels.triton_launch import Problem
 
-ROWS = 64  # of a warp group, and the keys of a tile
+ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 # By width: keys of a tile and registers of a thread, or rows of a tile.

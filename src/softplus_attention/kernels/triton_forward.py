@@ -97,16 +97,15 @@ def second_pass(
 @triton.jit
 def only_pass(
     b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, n_high,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    FINE: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr,
     POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights, both relative to the weight of the largest
-    t so far. Nothing is subtracted, so that no row needs its average first."""
+    t so far. Nothing is subtracted, so that no row needs its average first. Half precision alone."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
-        t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
+        b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, False)  # [BN, BD], [BN]
+        t = scores2(b_q, b_k, b_norm, b_factor, False)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if MASKED:
             t = tl.where(seen_by(o_n, sight, HAS_MASK), t, float("-inf"))
@@ -225,16 +224,16 @@ def forward_kernel(
         if HAS_WINDOW or HAS_RANGES:
             b_out, b_weight, b_largest = only_pass(
                 b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, full_low,
-                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
+                D, BD, DV, BDV, BN, FINE, POWER, True, HAS_MASK, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_out, b_weight, b_largest = only_pass(
                 b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_low, full_high,
-                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, False, HAS_MASK, STAGES,
+                D, BD, DV, BDV, BN, FINE, POWER, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_out, b_weight, b_largest = only_pass(
             b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_high, n_high,
-            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, True, HAS_MASK, STAGES,
+            D, BD, DV, BDV, BN, FINE, POWER, True, HAS_MASK, STAGES,
         )  # fmt: skip
     if POWER != 0:
         if OFFSET:
