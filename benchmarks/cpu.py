@@ -11,7 +11,6 @@ import datetime
 import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -168,7 +167,7 @@ def main() -> None:
 
     times, sizes = ([64, 128], [64, 128]) if options.quick else ([2048, 8192], [2048, 4096, 8192, 16384])
     data = {
-        "command": shlex.join(["python", "benchmarks/cpu.py", *sys.argv[1:]]),
+        "command": provenance.command("benchmarks/cpu.py"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": provenance.commit(),
         "machine": {**provenance.machine(), "capability": torch.backends.cpu.get_cpu_capability()},

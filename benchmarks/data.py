@@ -16,7 +16,6 @@ import json
 import lzma
 import os
 import resource
-import shlex
 import shutil
 import statistics
 import subprocess
@@ -102,7 +101,7 @@ def main() -> int:
         for which in (0, 1)
     )
     data: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/data.py", *sys.argv[1:]]),
+        "command": provenance.command("benchmarks/data.py"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": options.commit or provenance.commit(),
         "machine": provenance.machine(),

@@ -142,7 +142,7 @@ def main() -> int:
                         flush=True,
                     )
     if options.output:
-        about = {"command": " ".join(["python", *sys.argv]), "commit": options.commit or provenance.commit()}
+        about = {"command": provenance.command("benchmarks/decode.py"), "commit": options.commit or provenance.commit()}
         about |= {"machine": provenance.machine(device), "versions": provenance.versions()}
         threads = {} if device.type == "cuda" else {"threads": torch.get_num_threads()}
         options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,6 @@ import dataclasses
 import datetime
 import json
 import platform
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +38,7 @@ def header(settings: Any, inputs: str, commit: str | None = None) -> Data:
     import torch
 
     import softplus_attention
+    from softplus_attention import provenance
 
     try:
         import triton
@@ -48,9 +48,9 @@ def header(settings: Any, inputs: str, commit: str | None = None) -> Data:
         triton_version = "none"
     cuda = settings.device == "cuda"
     return {
-        "command": shlex.join(["python", "benchmarks/attention.py", *sys.argv[1:]]),
+        "command": provenance.command("benchmarks/attention.py"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or first_output("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"),
+        "commit": commit or provenance.commit(),
         "machine": {
             "gpu": torch.cuda.get_device_name(0) if cuda else "none",
             "driver": first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),

@@ -2,8 +2,8 @@
 
 The kernel is compiled as the op launches it (bfloat16, causal, p = 15 unless said otherwise) and disassembled with the
 tools that Triton ships. Loops with few instructions are left out; the main loop is the one with the fewest per score.
-Both sides of a branch count: the copies of the hopper kernels (0.7 to 2.2 instructions per score) are listed twice. In
-brackets is what is left without the side that copies the last keys of a sequence, which few tiles take.
+Both sides of a branch count; in brackets is what is left without the side that copies the last keys of a sequence,
+which few tiles take (hopper-dq and hopper-dkv, D = 64, have one).
 """
 
 from __future__ import annotations

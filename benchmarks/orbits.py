@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -46,7 +45,11 @@ def main() -> int:
             rows.append({"distribution": name, "planets": planets, "steps": steps, "sequences_per_cpu_second": speed})
             print(f"{name:16} {planets:2} planets, {steps} steps: {speed:8,.0f} sequences per second", flush=True)
     if options.output:
-        about = {"kind": "orbit simulator", "command": shlex.join(["python", *sys.argv]), "commit": provenance.commit()}
+        about = {
+            "kind": "orbit simulator",
+            "command": provenance.command("benchmarks/orbits.py"),
+            "commit": provenance.commit(),
+        }
         about |= {"machine": provenance.machine(), "versions": provenance.versions(("numpy",))}
         what = f"processor time of one core, median of {options.runs} runs of {options.sequences} sequences"
         options.output.write_text(json.dumps({**about, "what": what, "rows": rows}, indent=1) + "\n")

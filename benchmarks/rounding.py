@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from softplus_attention import softplus_attention
+from softplus_attention import provenance, softplus_attention
 from softplus_attention.reference import unit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -75,10 +73,9 @@ def main() -> int:
                     rows.append(row)
                     cells = "".join(f"{row[way][0]:>11.2f} /{row[way][1]:>5.1f}" for way in ways)
                     print(f"{d:>4}{length:>6}  {kind:<8}{power:>3}{cells}", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     data = {
-        "command": shlex.join(["python", "benchmarks/rounding.py", *sys.argv[1:]]),
-        "commit": commit or "unknown",
+        "command": provenance.command("benchmarks/rounding.py"),
+        "commit": provenance.commit(),
         "versions": {"torch": torch.__version__},
         "ratios": "error norm and largest error, to those of the bfloat16 reference",
         "rows": rows,

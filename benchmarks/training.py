@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -218,7 +217,7 @@ def main() -> None:
     print(table(rows))
     if options.output:
         data = {
-            "command": shlex.join(["python", "benchmarks/training.py", *sys.argv[1:]]),
+            "command": provenance.command("benchmarks/training.py"),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": options.commit or provenance.commit(),
             "versions": provenance.versions(),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +29,13 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return result.stdout.strip() or "unknown"
+
+
+def command(script: str) -> str:
+    """How ``script``, a path in the repository, was called; of a file given by its whole path the name alone is kept,
+    since no other machine has that folder."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["python", script, *words])
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
