@@ -45,7 +45,7 @@ FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
 INT_POINTERS = ("Flat", "Start", "End", "Counts", "FirstRow", "LastRow")
-HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV", "Power")
+HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV")
 
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
@@ -61,15 +61,23 @@ def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
 
 
 def signature(
-    name: str, d: int, power: int, offset: bool, blocks: triton_launch.Blocks, half: str = "bf16"
+    name: str,
+    d: int,
+    power: int,
+    offset: bool,
+    blocks: triton_launch.Blocks,
+    half: str = "bf16",
+    window: int | None = None,
+    power_gradient: bool = False,
 ) -> ASTSource:
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
     kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
-    options = (None, None, None, True, None, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
+    options = (None, None, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
-    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "POWER_GRAD": False, "NORMALIZED_KEYS": False}
+    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
+    given |= {"POWER_GRAD": power_gradient}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -133,17 +141,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=HALVES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
+    parser.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
+    parser.add_argument("--power-gradient", action="store_true", help="the gradient of each row's power too")
     options = parser.parse_args(arguments)
-    if options.power < 0 and options.kernel.startswith("hopper"):
-        parser.error(
-            f"--power: at least 0 for {options.kernel}, which takes one power for all rows; got {options.power}"
-        )
+    if options.power_gradient and options.power >= 0:
+        parser.error(f"--power-gradient: is of powers of each row, --power -1; got --power {options.power}")
     if options.without_offset and options.kernel.startswith("hopper"):
         parser.error(f"--without-offset: {options.kernel} always subtracts")
     blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
     source = signature(
-        options.kernel, options.head_dim, options.power, not options.without_offset, blocks, HALVES[options.dtype]
+        options.kernel,
+        options.head_dim,
+        options.power,
+        not options.without_offset,
+        blocks,
+        HALVES[options.dtype],
+        options.window,
+        options.power_gradient,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

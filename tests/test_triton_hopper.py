@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
 
-from softplus_attention.kernels import gluon_launch, triton_launch
+from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch
 
 
 def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> triton_launch.Problem:
@@ -31,32 +32,56 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
     assert gluon_launch.fits(problem(128, torch.float16, is_causal=False, sharpen=False))
     assert not gluon_launch.fits(problem(32))
     assert not gluon_launch.fits(problem(dtype=torch.float32))
-    assert not gluon_launch.fits(problem(window=8))
-    assert not gluon_launch.fits(problem(power=1.0))
     assert not gluon_launch.fits(problem(offset=False))
-    assert not gluon_launch.fits(problem(power=2.5))
-    assert not gluon_launch.fits(problem(power_rows=torch.full((2, 4, 70), 3.0)))
     assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
+    ranges = torch.zeros(1, 70, dtype=torch.int32)
+    assert not gluon_launch.fits(problem(is_causal=False, start=ranges, end=ranges + 70))
     odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
     assert not gluon_launch.fits(problem(), odd)
 
 
+def test_windows_and_powers_of_rows_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    rows = {"power_rows": torch.full((2, 4, 70), 3.0)}
+    for changes in ({"window": 8}, {"power": 1.0}, {"power": 2.5}, {"power_by_length": [3.0, 2.0, 16.0]}, rows):
+        assert not gluon_launch.fits(problem(**changes)), changes
+
+
+@pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
+def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(power: int) -> None:
+    short = not triton_launch.shows_short_polynomial(power)
+    assert gluon_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
+    assert gluon_common.fineness(gl.float16, power) == triton_common.LONG
+
+
 COMPILED = (
-    ("hopper-forward", 64, 15, "bfloat16"),
-    ("hopper-forward", 128, 0, "bfloat16"),
-    ("hopper-forward", 128, 15, "float16"),
-    ("hopper-dq", 64, 15, "bfloat16"),
-    ("hopper-dq", 64, 0, "bfloat16"),
-    ("hopper-dq", 128, 15, "bfloat16"),
-    ("hopper-dkv", 64, 15, "bfloat16"),
-    ("hopper-dkv", 128, 15, "bfloat16"),
-    ("hopper-dkv", 128, 0, "float16"),
+    ("hopper-forward", 64, 15, "bfloat16", ""),
+    ("hopper-forward", 128, 0, "bfloat16", ""),
+    ("hopper-forward", 128, 15, "float16", ""),
+    ("hopper-dq", 64, 15, "bfloat16", ""),
+    ("hopper-dq", 64, 0, "bfloat16", ""),
+    ("hopper-dq", 128, 15, "bfloat16", ""),
+    ("hopper-dq", 128, -1, "bfloat16", "--window 512 --power-gradient"),
+    ("hopper-dkv", 64, 15, "bfloat16", ""),
+    ("hopper-dkv", 128, 15, "bfloat16", ""),
+    ("hopper-dkv", 128, 0, "float16", ""),
+)
+WAITING = (
+    ("hopper-forward", 64, -1, "bfloat16", "--window 512"),
+    ("hopper-forward", 128, 15, "bfloat16", "--window 512"),
+    ("hopper-dq", 64, -1, "float16", "--power-gradient"),
+    ("hopper-dkv", 64, 1, "bfloat16", ""),
+    ("hopper-dkv", 128, -1, "bfloat16", "--window 512"),
 )
 
 
-def test_compile_for_hopper() -> None:
+@pytest.mark.parametrize("kernels", [COMPILED, pytest.param(WAITING, marks=pytest.mark.slow)], ids=["", "waiting"])
+def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...]) -> None:
     """In one process of their own: here Triton may be set to interpret."""
-    words = [f"{name} --head-dim {width} --power {power} --dtype {dtype}" for name, width, power, dtype in COMPILED]
+    words = [
+        f"{name} --head-dim {width} --power {power} --dtype {dtype} {others}"
+        for name, width, power, dtype, others in kernels
+    ]
     code = "import sys, instructions\nfor words in sys.argv[1:]:\n    assert instructions.main(words.split()) == 0"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
@@ -64,7 +89,8 @@ def test_compile_for_hopper() -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     assert "each product is waited for" not in run.stdout
     found = re.findall(
-        r"(hopper-\w+), D=(\d+), p=(\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
+        r"(hopper-\w+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
     )
-    assert [(name, int(width), int(power), dtype) for name, width, power, dtype, _ in found] == list(COMPILED)
+    kinds = [(name, int(width), int(power), dtype) for name, width, power, dtype, _ in found]
+    assert kinds == [(name, width, power, dtype) for name, width, power, dtype, _ in kernels]
     assert all(int(shared) <= 113 * 1024 for *_, shared in found)  # two programs on a multiprocessor

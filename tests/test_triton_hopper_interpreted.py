@@ -38,6 +38,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[lis
     for (module, name), kernel in zip(KERNELS, kernels, strict=True):
         monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    monkeypatch.setattr(gluon_launch, "timed", lambda problem: True)
     monkeypatch.setattr(functional, "check_for_triton", lambda q: None)
     return ran, kernels
 
@@ -70,6 +71,8 @@ SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
         Case(dtype="float16", t_q=65, t_k=130, mode="full", power="None", **SIZES),
         Case(dtype="bfloat16", t_q=130, t_k=130, **(SIZES | {"d": 128, "dv": 128})),
         Case(dtype="float16", t_q=70, t_k=140, mode="full", power="None", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=200, t_k=330, mode="window", window=132, **(SIZES | {"heads": 1})),
+        Case(dtype="bfloat16", t_q=130, t_k=130, power="per head", **SIZES),
     ],
     ids=str,
 )
@@ -85,16 +88,34 @@ def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
         Case(dtype="float16", t_q=20, t_k=150, **(SIZES | {"heads": 3, "d": 128, "dv": 128})),
         Case(dtype="float16", t_q=130, t_k=70, **(SIZES | {"d": 128, "dv": 128})),
         Case(dtype="bfloat16", t_q=140, t_k=140, mode="full", power="7", **SIZES),
+        Case(dtype="bfloat16", t_q=150, t_k=130, mode="window", **SIZES),
+        Case(dtype="float16", t_q=140, t_k=340, mode="window", window=100, **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=130, t_k=130, mode="window", window=2, power="None", **SIZES),
+        Case(dtype="bfloat16", t_q=70, t_k=140, power="1", **SIZES),
+        Case(dtype="bfloat16", t_q=70, t_k=140, power="2.5", **SIZES),
+        Case(dtype="bfloat16", t_q=130, t_k=120, mode="full", power="per row", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=140, t_k=300, mode="window", window=100, power="by length", **SIZES),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_plain_blocks_are_not_computed_twice(case: Case, late_kernels: list[InterpretedKernel]) -> None:
-    """Heads that share keys, rows that see none, blocks that are not full."""
+    """Heads that share keys, rows that see none, blocks that are not full, windows, powers of rows."""
     assert_case(case, "cpu")
     called = set().union(*(kernel.called for kernel in late_kernels))
     assert {"second_loop", "dq_loop", "dkv_loop"} <= called
     assert not called & CAREFUL
+
+
+@pytest.mark.parametrize(("power", "again"), [(5.5, False), (2.5, True)])
+def test_small_powers_of_rows_have_one_polynomial(
+    power: float, again: bool, late_kernels: list[InterpretedKernel]
+) -> None:
+    """A crowd of keys just below the average would show two of them: the sums are computed again."""
+    q, k, v = (randn(1, 1, 100, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    softplus_attention(q[:, :, :20], k, v, is_causal=True, power=power, impl="triton")
+    assert "sums_by_product" in late_kernels[0].called
+    assert ("sums" in late_kernels[0].called) == again
 
 
 @pytest.mark.parametrize(
@@ -122,8 +143,8 @@ def test_the_sum_of_many_tiles(launches: list[str]) -> None:
     assert launches == ALL[:1]
 
 
-@pytest.mark.parametrize("power", [15, 3, None])
-def test_equal_keys_keep_the_first_stage(power: int | None, launches: list[str]) -> None:
+@pytest.mark.parametrize("power", [15, 3, 2.5, None])
+def test_equal_keys_keep_the_first_stage(power: float | None, launches: list[str]) -> None:
     q, v = (randn(1, 1, 100, 64, seed=seed, dtype=torch.bfloat16) for seed in (0, 2))
     k = randn(1, 1, 1, 64, seed=1, dtype=torch.bfloat16).repeat(1, 1, 100, 1)
     out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
@@ -186,6 +207,31 @@ def test_bad_values_with_heads_of_128(which: str, late_kernels: list[Interpreted
         assert dk[..., 41:, :].isfinite().all()
         assert dv[..., 41:, :].isfinite().all()
     assert {"dq_carefully", "dkv_carefully"} <= set().union(*(kernel.called for kernel in late_kernels))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_values_in_windows_and_with_powers_of_rows(bad: float, late_kernels: list[InterpretedKernel]) -> None:
+    """The rows beside them are as without: outputs, and gradients of queries and powers."""
+    power = randn(2, 1, 200, seed=3).abs() * 5 + 1
+    power[..., ::7] = 1
+    q, k, v = (randn(2, 1, 200, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+
+    def outcome(v: Tensor) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, power)]
+        out = softplus_attention(leaves[0], k, v, power=leaves[1], is_causal=True, window=70, impl="triton")
+        return [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+
+    plain = outcome(v)
+    v[0, 0, 90, 3] = bad
+    clear = softplus_attention(q, k, v, power=power, is_causal=True, window=70, impl="reference").isfinite().all(-1)
+    assert clear[0, 0, :90].all()
+    assert not clear[0, 0, 90:160].all()
+    assert clear[0, 0, 160:].all()
+    out, dq, dpower = outcome(v)
+    assert out.isfinite().all(-1).tolist() == clear.tolist()
+    for found, expected in zip((out, dq, dpower), plain, strict=True):
+        torch.testing.assert_close(found[clear], expected[clear], atol=2e-2, rtol=2e-2)
+    assert CAREFUL - {"dkv_carefully"} <= set().union(*(kernel.called for kernel in late_kernels))
 
 
 @gluon.jit

@@ -36,10 +36,12 @@ class Case:
     layout: str = "plain"
     mask_rows: int | None = None
     offset: bool = True
+    window: int = 21
 
     def __str__(self) -> str:
         layout = "" if self.layout == "plain" else f" {self.layout}"
         layout += "" if self.offset else " without offset"
+        layout += "" if self.window == 21 else f" window {self.window}"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"{self.mode} p={self.power} {self.dtype} D{self.d}/{self.dv} {heads} T{self.t_q}/{self.t_k}{layout}"
 
@@ -124,7 +126,7 @@ def assert_draw(case: Case, device: str, draw: int) -> None:
     options: dict[str, dict[str, Any]] = {
         "causal": {"is_causal": True},
         "full": {},
-        "window": {"is_causal": True, "window": 21},
+        "window": {"is_causal": True, "window": case.window},
         "mask": {"attn_mask": mask},
         "causal and mask": {"attn_mask": mask, "is_causal": True},
         "ranges": {"key_start": start, "key_end": end},

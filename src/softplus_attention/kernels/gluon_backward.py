@@ -21,23 +21,29 @@ from softplus_attention.kernels.gluon_common import (
     fetch,
     fetched,
     fineness,
+    keys_in_sight,
     load_columns,
     load_layout,
     product_layout,
     saturated,
+    seen_keys,
     splits_copies,
     store_tile,
     tile_offsets,
 )
 from softplus_attention.kernels.triton_common import (
+    LEAST_EXPONENT,
+    LEAST_NORMAL,
     LN2,
     ROW_BLOCK,
     finite_rows,
     inverse_norm,
     norm_stride,
     raised,
+    row_power,
     score_factor,
     softplus2,
+    special_log2,
 )
 
 
@@ -47,72 +53,96 @@ def kept_rows(t_q):
     return gl.cdiv(t_q, ROW_BLOCK) * ROW_BLOCK
 
 
+@gluon.constexpr_function
+def terms_of_a_row(power):
+    """How many numbers ``gluon_dq_kernel`` leaves of each row: the last is p - 1, where rows have their own power."""
+    return 7 if power < 0 else 6
+
+
 @gluon.jit
-def place_of_terms(row, BLOCK: gl.constexpr):
-    """Where what ``gluon_dq_kernel`` leaves of a row is: the first of six numbers, BLOCK apart. Those of a block of
-    rows lie together, so that they are one copy."""
-    return row // BLOCK * (6 * BLOCK) + row % BLOCK
+def place_of_terms(row, POWER: gl.constexpr, BLOCK: gl.constexpr):
+    """Where these are: the first of a row, and the others BLOCK apart. Those of a block of rows lie together, so that
+    they are one copy."""
+    return row // BLOCK * (terms_of_a_row(POWER) * BLOCK) + row % BLOCK
 
 
 @gluon.jit
 def score_terms(
-    scores, norm, factor, slope, offset, flat, POWER: gl.constexpr, FINE: gl.constexpr, FLAT_ROWS: gl.constexpr
+    scores, norm, factor, slope, offset, below, flat, seen,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Three times the shape of scores: sigmoid, u, and u^(p-1), which g is multiplied by. In LSSA u is the weight.
+    """Four times the shape of scores: sigmoid, u, u^(p-1), which g is multiplied by, and where rows have powers of
+    their own log2 u. In LSSA u is the weight. MASKED: the first three are 0 where a row does not see a key (but u^(p-1)
+    where it is flat).
 
     What belongs to keys or rows comes with an axis of length 1.
     """
     t = scores * norm * factor
+    if MASKED:
+        t = gl.where(seen, t, float("-inf"))
     f = softplus2(t, FINE)
     sigma = gl.exp2(t - f)
     u = saturated(f, slope, offset)
     steepness = u
+    log_u = u
     if POWER != 0:
-        steepness = raised(u, 0.0, POWER, 1, FINE)
+        if POWER < 0:
+            log_u = special_log2(u)
+            steepness = gl.exp2(below * log_u)
+        else:
+            steepness = raised(u, 0.0, POWER, 1, FINE)
         if FLAT_ROWS:
             steepness = gl.where(flat, 1.0, steepness)
-    return sigma, u, steepness
+    return sigma, u, steepness, log_u
 
 
 @gluon.jit
 def dq_slopes(
-    scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen,
+    scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
     POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """([BM, BN], [BM, BN]): sigmoid over |k|, and what g is multiplied by, of one tile."""
-    sigma, _, steepness = score_terms(
-        scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_flat[:, None],
-        POWER, FINE, FLAT_ROWS,
+    """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile."""
+    sigma, u, steepness, log_u = score_terms(
+        scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_below[:, None],
+        b_flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
     )  # fmt: skip
-    sigma = sigma * b_norm[None, :]
-    if MASKED:
-        sigma = gl.where(seen, sigma, 0.0)
-    return sigma, steepness
+    return sigma * b_norm[None, :], steepness, u, log_u
 
 
 @gluon.jit
-def dq_gradient(g, steepness, b_delta, seen, POWER: gl.constexpr, MASKED: gl.constexpr):
+def dq_gradient(g, steepness, b_delta, POWER: gl.constexpr):
     """[BM, BN]: g of one tile."""
     g = g - b_delta[:, None]
     if POWER != 0:
         g = g * steepness
-    if MASKED:
-        g = gl.where(seen, g, 0.0)
     return g
 
 
 @gluon.jit
+def with_moments(moments, u, g, steepness, log_u):
+    """Three sums, as held by each thread: those of ``triton_backward.PowerMoments``."""
+    log_u = gl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
+    return (
+        moments[0] + gl.sum(by_thread(u * g * log_u), 1),
+        moments[1] + gl.sum(by_thread(u * g), 1),
+        moments[2] + gl.sum(by_thread(u * steepness * log_u), 1),
+    )
+
+
+@gluon.jit
 def dq_loop(
-    b_steep, b_even, b_sum, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile,
-    k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
-    MASKED: gl.constexpr, POWER: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start,
+    b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row.
+    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row, and
+    to the moments.
 
     Products end in the order they began. One of the four is running wherever there is arithmetic that does not need it.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
-    fine: gl.constexpr = fineness(q_tile.dtype)
+    fine: gl.constexpr = fineness(q_tile.dtype, POWER)
     split: gl.constexpr = splits_copies(o_tile.shape[1], POWER)
     for j in range(low, high):
         slot = j & 1
@@ -127,10 +157,9 @@ def dq_loop(
         fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride, split)
         fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride, split)
         fetched()
-        o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-        seen = o_n[None, :] < b_end[:, None]
-        sigma, steepness = dq_slopes(
-            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, fine, MASKED, False
+        seen = seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT)
+        sigma, steepness, u, log_u = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen, POWER, fine, MASKED, False
         )  # fmt: skip
         if POWER != 0:
             b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
@@ -138,20 +167,22 @@ def dq_loop(
             g = warpgroup_mma_wait(1, deps=[g])
         else:
             g = warpgroup_mma_wait(0, deps=[g])
-        g = dq_gradient(g, steepness, b_delta, seen, POWER, MASKED)
+        g = dq_gradient(g, steepness, b_delta, POWER)
         if POWER != 0:
             b_sum += gl.sum(by_thread(g), 1)
+        if POWER_GRAD:
+            moments = with_moments(moments, u, g, steepness, log_u)
         b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
         b_steep = warpgroup_mma(b_a, k_ring.index(slot), b_steep, is_async=True)
-    return b_steep, b_even, b_sum, b_a, b_b
+    return b_steep, b_even, b_sum, moments, b_a, b_b
 
 
 @gluon.jit
 def dq_carefully(
-    b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
-    p_norm, t_k, k_stride, v_stride, tiles,
-    POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
+    b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v,
+    o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """All tiles, for heads with rows of equal scores, and where something is not finite: keys that a row does not see
     stay out of it whatever they hold. Rare, and not hurried."""
@@ -161,6 +192,7 @@ def dq_carefully(
     b_steep = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
     b_even = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
     b_sum = gl.sum(by_thread(b_zero), 1)
+    moments = (b_sum, b_sum, b_sum)
     for j in range(0, tiles):
         n = j * BN
         o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
@@ -172,27 +204,31 @@ def dq_carefully(
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(do_tile, v_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-        seen = o_n[None, :] < b_end[:, None]
+        seen = seen_keys(n, b_start, b_end, HAS_WINDOW, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
-        sigma, steepness = dq_slopes(
-            scores, b_norm, b_factor, b_slope, b_offset, b_flat, seen, POWER, fineness(dtype), True, True
+        sigma, steepness, u, log_u = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
+            POWER, fineness(dtype, POWER), True, True,
         )  # fmt: skip
         if POWER != 0:
             g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
-        g = dq_gradient(g, steepness, b_delta, seen, POWER, True)
+        g = gl.where(seen, dq_gradient(g, steepness, b_delta, POWER), 0.0)
+        sigma = gl.where(seen, sigma, 0.0)  # 0 times the norm of a key that is not finite
         b_sum += gl.sum(by_thread(g), 1)
+        if POWER_GRAD:
+            moments = with_moments(moments, u, g, steepness, log_u)
         b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
         b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), k_ring.index(1), b_steep)
-    return b_steep, b_even, b_sum
+    return b_steep, b_even, b_sum, moments
 
 
 @gluon.jit
 def gluon_dq_kernel(
-    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, GradQ, Rows,
-    t_q, t_k, h, h_kv, score_scale, q_strides, k_strides, v_strides, out_strides, grad_out_strides, dq_strides,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
-    num_warps: gl.constexpr,
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Power, GradQ, GradPower, Rows,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
+    dq_strides, power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, HAS_POWER_ROWS: gl.constexpr,
+    POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
     BM: gl.constexpr = ROW_BLOCK
@@ -211,21 +247,23 @@ def gluon_dq_kernel(
     kv_head = head // (h // h_kv)
     o_m = m * BM + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
-    if CAUSAL:
-        own = t_k - t_q + 1
-        b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
-        high = gl.maximum(gl.minimum(m * BM + BM, t_q) - 1 + own, 0)
-        full_high = gl.maximum(m * BM + own, 0)
-    else:
-        b_end = gl.where(m_rows, t_k, 0)
-        high = t_k
-        full_high = t_k
-    tiles = gl.cdiv(high, BN)
-    full_tiles = full_high // BN
-    b_counts = b_end.to(gl.float32)
+    first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
+        m * BM, o_m, t_q, t_k, window, CAUSAL, HAS_WINDOW, BM, BN
+    )
+    b_counts = (b_end - b_start).to(gl.float32)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
     p_v = V + b * v_strides[0] + kv_head * v_strides[1]
     p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    if HAS_WINDOW:
+        p_k += first_key.to(gl.int64) * k_strides[2]
+        p_v += first_key.to(gl.int64) * v_strides[2]
+        p_norm += first_key
+        t_k -= first_key
+    b_p = b_counts * 0.0 + POWER
+    if POWER < 0:
+        p_power = Power + b * power_strides[0] + head * power_strides[1]
+        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
     p_row = bh * t_q + o_m
 
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
@@ -273,25 +311,34 @@ def gluon_dq_kernel(
         b_ratio = b_counts / (b_total * LN2)
         b_flat = b_height == 0
         b_divisor = gl.where(b_flat, 1.0, b_height)
-        b_root = gl.exp2(-gl.log2(b_weight) / POWER)  # W^(-1/p)
+        b_root = gl.exp2(-gl.log2(b_weight) / b_p)  # W^(-1/p)
         b_slope = gl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
         b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
-        b_alpha = gl.where(b_flat, 1.0 / b_least, POWER / b_divisor * b_root)
+        b_alpha = gl.where(b_flat, 1.0 / b_least, b_p / b_divisor * b_root)
 
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     b_none = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_steep = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     b_even = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     b_sum = gl.sum(by_thread(b_zero), 1)
-    b_steep, b_even, b_sum, b_a, b_b = dq_loop(
-        b_steep, b_even, b_sum, b_none, b_none, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile,
-        do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], 0, full_tiles,
-        False, POWER, BN, layout, out_layout,
+    moments = (b_sum, b_sum, b_sum)
+    b_a = b_none
+    b_b = b_none
+    if HAS_WINDOW:
+        b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+            v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+        )  # fmt: skip
+    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+        v_strides[2], full_low, full_high, False, HAS_WINDOW, POWER, POWER_GRAD, BN, layout, out_layout,
     )  # fmt: skip
-    b_steep, b_even, b_sum, b_a, b_b = dq_loop(
-        b_steep, b_even, b_sum, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile,
-        do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], full_tiles, tiles,
-        True, POWER, BN, layout, out_layout,
+    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+        v_strides[2], full_high, tiles, True, HAS_WINDOW, POWER, POWER_GRAD, BN, layout, out_layout,
     )  # fmt: skip
     b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
     arrive(0)
@@ -299,9 +346,10 @@ def gluon_dq_kernel(
     if POWER != 0:
         trouble = gl.maximum(trouble, gl.load(Flat + bh))
     if trouble > 0:
-        b_steep, b_even, b_sum = dq_carefully(
-            b_factor, b_slope, b_offset, b_delta, b_flat, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile,
-            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, D, BM, BN, layout, out_layout,
+        b_steep, b_even, b_sum, moments = dq_carefully(
+            b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k,
+            p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
+            HAS_WINDOW, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
 
     b_epsilon = gl.zeros([BM], gl.float32, rows)
@@ -317,75 +365,79 @@ def gluon_dq_kernel(
     b_grad = gl.where(gl.convert_layout(b_counts, out_rows)[:, None] > 0, b_grad, 0.0)
     store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m * BM, t_q, dq_strides[2])
 
+    if POWER_GRAD:
+        b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)
+        b_gain = gl.convert_layout(gl.sum(moments[1], 1), rows)
+        b_log = gl.convert_layout(gl.sum(moments[2], 1), rows)
+        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gain * b_log) * LN2), mask=m_rows)
+
     b_outer = b_ratio * b_scale * b_inverse
-    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, BLOCK)  # rows beyond the last too: they multiply zeros
+    # Rows beyond the last too: they multiply zeros.
+    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, POWER, BLOCK)
     gl.store(p_terms, b_factor)
     gl.store(p_terms + BLOCK, b_slope)
     gl.store(p_terms + 2 * BLOCK, gl.where(b_flat, -1e-30, b_offset))
     gl.store(p_terms + 3 * BLOCK, b_alpha * b_outer)
     gl.store(p_terms + 4 * BLOCK, b_alpha * b_outer * b_delta)
     gl.store(p_terms + 5 * BLOCK, b_epsilon * b_outer)
+    if POWER < 0:
+        gl.store(p_terms + 6 * BLOCK, b_below)
 
 
 @gluon.jit
 def dkv_slopes(
-    scores, b_norm, b_factor, b_slope, b_offset, seen,
+    scores, b_norm, b_factor, b_slope, b_offset, b_below, seen,
     POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Three times [BN, BM]: weights, sigmoid, and what g is multiplied by, of one tile."""
-    sigma, weight, steepness = score_terms(
-        scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_offset[None, :] < 0,
-        POWER, FINE, FLAT_ROWS,
+    sigma, weight, steepness, _ = score_terms(
+        scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_below[None, :],
+        b_offset[None, :] < 0, seen, POWER, FINE, MASKED, FLAT_ROWS,
     )  # fmt: skip
     if POWER != 0:
         weight = weight * steepness
-    if MASKED:
-        weight = gl.where(seen, weight, 0.0)
     return weight, sigma, steepness
 
 
 @gluon.jit
-def dkv_gradient(
-    g, sigma, steepness, b_alpha, b_delta, b_epsilon, seen, POWER: gl.constexpr, MASKED: gl.constexpr
-):  # fmt: skip
+def dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, POWER: gl.constexpr):
     """[BN, BM]: gradients of the scores of one tile; b_delta carries b_alpha."""
     g = g * b_alpha[None, :] - b_delta[None, :]
     if POWER != 0:
         g = g * steepness - b_epsilon[None, :]
-    ds = sigma * g
-    if MASKED:
-        ds = gl.where(seen, ds, 0.0)
-    return ds
+    return sigma * g
 
 
 @gluon.jit
-def seeing_rows(o_m, o_n, t_q, t_k, CAUSAL: gl.constexpr):
-    """[BN, BM]: which row sees a key."""
-    seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
-    if CAUSAL:
-        seen = seen & (o_n[:, None] <= (o_m + (t_k - t_q))[None, :])
+def seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW: gl.constexpr):
+    """[BN, BM]: which row of a causal problem sees a key. Rows beyond the last have gradients of 0, and what keys
+    beyond the last get is not stored."""
+    seen = (o_n - (t_k - t_q))[:, None] <= o_m[None, :]
+    if HAS_WINDOW:
+        seen = seen & ((o_n - (t_k - t_q - window))[:, None] > o_m[None, :])
     return seen
 
 
 @gluon.jit
-def fetch_terms(ring, slot, Rows, row, BM: gl.constexpr):
+def fetch_terms(ring, slot, Rows, row, POWER: gl.constexpr, BM: gl.constexpr):
     """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows, whose first is ``row``."""
-    # Six times BM, in a power of two.
+    terms: gl.constexpr = terms_of_a_row(POWER)
+    # As many times BM, in a power of two.
     o = gl.arange(0, 8 * BM, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * 6 + o, mask=o < 6 * BM)
+    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * terms + o, mask=o < terms * BM)
 
 
 @gluon.jit
 def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
-    """[BM]: one of the six numbers of each row, along the columns of LAYOUT."""
+    """[BM]: one of the numbers of each row, along the columns of LAYOUT."""
     return terms.slice(PLACE * BM, BM).load(gl.SliceLayout(0, LAYOUT))
 
 
 @gluon.jit
 def dkv_loop(
     b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q, o_do,
-    Rows, first_row, t_q, t_k, q_stride, do_stride, low, high,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, MASKED: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
+    Rows, first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
@@ -400,21 +452,25 @@ def dkv_loop(
         scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
         fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride, split)
         fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride, split)
-        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), BM)
+        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), POWER, BM)
         fetched()
         terms = term_ring.index(slot)
         o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        seen = seeing_rows(o_m, o_n, t_q, t_k, CAUSAL)
+        seen = seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
+        b_offset = term(terms, 2, BM, LAYOUT)
+        b_below = b_offset  # not read where the power is a number
+        if POWER < 0:
+            b_below = term(terms, 6, BM, LAYOUT)
         weight, sigma, steepness = dkv_slopes(
-            scores, b_norm, term(terms, 0, BM, LAYOUT), term(terms, 1, BM, LAYOUT), term(terms, 2, BM, LAYOUT),
-            seen, POWER, fineness(dtype), MASKED, False,
+            scores, b_norm, term(terms, 0, BM, LAYOUT), term(terms, 1, BM, LAYOUT), b_offset, b_below,
+            seen, POWER, fineness(dtype, POWER), MASKED, False,
         )  # fmt: skip
         b_w = gl.convert_layout(weight.to(dtype), operand, assert_trivial=True)
         b_dv = warpgroup_mma(b_w, do_ring.index(slot), b_dv, is_async=True)
         g = warpgroup_mma_wait(1, deps=[g])
         ds = dkv_gradient(
             g, sigma, steepness, term(terms, 3, BM, LAYOUT), term(terms, 4, BM, LAYOUT), term(terms, 5, BM, LAYOUT),
-            seen, POWER, MASKED,
+            POWER,
         )  # fmt: skip
         b_ds = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
         b_dk = warpgroup_mma(b_ds, q_ring.index(slot), b_dk, is_async=True)
@@ -424,9 +480,9 @@ def dkv_loop(
 @gluon.jit
 def dkv_carefully(
     b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, o_q, o_do, Rows,
-    first_row, t_q, t_k, q_stride, do_stride, low, high,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
+    first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
@@ -443,17 +499,23 @@ def dkv_carefully(
         scores = warpgroup_mma(k_tile, q_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(v_tile, do_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        p = Rows + place_of_terms(first_row + o_m, BM)
-        seen = seeing_rows(o_m, o_n, t_q, t_k, CAUSAL)
+        p = Rows + place_of_terms(first_row + o_m, POWER, BM)
+        seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
+        if CAUSAL:
+            seen = seen & seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
+        b_offset = gl.load(p + 2 * BM)
+        b_below = b_offset
+        if POWER < 0:
+            b_below = gl.load(p + 6 * BM)
         weight, sigma, steepness = dkv_slopes(
-            scores, b_norm, gl.load(p), gl.load(p + BM), gl.load(p + 2 * BM), seen, POWER, fineness(dtype), True, True
+            scores, b_norm, gl.load(p), gl.load(p + BM), b_offset, b_below, seen,
+            POWER, fineness(dtype, POWER), True, True,
         )  # fmt: skip
         b_delta = gl.load(p + 4 * BM)
         if POWER != 0:
             g = gl.where(steepness == 0, b_delta[None, :], g)
-        ds = dkv_gradient(
-            g, sigma, steepness, gl.load(p + 3 * BM), b_delta, gl.load(p + 5 * BM), seen, POWER, True
-        )  # fmt: skip
+        ds = dkv_gradient(g, sigma, steepness, gl.load(p + 3 * BM), b_delta, gl.load(p + 5 * BM), POWER)
+        ds = gl.where(seen, ds, 0.0)
         b_dv = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), do_ring.index(0), b_dv)
         b_dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), q_ring.index(1), b_dk)
     return b_dk, b_dv
@@ -462,9 +524,9 @@ def dkv_carefully(
 @gluon.jit
 def gluon_dkv_kernel(
     Q, K, V, GradOut, Norms, Flat, Rows, GradK, GradV,
-    t_q, t_k, h, h_kv, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr,
-    BM: gl.constexpr, num_warps: gl.constexpr,
+    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, NORMALIZED_KEYS: gl.constexpr,
+    D: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
     BN: gl.constexpr = ROW_BLOCK
@@ -480,14 +542,21 @@ def gluon_dkv_kernel(
     shared = h // h_kv
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     b_norm = gl.load(Norms + bh * norm_stride(t_k) + o_n)
+    # The tiles [low, high) of rows see some of these keys; those of [full_low, full_high) see all of them.
     low = 0
     full_low = 0
     high = gl.cdiv(t_q, BM)
+    full_high = high
     if CAUSAL:
-        low = gl.minimum(gl.maximum(n - (t_k - t_q), 0) // BM, high)
-        full_low = gl.minimum(gl.cdiv(gl.maximum(gl.minimum(n + BN, t_k) - 1 - (t_k - t_q), 0), BM), high)
-    if n + BN > t_k:
-        full_low = high  # keys beyond the last
+        before = t_k - t_q
+        past = gl.minimum(n + BN, t_k)
+        if HAS_WINDOW:
+            high = gl.cdiv(gl.maximum(gl.minimum(t_q, past + window - 1 - before), 0), BM)
+            full_high = gl.maximum(gl.minimum(t_q, n + window - before), 0) // BM
+        low = gl.minimum(gl.maximum(n - before, 0) // BM, high)
+        full_low = gl.minimum(gl.cdiv(gl.maximum(past - 1 - before, 0), BM), high)
+        if HAS_WINDOW:
+            full_high = gl.maximum(full_high, full_low)
 
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -519,20 +588,28 @@ def gluon_dkv_kernel(
         first_row = (b * h + head) * kept_rows(t_q)
         fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
         fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
-        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), BM)
+        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), POWER, BM)
         fetched()
         t_dk = warpgroup_mma_init(b_dk)
         t_dv = warpgroup_mma_init(b_dv)
+        b_w = b_none
+        b_ds = b_none
         t_dk, t_dv, b_w, b_ds = dkv_loop(
-            t_dk, t_dv, b_none, b_none, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-            o_do, Rows, first_row, t_q, t_k, q_strides[2], grad_out_strides[2], low, full_low,
-            CAUSAL, POWER, True, BM, layout, out_layout,
+            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
+            True, HAS_WINDOW, POWER, BM, layout, out_layout,
         )  # fmt: skip
         t_dk, t_dv, b_w, b_ds = dkv_loop(
             t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-            o_do, Rows, first_row, t_q, t_k, q_strides[2], grad_out_strides[2], full_low, high,
-            CAUSAL, POWER, False, BM, layout, out_layout,
+            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
+            False, HAS_WINDOW, POWER, BM, layout, out_layout,
         )  # fmt: skip
+        if HAS_WINDOW:
+            t_dk, t_dv, b_w, b_ds = dkv_loop(
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
+                True, HAS_WINDOW, POWER, BM, layout, out_layout,
+            )  # fmt: skip
         b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
         arrive(0)
     trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
@@ -545,8 +622,8 @@ def gluon_dkv_kernel(
                 b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring,
                 Q + b * q_strides[0] + head * q_strides[1],
                 GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
-                o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, q_strides[2], grad_out_strides[2], low,
-                high, CAUSAL, POWER, D, BM, layout, out_layout,
+                o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
+                low, high, CAUSAL, HAS_WINDOW, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
 
     if not NORMALIZED_KEYS:

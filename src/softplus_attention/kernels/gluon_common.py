@@ -13,9 +13,53 @@ from softplus_attention.kernels.triton_common import LONG, SHORT
 
 
 @gluon.constexpr_function
-def fineness(dtype):
-    """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's."""
-    return SHORT if dtype == gl.bfloat16 else LONG
+def fineness(dtype, power):
+    """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
+    Some powers show it, as ``triton_launch.shows_short_polynomial`` says."""
+    return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
+
+
+@gluon.jit
+def keys_in_sight(
+    m, o_m, t_q, t_k, window, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr
+):
+    """Of the rows from m on: the first key that any of them sees, in whole tiles, and counted from it
+
+    - ([BM], [BM]): the keys [start, end) that each row sees, none for rows beyond t_q,
+    - the tiles [0, tiles) that hold all of these, of which every row sees all of [full_low, full_high).
+    """
+    m_rows = o_m < t_q
+    past = gl.minimum(m + BM, t_q)
+    first = 0
+    full_low = 0
+    if CAUSAL:
+        own = t_k - t_q + 1
+        b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
+        high = gl.maximum(past - 1 + own, 0)
+        full_high = gl.maximum(m + own, 0)
+    else:
+        b_end = gl.where(m_rows, t_k, 0)
+        high = t_k
+        full_high = t_k
+    b_start = b_end * 0
+    if HAS_WINDOW:
+        first = gl.maximum(m + own - window, 0) // BN * BN
+        b_start = gl.maximum(b_end - window, 0) - first
+        b_end = b_end - first
+        high = high - first
+        full_low = gl.minimum(gl.cdiv(gl.maximum(past - 1 + own - window, 0) - first, BN), gl.cdiv(high, BN))
+        full_high = gl.maximum(full_high - first, full_low * BN)
+    return first, b_start, b_end, full_low, full_high // BN, gl.cdiv(high, BN)
+
+
+@gluon.jit
+def seen_keys(n, b_start, b_end, HAS_WINDOW: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BM, BN]: whether a row sees a key of the tile from n on."""
+    o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
+    seen = o_n[None, :] < b_end[:, None]
+    if HAS_WINDOW:
+        seen = seen & (o_n[None, :] >= b_start[:, None])
+    return seen
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The forward once more, for Hopper: half precision, causal or full, no masks or ranges, one integer power or LSSA.
+"""The forward once more, for Hopper: half precision, causal or full, windows, any power with the offset, or LSSA.
 
 Triton waits for a product where it is issued. Here the scores of the next tile and the output of the last one are
 computed by the tensor cores while the arithmetic of this tile runs. One warp group has 64 rows.
@@ -22,10 +22,12 @@ from softplus_attention.kernels.gluon_common import (
     fetch,
     fetched,
     fineness,
+    keys_in_sight,
     load_columns,
     load_layout,
     product_layout,
     saturated,
+    seen_keys,
     store_tile,
     tile_offsets,
     wrapped,
@@ -38,6 +40,7 @@ from softplus_attention.kernels.triton_common import (
     log2_one_plus,
     norm_stride,
     raised,
+    row_power,
     score_factor,
     softplus2,
     special_log2,
@@ -60,9 +63,10 @@ LEAST_POWER = gl.constexpr(5)
 
 @gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-    k_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
+    t_k, k_stride, tiles, first, low, high,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread.
 
@@ -78,8 +82,7 @@ def first_loop(
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]  # [BM, BN]
         if MASKED:
-            o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-            t = gl.where(o_n[None, :] < b_end[:, None], t, float("-inf"))
+            t = gl.where(seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT), t, float("-inf"))
         if BY_PRODUCT:
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
@@ -97,19 +100,25 @@ def first_loop(
 
 @gluon.jit
 def sums(
-    b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, tiles, full_tiles, first,
-    FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
+    tiles, first,
+    HAS_WINDOW: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f' and largest t."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
+    if HAS_WINDOW:
+        b_scaled, _, b_sum, b_top = first_loop(
+            b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+            k_stride, tiles, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
+        )  # fmt: skip
     b_scaled, _, b_sum, b_top = first_loop(
-        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, 0, full_tiles, False, False, FINE, BN, LAYOUT,
+        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+        k_stride, tiles, first, full_low, full_high, False, HAS_WINDOW, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, _, b_sum, b_top = first_loop(
-        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_tiles, tiles, True, False, FINE, BN, LAYOUT,
+        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+        k_stride, tiles, first, full_high, tiles, True, HAS_WINDOW, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), gl.convert_layout(gl.max(b_top, 1), rows)
@@ -117,24 +126,31 @@ def sums(
 
 @gluon.jit
 def sums_by_product(
-    b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, tiles, full_tiles,
-    BN: gl.constexpr, LAYOUT: gl.constexpr,
+    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
+    tiles,
+    HAS_WINDOW: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The same, and the part of each sum that is logarithms."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
     b_logs = b_sum
     b_product = b_zero + 1.0
-    for low in range(0, full_tiles, MOST_FACTORS):
+    if HAS_WINDOW:  # the rows begin in at most three tiles
         b_scaled, b_product, b_sum, b_top = first_loop(
-            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_tiles), False, True, SHORT, BN, LAYOUT,
+            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
+            t_k, k_stride, tiles, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
+        )  # fmt: skip
+    for low in range(full_low, full_high, MOST_FACTORS):
+        b_scaled, b_product, b_sum, b_top = first_loop(
+            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
+            t_k, k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_high),
+            False, HAS_WINDOW, True, SHORT, BN, LAYOUT,
         )  # fmt: skip
         b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
         b_product = b_zero + 1.0
     b_scaled, b_product, b_sum, b_top = first_loop(
-        b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, 0, full_tiles, tiles, True, True, SHORT, BN, LAYOUT,
+        b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+        k_stride, tiles, 0, full_high, tiles, True, HAS_WINDOW, True, SHORT, BN, LAYOUT,
     )  # fmt: skip
     b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -145,10 +161,10 @@ def sums_by_product(
 
 @gluon.jit
 def second_loop(
-    b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
-    p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
-    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
+    v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
 
@@ -165,10 +181,9 @@ def second_loop(
         # Beyond 1 the short polynomial is below the logarithm, down to minus infinity.
         w = log2_one_plus(gl.exp2(t * -1.0), SHORT) + t if ABOVE else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
-            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), 0.0, POWER, 0, FINE)
+            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), b_p[:, None], POWER, 0, FINE)
         if MASKED:
-            o_n = j * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-            w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
+            w = gl.where(seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
@@ -186,10 +201,10 @@ def second_loop(
 
 @gluon.jit
 def careful_pass(
-    b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm,
-    t_k, k_stride, v_stride, tiles,
-    POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
+    o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
     f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
@@ -212,10 +227,9 @@ def careful_pass(
         f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], FINE)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), 0.0, POWER, 0, FINE)
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, FINE)
             w = gl.where(b_flat[:, None], w, sharp)
-        o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-        w = gl.where(o_n[None, :] < b_end[:, None], w, 0.0)
+        w = gl.where(seen_keys(n, b_start, b_end, HAS_WINDOW, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
         b_out = warpgroup_mma(gl.convert_layout(w.to(dtype), operand), v_ring.index(0), b_out)
@@ -226,18 +240,18 @@ def careful_pass(
 
 @gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat,
-    t_q, t_k, h, h_kv, score_scale, q_strides, k_strides, v_strides, out_strides,
-    CAUSAL: gl.constexpr, POWER: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
-    num_warps: gl.constexpr,
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Power,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, HAS_POWER_ROWS: gl.constexpr,
+    HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA."""
+    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row."""
     BM: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     dtype: gl.constexpr = Q.dtype.element_ty
-    fine: gl.constexpr = fineness(dtype)
+    fine: gl.constexpr = fineness(dtype, POWER)
 
     # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     blocks = gl.cdiv(t_q, BM)
@@ -247,21 +261,22 @@ def gluon_forward_kernel(
     kv_head = head // (h // h_kv)
     o_m = m * BM + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
-    if CAUSAL:
-        own = t_k - t_q + 1
-        b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
-        high = gl.maximum(gl.minimum(m * BM + BM, t_q) - 1 + own, 0)
-        full_high = gl.maximum(m * BM + own, 0)
-    else:
-        b_end = gl.where(m_rows, t_k, 0)
-        high = t_k
-        full_high = t_k
-    tiles = gl.cdiv(high, BN)
-    full_tiles = full_high // BN
-    b_counts = b_end.to(gl.float32)
+    first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
+        m * BM, o_m, t_q, t_k, window, CAUSAL, HAS_WINDOW, BM, BN
+    )
+    b_counts = (b_end - b_start).to(gl.float32)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
     p_v = V + b * v_strides[0] + kv_head * v_strides[1]
     p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    if HAS_WINDOW:
+        p_k += first_key.to(gl.int64) * k_strides[2]
+        p_v += first_key.to(gl.int64) * v_strides[2]
+        p_norm += first_key
+        t_k -= first_key
+    b_p = b_counts  # not read where the power is a number
+    if POWER < 0:
+        p_power = Power + b * power_strides[0] + head * power_strides[1]
+        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
     p_row = bh * t_q + o_m
 
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -295,28 +310,30 @@ def gluon_forward_kernel(
     b_total = b_slope
     first = 0
     any_flat = 0
-    above = 0  # tiles
+    above = full_low  # tiles
     if POWER != 0:
         b_excess = gl.where(b_counts > 3, 1.0, 0.0)
-        if POWER < LEAST_POWER:
+        if POWER > 0 and POWER < LEAST_POWER:
             b_scaled, b_total, b_largest = sums(
-                b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2], tiles,
-                full_tiles, 0, fine, BN, layout,
+                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                full_low, full_high, tiles, 0, HAS_WINDOW, fine, BN, layout,
             )  # fmt: skip
             first = tiles
         else:
             b_scaled, b_total, b_largest, b_bent = sums_by_product(
-                b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2], tiles,
-                full_tiles, BN, layout,
+                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                full_low, full_high, tiles, HAS_WINDOW, BN, layout,
             )  # fmt: skip
             first = tiles
             b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
             sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
             sure = sure & (b_total > LEAST_MEAN * b_counts)
+            if POWER < 0:
+                sure = sure & (b_p >= LEAST_POWER)
             if gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0) > 0:
                 b_scaled, b_total, b_largest = sums(
-                    b_scaled, b_zero, b_factor, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2], tiles,
-                    full_tiles, tiles, fine, BN, layout,
+                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                    full_low, full_high, tiles, tiles, HAS_WINDOW, fine, BN, layout,
                 )  # fmt: skip
                 first = 2 * tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -328,27 +345,33 @@ def gluon_forward_kernel(
         b_offset = b_excess / b_divisor
         some_below = gl.max(((b_counts > 0) & (b_excess * b_total < LEAST_ABOVE * b_counts)).to(gl.int32), 0)
         if fine == SHORT:  # the other polynomial grows beyond 1
-            above = gl.where(some_below == 0, full_tiles, 0)
+            above = gl.where(some_below == 0, full_high, full_low)
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    v_slot = gl.to_tensor(0)
+    if HAS_WINDOW:
+        b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+            b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
+            v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
+            0, full_low, True, True, False, POWER, fine, BN, layout, out_layout,
+        )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring,
-        gl.to_tensor(0),
-        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, 0, above,
-        False, True, POWER, fine, BN, layout, out_layout,
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
+        full_low, above, False, HAS_WINDOW, True, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
-        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, above, full_tiles,
-        False, False, POWER, fine, BN, layout, out_layout,
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
+        above, full_high, False, HAS_WINDOW, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, v_slot,
-        p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first, full_tiles, tiles,
-        True, False, POWER, fine, BN, layout, out_layout,
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
+        full_high, tiles, True, HAS_WINDOW, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     arrive(0)
@@ -365,8 +388,9 @@ def gluon_forward_kernel(
         if POWER != 0:  # read again, not held through the loops
             b_flat = (b_counts > 0) & (gl.load(Height + p_row, mask=m_rows, other=1.0) == 0)
         b_out, b_partial = careful_pass(
-            b_flat, b_level, b_factor, b_slope, b_offset, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values,
-            p_norm, t_k, k_strides[2], v_strides[2], tiles, POWER, fine, D, BM, BN, layout, out_layout,
+            b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
+            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, HAS_WINDOW, POWER, fine, D, BM, BN, layout,
+            out_layout,
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
         if any_flat > 0:

@@ -43,17 +43,22 @@ def copyable(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0 and token < LARGEST_STRIDE
 
 
+def timed(problem: Problem) -> bool:
+    """Whether a GPU has shown that these kernels are the faster ones. Windows, powers of each row and p = 1 are right
+    in the tests' interpreter and wait for one (docs/kernels.md)."""
+    return problem.window is None and problem.code not in (-1, 1)
+
+
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, causal or full, an integer power from 2 with the offset or none, heads of 64 or 128."""
+    """Half precision, causal or full, any power with the offset or none, heads of 64 or 128."""
     return (
         problem.d in WIDTHS
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
-        and problem.code not in (-1, 1)
         and problem.offset
         and problem.start is None
         and problem.mask is None
-        and problem.window is None
+        and timed(problem)
         and available(problem.q.device)
         and all(copyable(x) for x in (problem.q, problem.k, problem.v, *others))
     )
@@ -65,10 +70,11 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 
     keys, registers = FORWARD_TILES[problem.d]
     gluon_forward_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
-        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.score_scale,
-        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
-        CAUSAL=problem.is_causal, POWER=problem.code, HAS_REST=rest.numel() > 0, D=problem.d, BN=keys,
+        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat, problem.power_pointer,
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
+        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3], problem.power_strides,
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
+        HAS_POWER_ROWS=problem.power_rows is not None, HAS_REST=rest.numel() > 0, D=problem.d, BN=keys,
         num_warps=4, maxnreg=registers,
     )  # fmt: skip
 
@@ -82,24 +88,30 @@ def backward(
     flat: Tensor,
     norms: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
+    grad_power: Tensor | None,
 ) -> None:
     """As ``triton_launch.backward``."""
-    from softplus_attention.kernels.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel
+    from softplus_attention.kernels.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel, terms_of_a_row
 
     dq, dk, dv = grads
-    rows = stats.new_empty(6 * problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS)
+    kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS
+    rows = stats.new_empty(terms_of_a_row(problem.code) * kept)
     keys, registers = DQ_TILES[problem.d]
     gluon_dq_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat, dq, rows,
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.score_scale, problem.q.stride()[:3],
-        problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3],
-        CAUSAL=problem.is_causal, POWER=problem.code, D=problem.d, BN=keys, BLOCK=DKV_ROWS[problem.d],
-        num_warps=4, maxnreg=registers,
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat,
+        problem.power_pointer, dq, stats if grad_power is None else grad_power, rows,
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
+        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
+        grad_out.stride()[:3], dq.stride()[:3], problem.power_strides,
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
+        HAS_POWER_ROWS=problem.power_rows is not None, POWER_GRAD=grad_power is not None, D=problem.d, BN=keys,
+        BLOCK=DKV_ROWS[problem.d], num_warps=4, maxnreg=registers,
     )  # fmt: skip
     gluon_dkv_kernel[(triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv,)](
         problem.q, problem.k, problem.v, grad_out, norms, flat, rows, dk, dv,
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.q.stride()[:3],
+        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
-        CAUSAL=problem.is_causal, POWER=problem.code, NORMALIZED_KEYS=problem.normalized_keys, D=problem.d,
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
+        NORMALIZED_KEYS=problem.normalized_keys, D=problem.d,
         BM=DKV_ROWS[problem.d], num_warps=4,
     )  # fmt: skip

@@ -37,8 +37,9 @@ from softplus_attention.kernels.triton_common import (
 def key_norms_kernel(
     K, Norms, t_k, h_kv, k_strides, NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
-    """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite."""
-    blocks = tl.cdiv(t_k, BN)
+    """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite.
+    Finite beyond T_k."""
+    blocks = norm_stride(t_k) // BN
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
     p_k = K + (bh // h_kv) * k_strides[0] + (bh % h_kv) * k_strides[1]
@@ -47,7 +48,7 @@ def key_norms_kernel(
         b_norm = tl.where(tl.sum(b_k - b_k, 1) == 0, 1.0, float("nan"))
     else:
         b_norm = inverse_norm(b_k)
-    tl.store(Norms + bh * norm_stride(t_k) + o_n, b_norm, mask=o_n < t_k)
+    tl.store(Norms + bh * norm_stride(t_k) + o_n, b_norm)
 
 
 @triton.jit

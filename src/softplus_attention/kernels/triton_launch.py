@@ -139,8 +139,13 @@ class Problem:
         self.counts: Tensor | None = None
         if self.mask is not None:
             self.counts = self.mask_counts()
+        # As the kernels take a power that is no number: a pointer that may be read, and base, slope and n0.
+        self.power_pointer = self.q
+        self.power_strides: tuple[int, ...] = (0, 0, 0)
+        self.growth = tuple(self.power_by_length or (self.power, 0.0, 1.0))
         if self.power_rows is not None:
             self.power_rows = self.power_rows.expand(self.batch, self.h, self.t_q)
+            self.power_pointer, self.power_strides = self.power_rows, self.power_rows.stride()
 
     def mask_counts(self) -> Tensor:
         """N_i under a mask, (B|1, H|1, T_q) int32."""
@@ -167,20 +172,20 @@ class Problem:
             "End": nothing if self.end is None else self.end,
             "Mask": nothing if mask is None else mask.view(torch.uint8),
             "Counts": nothing if counts is None else counts,
-            "Power": nothing if self.power_rows is None else self.power_rows,
+            "Power": self.power_pointer,
             "t_q": self.t_q,
             "t_k": self.t_k,
             "h": self.h,
             "h_kv": self.h_kv,
             "window": self.window or 0,
-            "growth": tuple(self.power_by_length or (self.power, 0.0, 1.0)),
+            "growth": self.growth,
             "q_strides": self.q.stride()[:3],
             "k_strides": self.k.stride()[:3],
             "v_strides": self.v.stride()[:3],
             "range_stride": self.range_stride,
             "mask_strides": (0, 0, 0, 0) if mask is None else mask.stride(),
             "count_strides": (0, 0) if counts is None else counts.stride()[:2],
-            "power_strides": (0, 0, 0) if self.power_rows is None else self.power_rows.stride(),
+            "power_strides": self.power_strides,
             "CAUSAL": self.is_causal,
             "HAS_WINDOW": self.window is not None,
             "HAS_RANGES": self.start is not None,
@@ -198,9 +203,9 @@ class Problem:
 
 
 def key_norms(problem: Problem, norms: Tensor) -> None:
-    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||; beyond T_k it stays as it is."""
+    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||."""
     k, block = problem.k, 64
-    fwd.key_norms_kernel[(blocks_of(problem.t_k, block) * problem.batch * problem.h_kv,)](
+    fwd.key_norms_kernel[(norm_stride(problem.t_k) // block * problem.batch * problem.h_kv,)](
         k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
         NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
     )  # fmt: skip
@@ -237,8 +242,8 @@ def backward(
     """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
-    if grad_power is None and gluon_launch.fits(problem, out, grad_out, *grads):
-        gluon_launch.backward(problem, grad_out, out, rest, stats, flat, norms, grads)
+    if gluon_launch.fits(problem, out, grad_out, *grads):
+        gluon_launch.backward(problem, grad_out, out, rest, stats, flat, norms, grads, grad_power)
         return
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
