@@ -68,13 +68,15 @@ def signature(
     blocks: triton_launch.Blocks,
     half: str = "bf16",
     window: int | None = None,
+    ranges: bool = False,
     power_gradient: bool = False,
 ) -> ASTSource:
     """The kernel with the types, constants and alignments of a call on (8, 12, 4096, d)."""
     kernel: Any = KERNELS[name]
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
-    options = (None, None, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
+    bounds = torch.empty(1, 4096, dtype=torch.int32, device="meta") if ranges else None
+    options = (bounds, bounds, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
     given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
     given |= {"POWER_GRAD": power_gradient}
@@ -142,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=HALVES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
     parser.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
+    parser.add_argument("--ranges", action="store_true", help="first and last keys given for each row")
     parser.add_argument("--power-gradient", action="store_true", help="the gradient of each row's power too")
     options = parser.parse_args(arguments)
     if options.power_gradient and options.power >= 0:
@@ -158,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         blocks,
         HALVES[options.dtype],
         options.window,
+        options.ranges,
         options.power_gradient,
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)

@@ -100,6 +100,10 @@ class Shared:
         self.awaited = awaited  # addresses of the tiles that copies are on their way into
         self.dtype = data.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def index(self, i: Any) -> Shared:
         if not 0 <= int(i) < self.data.shape[0]:
             raise IndexError(f"slot {int(i)} of {self.data.shape[0]}")
@@ -195,7 +199,7 @@ class Program:
             product = left @ b.for_tensor_cores()
             return product + plain(acc) if use_acc else product
 
-        token = torch.full((plain_shape(a)[0], plain_shape(b)[1]), GARBAGE).as_subclass(Product)
+        token = torch.full((a.shape[0], b.shape[1]), GARBAGE).as_subclass(Product)
         token.compute, token.result = compute, None
         if not self.late_products:
             token.finished()
@@ -213,10 +217,6 @@ class Program:
 
     def runs(self, token: Product) -> bool:
         return any(token is other for other in self.products)
-
-
-def plain_shape(x: Any) -> Sequence[int]:
-    return x.data.shape if isinstance(x, Shared) else x.shape
 
 
 def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
@@ -325,6 +325,11 @@ class Language:
     @staticmethod
     def reshape(x: Value, shape: Sequence[int]) -> Value:
         return x.reshape(tuple(shape))
+
+    @staticmethod
+    def min(x: Value, axis: int) -> Value:
+        assert not x.is_floating_point(), "NaN would count"
+        return x.amin(axis)
 
     @staticmethod
     def sum(x: Value, axis: int) -> Value:

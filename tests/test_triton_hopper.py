@@ -34,17 +34,22 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
     assert not gluon_launch.fits(problem(dtype=torch.float32))
     assert not gluon_launch.fits(problem(offset=False))
     assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
-    ranges = torch.zeros(1, 70, dtype=torch.int32)
-    assert not gluon_launch.fits(problem(is_causal=False, start=ranges, end=ranges + 70))
     odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
     assert not gluon_launch.fits(problem(), odd)
 
 
-def test_windows_and_powers_of_rows_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_ranges_and_powers_of_rows_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gluon_launch, "available", lambda device: True)
-    rows = {"power_rows": torch.full((2, 4, 70), 3.0)}
-    for changes in ({"window": 8}, {"power": 1.0}, {"power": 2.5}, {"power_by_length": [3.0, 2.0, 16.0]}, rows):
-        assert not gluon_launch.fits(problem(**changes)), changes
+    bounds = torch.zeros(1, 70, dtype=torch.int32)
+    ranges = problem(start=bounds, end=bounds + 70)
+    waiting = [problem(window=8), problem(power=1.0), problem(power=2.5), ranges]
+    waiting += [problem(power_by_length=[3.0, 2.0, 16.0]), problem(power_rows=torch.full((2, 4, 70), 3.0))]
+    assert not any(gluon_launch.fits(one) for one in waiting)
+    monkeypatch.setattr(gluon_launch, "timed", lambda problem: True)
+    assert all(gluon_launch.fits(one) for one in waiting)
+    monkeypatch.setattr(gluon_launch, "MOST_KEYS_WITH_RANGES", 69)
+    assert not gluon_launch.fits(ranges)
+    assert gluon_launch.fits(problem())
 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
@@ -72,6 +77,9 @@ WAITING = (
     ("hopper-dq", 64, -1, "float16", "--power-gradient"),
     ("hopper-dkv", 64, 1, "bfloat16", ""),
     ("hopper-dkv", 128, -1, "bfloat16", "--window 512"),
+    ("hopper-forward", 64, 15, "bfloat16", "--ranges"),
+    ("hopper-dq", 128, 15, "bfloat16", "--ranges"),
+    ("hopper-dkv", 64, -1, "bfloat16", "--ranges"),
 )
 
 

@@ -73,6 +73,7 @@ SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
         Case(dtype="float16", t_q=70, t_k=140, mode="full", power="None", **(SIZES | {"d": 128, "dv": 128})),
         Case(dtype="bfloat16", t_q=200, t_k=330, mode="window", window=132, **(SIZES | {"heads": 1})),
         Case(dtype="bfloat16", t_q=130, t_k=130, power="per head", **SIZES),
+        Case(dtype="bfloat16", t_q=150, t_k=170, mode="ranges", **SIZES),
     ],
     ids=str,
 )
@@ -95,12 +96,16 @@ def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
         Case(dtype="bfloat16", t_q=70, t_k=140, power="2.5", **SIZES),
         Case(dtype="bfloat16", t_q=130, t_k=120, mode="full", power="per row", **(SIZES | {"d": 128, "dv": 128})),
         Case(dtype="float16", t_q=140, t_k=300, mode="window", window=100, power="by length", **SIZES),
+        Case(dtype="bfloat16", t_q=200, t_k=210, mode="packed", power="None", **SIZES),
+        Case(dtype="float16", t_q=200, t_k=210, mode="packed", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=100, t_k=300, mode="cache", **SIZES),
+        Case(dtype="bfloat16", t_q=90, t_k=150, mode="ranges", power="per row", **(SIZES | {"d": 128, "dv": 128})),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_plain_blocks_are_not_computed_twice(case: Case, late_kernels: list[InterpretedKernel]) -> None:
-    """Heads that share keys, rows that see none, blocks that are not full, windows, powers of rows."""
+    """Heads that share keys, rows that see none, blocks that are not full, windows, powers of rows, ranges."""
     assert_case(case, "cpu")
     called = set().union(*(kernel.called for kernel in late_kernels))
     assert {"second_loop", "dq_loop", "dkv_loop"} <= called
@@ -232,6 +237,40 @@ def test_bad_values_in_windows_and_with_powers_of_rows(bad: float, late_kernels:
     for found, expected in zip((out, dq, dpower), plain, strict=True):
         torch.testing.assert_close(found[clear], expected[clear], atol=2e-2, rtol=2e-2)
     assert CAREFUL - {"dkv_carefully"} <= set().union(*(kernel.called for kernel in late_kernels))
+
+
+def documents(length: int) -> dict[str, Tensor]:
+    """Ranges of two sequences: documents that end inside of a block and reach over several, and a block of rows that
+    see nothing."""
+    start = torch.zeros(2, length, dtype=torch.int32)
+    start[0, 230:] = 230
+    start[1, 40:] = 40
+    end = torch.full_like(start, length)
+    start[1, 128:192] = end[1, 128:192] = 200
+    return {"key_start": start, "key_end": end}
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.usefixtures("late_kernels")
+def test_documents(is_causal: bool) -> None:
+    q, k, v = (randn(2, 1, 300, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    assert_within_yardstick(softplus_attention, q, k, v, impl="triton", power=15, is_causal=is_causal, **documents(300))
+
+
+def test_a_bad_query_of_a_document_leaves_the_keys_of_another_alone(late_kernels: list[InterpretedKernel]) -> None:
+    q, k, v = (randn(2, 1, 130, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+
+    def gradients(q: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = softplus_attention(*leaves, is_causal=True, impl="triton", **documents(130))
+        return torch.autograd.grad(out.sum(), leaves[1:])
+
+    plain = gradients(q)
+    q[1, 0, 50, 3] = float("nan")
+    for found, expected in zip(gradients(q), plain, strict=True):
+        torch.testing.assert_close(found[0], expected[0], atol=0, rtol=0)
+        torch.testing.assert_close(found[1, 0, :40], expected[1, 0, :40], atol=2e-2, rtol=2e-2)
+    assert "dkv_carefully" in late_kernels[2].called
 
 
 @gluon.jit

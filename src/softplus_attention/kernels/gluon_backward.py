@@ -54,16 +54,17 @@ def kept_rows(t_q):
 
 
 @gluon.constexpr_function
-def terms_of_a_row(power):
-    """How many numbers ``gluon_dq_kernel`` leaves of each row: the last is p - 1, where rows have their own power."""
-    return 7 if power < 0 else 6
+def terms_of_a_row(power, ranges):
+    """How many numbers ``gluon_dq_kernel`` leaves of each row: six, p - 1 where rows have their own power, and the keys
+    [start, end) that it sees where these were given."""
+    return 6 + (power < 0) + 2 * ranges
 
 
 @gluon.jit
-def place_of_terms(row, POWER: gl.constexpr, BLOCK: gl.constexpr):
+def place_of_terms(row, TERMS: gl.constexpr, BLOCK: gl.constexpr):
     """Where these are: the first of a row, and the others BLOCK apart. Those of a block of rows lie together, so that
     they are one copy."""
-    return row // BLOCK * (terms_of_a_row(POWER) * BLOCK) + row % BLOCK
+    return row // BLOCK * (TERMS * BLOCK) + row % BLOCK
 
 
 @gluon.jit
@@ -133,7 +134,7 @@ def with_moments(moments, u, g, steepness, log_u):
 def dq_loop(
     b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start,
     b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
-    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row, and
@@ -157,7 +158,7 @@ def dq_loop(
         fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride, split)
         fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride, split)
         fetched()
-        seen = seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT)
+        seen = seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
             scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen, POWER, fine, MASKED, False
         )  # fmt: skip
@@ -181,7 +182,7 @@ def dq_loop(
 def dq_carefully(
     b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v,
     o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
-    HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """All tiles, for heads with rows of equal scores, and where something is not finite: keys that a row does not see
@@ -204,7 +205,7 @@ def dq_carefully(
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(do_tile, v_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        seen = seen_keys(n, b_start, b_end, HAS_WINDOW, BN, LAYOUT)
+        seen = seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
             scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
@@ -224,14 +225,16 @@ def dq_carefully(
 
 @gluon.jit
 def gluon_dq_kernel(
-    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Power, GradQ, GradPower, Rows,
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Power, GradQ, GradPower, Rows,
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
-    dq_strides, power_strides,
-    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, HAS_POWER_ROWS: gl.constexpr,
-    POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr, num_warps: gl.constexpr,
+    dq_strides, range_stride, power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
     BM: gl.constexpr = ROW_BLOCK
+    has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -248,13 +251,14 @@ def gluon_dq_kernel(
     o_m = m * BM + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
     first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m * BM, o_m, t_q, t_k, window, CAUSAL, HAS_WINDOW, BM, BN
-    )
+        m * BM, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    )  # fmt: skip
     b_counts = (b_end - b_start).to(gl.float32)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
     p_v = V + b * v_strides[0] + kv_head * v_strides[1]
     p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
-    if HAS_WINDOW:
+    if has_starts:
         p_k += first_key.to(gl.int64) * k_strides[2]
         p_v += first_key.to(gl.int64) * v_strides[2]
         p_norm += first_key
@@ -324,7 +328,7 @@ def gluon_dq_kernel(
     moments = (b_sum, b_sum, b_sum)
     b_a = b_none
     b_b = b_none
-    if HAS_WINDOW:
+    if has_starts:
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
             b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
             b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
@@ -333,12 +337,12 @@ def gluon_dq_kernel(
     b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
         b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
         b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-        v_strides[2], full_low, full_high, False, HAS_WINDOW, POWER, POWER_GRAD, BN, layout, out_layout,
+        v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
     )  # fmt: skip
     b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
         b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
         b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-        v_strides[2], full_high, tiles, True, HAS_WINDOW, POWER, POWER_GRAD, BN, layout, out_layout,
+        v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
     )  # fmt: skip
     b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
     arrive(0)
@@ -349,7 +353,7 @@ def gluon_dq_kernel(
         b_steep, b_even, b_sum, moments = dq_carefully(
             b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k,
             p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
-            HAS_WINDOW, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
+            has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
 
     b_epsilon = gl.zeros([BM], gl.float32, rows)
@@ -373,7 +377,7 @@ def gluon_dq_kernel(
 
     b_outer = b_ratio * b_scale * b_inverse
     # Rows beyond the last too: they multiply zeros.
-    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, POWER, BLOCK)
+    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, terms_of_a_row(POWER, HAS_RANGES), BLOCK)
     gl.store(p_terms, b_factor)
     gl.store(p_terms + BLOCK, b_slope)
     gl.store(p_terms + 2 * BLOCK, gl.where(b_flat, -1e-30, b_offset))
@@ -382,6 +386,10 @@ def gluon_dq_kernel(
     gl.store(p_terms + 5 * BLOCK, b_epsilon * b_outer)
     if POWER < 0:
         gl.store(p_terms + 6 * BLOCK, b_below)
+    if HAS_RANGES:
+        p_terms += (terms_of_a_row(POWER, HAS_RANGES) - 2) * BLOCK
+        gl.store(p_terms, (b_start + first_key).to(gl.float32))
+        gl.store(p_terms + BLOCK, (b_end + first_key).to(gl.float32))
 
 
 @gluon.jit
@@ -419,12 +427,17 @@ def seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def fetch_terms(ring, slot, Rows, row, POWER: gl.constexpr, BM: gl.constexpr):
+def ranged_rows(o_n, b_start, b_end):
+    """[BN, BM]: which row sees a key, where ranges were given."""
+    n = o_n.to(gl.float32)[:, None]
+    return (n >= b_start[None, :]) & (n < b_end[None, :])
+
+
+@gluon.jit
+def fetch_terms(ring, slot, Rows, row, TERMS: gl.constexpr, BM: gl.constexpr):
     """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows, whose first is ``row``."""
-    terms: gl.constexpr = terms_of_a_row(POWER)
-    # As many times BM, in a power of two.
-    o = gl.arange(0, 8 * BM, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * terms + o, mask=o < terms * BM)
+    o = gl.arange(0, ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * TERMS + o, mask=o < TERMS * BM)
 
 
 @gluon.jit
@@ -437,10 +450,11 @@ def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
 def dkv_loop(
     b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q, o_do,
     Rows, first_row, t_q, t_k, window, q_stride, do_stride, low, high,
-    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr,
-    OUT_LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = k_tile.dtype
     split: gl.constexpr = splits_copies(o_q.shape[1], POWER)
@@ -452,11 +466,14 @@ def dkv_loop(
         scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
         fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride, split)
         fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride, split)
-        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), POWER, BM)
+        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), count, BM)
         fetched()
         terms = term_ring.index(slot)
         o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        seen = seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
+        if HAS_RANGES:
+            seen = ranged_rows(o_n, term(terms, count - 2, BM, LAYOUT), term(terms, count - 1, BM, LAYOUT))
+        else:
+            seen = seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
         b_offset = term(terms, 2, BM, LAYOUT)
         b_below = b_offset  # not read where the power is a number
         if POWER < 0:
@@ -481,12 +498,13 @@ def dkv_loop(
 def dkv_carefully(
     b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, o_q, o_do, Rows,
     first_row, t_q, t_k, window, q_stride, do_stride, low, high,
-    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
-    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr,
+    BM: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = k_tile.dtype
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     for i in range(low, high):
         m = i * BM
         o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
@@ -499,9 +517,11 @@ def dkv_carefully(
         scores = warpgroup_mma(k_tile, q_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(v_tile, do_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
         o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
-        p = Rows + place_of_terms(first_row + o_m, POWER, BM)
+        p = Rows + place_of_terms(first_row + o_m, count, BM)
         seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
-        if CAUSAL:
+        if HAS_RANGES:
+            seen = seen & ranged_rows(o_n, gl.load(p + (count - 2) * BM), gl.load(p + (count - 1) * BM))
+        elif CAUSAL:
             seen = seen & seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
         b_offset = gl.load(p + 2 * BM)
         b_below = b_offset
@@ -523,10 +543,10 @@ def dkv_carefully(
 
 @gluon.jit
 def gluon_dkv_kernel(
-    Q, K, V, GradOut, Norms, Flat, Rows, GradK, GradV,
-    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
-    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, NORMALIZED_KEYS: gl.constexpr,
-    D: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
+    Q, K, V, GradOut, Norms, Flat, Rows, FirstRow, LastRow, GradK, GradV,
+    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
     BN: gl.constexpr = ROW_BLOCK
@@ -557,6 +577,12 @@ def gluon_dkv_kernel(
         full_low = gl.minimum(gl.cdiv(gl.maximum(past - 1 - before, 0), BM), high)
         if HAS_WINDOW:
             full_high = gl.maximum(full_high, full_low)
+    if HAS_RANGES:
+        p_seen = b * seen_stride + n // BN
+        high = gl.minimum(high, gl.cdiv(gl.load(LastRow + p_seen), BM))
+        low = gl.minimum(gl.maximum(low, gl.load(FirstRow + p_seen) // BM), high)
+        full_low = high
+        full_high = high
 
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
@@ -564,7 +590,8 @@ def gluon_dkv_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)  # the keys, and the values
     q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
     do_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
-    term_ring = gl.allocate_shared_memory(gl.float32, [2, 8 * BM], of_terms)
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
+    term_ring = gl.allocate_shared_memory(gl.float32, [2, (8 if count <= 8 else 16) * BM], of_terms)
     k_tile = k_ring.index(0)
     v_tile = k_ring.index(1)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
@@ -588,7 +615,7 @@ def gluon_dkv_kernel(
         first_row = (b * h + head) * kept_rows(t_q)
         fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
         fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
-        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), POWER, BM)
+        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), count, BM)
         fetched()
         t_dk = warpgroup_mma_init(b_dk)
         t_dv = warpgroup_mma_init(b_dv)
@@ -597,18 +624,18 @@ def gluon_dkv_kernel(
         t_dk, t_dv, b_w, b_ds = dkv_loop(
             t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
             o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
-            True, HAS_WINDOW, POWER, BM, layout, out_layout,
+            True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
         )  # fmt: skip
         t_dk, t_dv, b_w, b_ds = dkv_loop(
             t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
             o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
-            False, HAS_WINDOW, POWER, BM, layout, out_layout,
+            False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
         )  # fmt: skip
         if HAS_WINDOW:
             t_dk, t_dv, b_w, b_ds = dkv_loop(
                 t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
                 o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
-                True, HAS_WINDOW, POWER, BM, layout, out_layout,
+                True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
             )  # fmt: skip
         b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
         arrive(0)
@@ -623,7 +650,7 @@ def gluon_dkv_kernel(
                 Q + b * q_strides[0] + head * q_strides[1],
                 GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
                 o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
-                low, high, CAUSAL, HAS_WINDOW, POWER, D, BM, layout, out_layout,
+                low, high, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
 
     if not NORMALIZED_KEYS:

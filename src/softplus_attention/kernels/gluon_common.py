@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from softplus_attention.kernels.triton_common import LONG, SHORT
+from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT
 
 
 @gluon.constexpr_function
@@ -21,43 +21,64 @@ def fineness(dtype, power):
 
 @gluon.jit
 def keys_in_sight(
-    m, o_m, t_q, t_k, window, CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr
-):
+    m, o_m, t_q, t_k, window, p_start, p_end,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
     """Of the rows from m on: the first key that any of them sees, in whole tiles, and counted from it
 
     - ([BM], [BM]): the keys [start, end) that each row sees, none for rows beyond t_q,
     - the tiles [0, tiles) that hold all of these, of which every row sees all of [full_low, full_high).
+
+    Without window and ranges all rows start at the first key, and nothing is counted anew.
     """
     m_rows = o_m < t_q
     past = gl.minimum(m + BM, t_q)
-    first = 0
-    full_low = 0
-    if CAUSAL:
-        own = t_k - t_q + 1
+    own = t_k - t_q + 1
+    if HAS_RANGES:
+        b_start = gl.load(p_start + o_m, mask=m_rows, other=0)
+        b_end = gl.load(p_end + o_m, mask=m_rows, other=0)
+        if CAUSAL:
+            b_end = gl.minimum(b_end, o_m + own)
+            if HAS_WINDOW:
+                b_start = gl.maximum(b_start, o_m + own - window)
+        b_end = gl.where(m_rows, gl.maximum(b_start, b_end), b_start)
+        some = b_end > b_start
+        high = gl.max(gl.where(some, b_end, 0), 0)
+        low = gl.minimum(gl.min(gl.where(some, b_start, NOWHERE), 0), high)
+        full_low = gl.max(gl.where(m_rows, b_start, 0), 0)
+        full_high = gl.min(gl.where(m_rows, b_end, NOWHERE), 0)
+    elif CAUSAL:
         b_end = gl.where(m_rows, gl.maximum(o_m + own, 0), 0)
+        b_start = b_end * 0
         high = gl.maximum(past - 1 + own, 0)
         full_high = gl.maximum(m + own, 0)
+        if HAS_WINDOW:
+            b_start = gl.maximum(b_end - window, 0)
+            low = gl.maximum(m + own - window, 0)
+            full_low = gl.maximum(past - 1 + own - window, 0)
     else:
         b_end = gl.where(m_rows, t_k, 0)
+        b_start = b_end * 0
         high = t_k
         full_high = t_k
-    b_start = b_end * 0
-    if HAS_WINDOW:
-        first = gl.maximum(m + own - window, 0) // BN * BN
-        b_start = gl.maximum(b_end - window, 0) - first
+    first = 0
+    full_from = 0
+    if HAS_WINDOW or HAS_RANGES:
+        first = low // BN * BN
+        b_start = b_start - first
         b_end = b_end - first
         high = high - first
-        full_low = gl.minimum(gl.cdiv(gl.maximum(past - 1 + own - window, 0) - first, BN), gl.cdiv(high, BN))
-        full_high = gl.maximum(full_high - first, full_low * BN)
-    return first, b_start, b_end, full_low, full_high // BN, gl.cdiv(high, BN)
+        full_from = gl.minimum(gl.cdiv(gl.maximum(full_low - first, 0), BN), gl.cdiv(high, BN))
+        full_high = gl.maximum(gl.minimum(full_high - first, high), full_from * BN)
+    return first, b_start, b_end, full_from, full_high // BN, gl.cdiv(high, BN)
 
 
 @gluon.jit
-def seen_keys(n, b_start, b_end, HAS_WINDOW: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
+def seen_keys(n, b_start, b_end, HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """[BM, BN]: whether a row sees a key of the tile from n on."""
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
     seen = o_n[None, :] < b_end[:, None]
-    if HAS_WINDOW:
+    if HAS_STARTS:
         seen = seen & (o_n[None, :] >= b_start[:, None])
     return seen
 

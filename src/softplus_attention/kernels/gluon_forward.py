@@ -65,7 +65,7 @@ LEAST_POWER = gl.constexpr(5)
 def first_loop(
     b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
     t_k, k_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread.
@@ -82,7 +82,7 @@ def first_loop(
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]  # [BM, BN]
         if MASKED:
-            t = gl.where(seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT), t, float("-inf"))
+            t = gl.where(seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
         if BY_PRODUCT:
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
@@ -102,23 +102,23 @@ def first_loop(
 def sums(
     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
     tiles, first,
-    HAS_WINDOW: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_STARTS: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f' and largest t."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
-    if HAS_WINDOW:
+    if HAS_STARTS:
         b_scaled, _, b_sum, b_top = first_loop(
             b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
             k_stride, tiles, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_low, full_high, False, HAS_WINDOW, False, FINE, BN, LAYOUT,
+        k_stride, tiles, first, full_low, full_high, False, HAS_STARTS, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, _, b_sum, b_top = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_high, tiles, True, HAS_WINDOW, False, FINE, BN, LAYOUT,
+        k_stride, tiles, first, full_high, tiles, True, HAS_STARTS, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), gl.convert_layout(gl.max(b_top, 1), rows)
@@ -128,14 +128,14 @@ def sums(
 def sums_by_product(
     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
     tiles,
-    HAS_WINDOW: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The same, and the part of each sum that is logarithms."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
     b_logs = b_sum
     b_product = b_zero + 1.0
-    if HAS_WINDOW:  # the rows begin in at most three tiles
+    if HAS_STARTS:  # the rows begin in at most three tiles
         b_scaled, b_product, b_sum, b_top = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
             t_k, k_stride, tiles, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
@@ -144,13 +144,13 @@ def sums_by_product(
         b_scaled, b_product, b_sum, b_top = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
             t_k, k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_high),
-            False, HAS_WINDOW, True, SHORT, BN, LAYOUT,
+            False, HAS_STARTS, True, SHORT, BN, LAYOUT,
         )  # fmt: skip
         b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
         b_product = b_zero + 1.0
     b_scaled, b_product, b_sum, b_top = first_loop(
         b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, 0, full_high, tiles, True, HAS_WINDOW, True, SHORT, BN, LAYOUT,
+        k_stride, tiles, 0, full_high, tiles, True, HAS_STARTS, True, SHORT, BN, LAYOUT,
     )  # fmt: skip
     b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -163,7 +163,7 @@ def sums_by_product(
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
     v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
-    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
@@ -183,7 +183,7 @@ def second_loop(
         if POWER != 0:
             w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), b_p[:, None], POWER, 0, FINE)
         if MASKED:
-            w = gl.where(seen_keys(j * BN, b_start, b_end, HAS_WINDOW, BN, LAYOUT), w, 0.0)
+            w = gl.where(seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
@@ -203,7 +203,7 @@ def second_loop(
 def careful_pass(
     b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
     o_values, p_norm, t_k, k_stride, v_stride, tiles,
-    HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
@@ -229,7 +229,7 @@ def careful_pass(
         if POWER != 0:
             sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, FINE)
             w = gl.where(b_flat[:, None], w, sharp)
-        w = gl.where(seen_keys(n, b_start, b_end, HAS_WINDOW, BN, LAYOUT), w, 0.0)
+        w = gl.where(seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
         b_out = warpgroup_mma(gl.convert_layout(w.to(dtype), operand), v_ring.index(0), b_out)
@@ -240,13 +240,15 @@ def careful_pass(
 
 @gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Power,
-    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, power_strides,
-    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, POWER: gl.constexpr, HAS_POWER_ROWS: gl.constexpr,
-    HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Start, End, Power,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
+    power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row."""
     BM: gl.constexpr = ROW_BLOCK
+    has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -262,13 +264,14 @@ def gluon_forward_kernel(
     o_m = m * BM + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
     first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m * BM, o_m, t_q, t_k, window, CAUSAL, HAS_WINDOW, BM, BN
-    )
+        m * BM, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    )  # fmt: skip
     b_counts = (b_end - b_start).to(gl.float32)
     p_k = K + b * k_strides[0] + kv_head * k_strides[1]
     p_v = V + b * v_strides[0] + kv_head * v_strides[1]
     p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
-    if HAS_WINDOW:
+    if has_starts:
         p_k += first_key.to(gl.int64) * k_strides[2]
         p_v += first_key.to(gl.int64) * v_strides[2]
         p_norm += first_key
@@ -316,13 +319,13 @@ def gluon_forward_kernel(
         if POWER > 0 and POWER < LEAST_POWER:
             b_scaled, b_total, b_largest = sums(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, 0, HAS_WINDOW, fine, BN, layout,
+                full_low, full_high, tiles, 0, has_starts, fine, BN, layout,
             )  # fmt: skip
             first = tiles
         else:
             b_scaled, b_total, b_largest, b_bent = sums_by_product(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, HAS_WINDOW, BN, layout,
+                full_low, full_high, tiles, has_starts, BN, layout,
             )  # fmt: skip
             first = tiles
             b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
@@ -333,7 +336,7 @@ def gluon_forward_kernel(
             if gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0) > 0:
                 b_scaled, b_total, b_largest = sums(
                     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                    full_low, full_high, tiles, tiles, HAS_WINDOW, fine, BN, layout,
+                    full_low, full_high, tiles, tiles, has_starts, fine, BN, layout,
                 )  # fmt: skip
                 first = 2 * tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -352,7 +355,7 @@ def gluon_forward_kernel(
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     v_slot = gl.to_tensor(0)
-    if HAS_WINDOW:
+    if has_starts:
         b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
             b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
             v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
@@ -361,17 +364,17 @@ def gluon_forward_kernel(
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
         v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        full_low, above, False, HAS_WINDOW, True, POWER, fine, BN, layout, out_layout,
+        full_low, above, False, has_starts, True, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
         v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        above, full_high, False, HAS_WINDOW, False, POWER, fine, BN, layout, out_layout,
+        above, full_high, False, has_starts, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
         v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        full_high, tiles, True, HAS_WINDOW, False, POWER, fine, BN, layout, out_layout,
+        full_high, tiles, True, has_starts, False, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     arrive(0)
@@ -389,7 +392,7 @@ def gluon_forward_kernel(
             b_flat = (b_counts > 0) & (gl.load(Height + p_row, mask=m_rows, other=1.0) == 0)
         b_out, b_partial = careful_pass(
             b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, HAS_WINDOW, POWER, fine, D, BM, BN, layout,
+            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, has_starts, POWER, fine, D, BM, BN, layout,
             out_layout,
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)

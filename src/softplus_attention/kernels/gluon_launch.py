@@ -24,6 +24,7 @@ TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
+MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 
 
@@ -44,20 +45,20 @@ def copyable(x: Tensor) -> bool:
 
 
 def timed(problem: Problem) -> bool:
-    """Whether a GPU has shown that these kernels are the faster ones. Windows, powers of each row and p = 1 are right
-    in the tests' interpreter and wait for one (docs/kernels.md)."""
-    return problem.window is None and problem.code not in (-1, 1)
+    """Whether a GPU has shown that these kernels are the faster ones. Windows, ranges, powers of each row and p = 1 are
+    right in the tests' interpreter and wait for one (docs/kernels.md)."""
+    return problem.window is None and problem.start is None and problem.code not in (-1, 1)
 
 
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, causal or full, any power with the offset or none, heads of 64 or 128."""
+    """Half precision, no mask, any power with the offset or none, heads of 64 or 128."""
     return (
         problem.d in WIDTHS
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.offset
-        and problem.start is None
         and problem.mask is None
+        and (problem.start is None or problem.t_k <= MOST_KEYS_WITH_RANGES)
         and timed(problem)
         and available(problem.q.device)
         and all(copyable(x) for x in (problem.q, problem.k, problem.v, *others))
@@ -70,12 +71,14 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 
     keys, registers = FORWARD_TILES[problem.d]
     gluon_forward_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
-        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat, problem.power_pointer,
+        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
+        problem.start_pointer, problem.end_pointer, problem.power_pointer,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
-        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3], problem.power_strides,
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
-        HAS_POWER_ROWS=problem.power_rows is not None, HAS_REST=rest.numel() > 0, D=problem.d, BN=keys,
-        num_warps=4, maxnreg=registers,
+        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
+        problem.range_stride, problem.power_strides,
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
+        POWER=problem.code, HAS_POWER_ROWS=problem.power_rows is not None, HAS_REST=rest.numel() > 0,
+        D=problem.d, BN=keys, num_warps=4, maxnreg=registers,
     )  # fmt: skip
 
 
@@ -95,23 +98,25 @@ def backward(
 
     dq, dk, dv = grads
     kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS
-    rows = stats.new_empty(terms_of_a_row(problem.code) * kept)
+    rows = stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * kept)
     keys, registers = DQ_TILES[problem.d]
     gluon_dq_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
         problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat,
-        problem.power_pointer, dq, stats if grad_power is None else grad_power, rows,
+        problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
+        stats if grad_power is None else grad_power, rows,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
-        grad_out.stride()[:3], dq.stride()[:3], problem.power_strides,
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
-        HAS_POWER_ROWS=problem.power_rows is not None, POWER_GRAD=grad_power is not None, D=problem.d, BN=keys,
-        BLOCK=DKV_ROWS[problem.d], num_warps=4, maxnreg=registers,
+        grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
+        POWER=problem.code, HAS_POWER_ROWS=problem.power_rows is not None, POWER_GRAD=grad_power is not None,
+        D=problem.d, BN=keys, BLOCK=DKV_ROWS[problem.d], num_warps=4, maxnreg=registers,
     )  # fmt: skip
+    first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     gluon_dkv_kernel[(triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv,)](
-        problem.q, problem.k, problem.v, grad_out, norms, flat, rows, dk, dv,
+        problem.q, problem.k, problem.v, grad_out, norms, flat, rows, first_row, last_row, dk, dv,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, POWER=problem.code,
-        NORMALIZED_KEYS=problem.normalized_keys, D=problem.d,
-        BM=DKV_ROWS[problem.d], num_warps=4,
+        problem.seen_stride(first_row),
+        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
+        POWER=problem.code, NORMALIZED_KEYS=problem.normalized_keys, D=problem.d, BM=DKV_ROWS[problem.d], num_warps=4,
     )  # fmt: skip

@@ -132,9 +132,10 @@ class Problem:
         self.width = max(padded(self.d), padded(self.dv))
         self.code = power_code(self.sharpen, self.power, self.power_rows, self.power_by_length)
         self.range_stride = 0
+        self.start_pointer = self.end_pointer = self.q  # never read
         if self.start is not None and self.end is not None:
             start, end = torch.broadcast_tensors(self.start.to(torch.int32), self.end.to(torch.int32))
-            self.start, self.end = start.contiguous(), end.contiguous()
+            self.start, self.end = self.start_pointer, self.end_pointer = start.contiguous(), end.contiguous()
             self.range_stride = 0 if start.shape[0] == 1 else self.start.stride(0)
         self.counts: Tensor | None = None
         if self.mask is not None:
@@ -163,13 +164,35 @@ class Problem:
         up_to, start, end = (x.expand(*shape, -1) for x in (up_to, start, end))
         return up_to.gather(-1, end) - up_to.gather(-1, start)
 
+    def rows_that_see(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+        """For ranges given per row: the rows [first, last) that may see a key of each block of keys, (B|1, key blocks),
+        in blocks of so many rows."""
+        start, end = self.start, self.end
+        if start is None or end is None:
+            return self.q, self.q  # never read
+        tail = -self.t_q % rows
+        some = end > start
+        lowest = torch.nn.functional.pad(torch.where(some, start, self.t_k), (0, tail), value=self.t_k)
+        highest = torch.nn.functional.pad(torch.where(some, end, 0), (0, tail), value=0)
+        lowest = lowest.unflatten(1, (-1, rows)).amin(-1)  # (B|1, row blocks)
+        highest = highest.unflatten(1, (-1, rows)).amax(-1)
+        first_key = torch.arange(0, self.t_k, keys, device=start.device, dtype=torch.int32)[:, None]
+        meets = (lowest[:, None] < first_key + keys) & (highest[:, None] > first_key)  # (B|1, key blocks, row blocks)
+        index = torch.arange(meets.shape[-1], device=start.device, dtype=torch.int32)
+        first = torch.where(meets, index, meets.shape[-1]).amin(-1)
+        last = torch.where(meets, index + 1, 0).amax(-1)
+        return (first * rows).to(torch.int32), (last * rows).clamp(max=self.t_q).to(torch.int32)
+
+    def seen_stride(self, first_row: Tensor) -> int:
+        return 0 if self.range_stride == 0 else first_row.stride(0)
+
     def shared_arguments(self) -> dict[str, Any]:
         nothing = self.q  # a pointer that is never read
         mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
         counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
         return {
-            "Start": nothing if self.start is None else self.start,
-            "End": nothing if self.end is None else self.end,
+            "Start": self.start_pointer,
+            "End": self.end_pointer,
             "Mask": nothing if mask is None else mask.view(torch.uint8),
             "Counts": nothing if counts is None else counts,
             "Power": self.power_pointer,
@@ -260,32 +283,11 @@ def backward(
     )  # fmt: skip
 
     blocks = dkv_blocks(problem.width, problem.precise)
-    first_row, last_row = rows_that_see(problem, blocks)
+    first_row, last_row = problem.rows_that_see(blocks.rows, blocks.keys)
     bwd.dkv_kernel[(blocks_of(problem.t_k, blocks.keys) * problem.batch * problem.h_kv,)](
         Q=problem.q, K=problem.k, V=problem.v, GradOut=grad_out, Norms=norms, Flat=flat, Rows=rows,
         FirstRow=first_row, LastRow=last_row, GradK=dk, GradV=dv, n_rows=n_rows,
         grad_out_strides=grad_out.stride()[:3], dk_strides=dk.stride()[:3], dv_strides=dv.stride()[:3],
-        seen_stride=0 if problem.range_stride == 0 else first_row.stride(0), NORMALIZED_KEYS=problem.normalized_keys,
+        seen_stride=problem.seen_stride(first_row), NORMALIZED_KEYS=problem.normalized_keys,
         **shared, **blocks.options(),
     )  # fmt: skip
-
-
-def rows_that_see(problem: Problem, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """For ranges given per row: the rows [first, last) that may see a key of each block of keys, (B|1, key blocks)."""
-    start, end = problem.start, problem.end
-    if start is None or end is None:
-        return problem.q, problem.q  # never read
-    tail = -problem.t_q % blocks.rows
-    some = end > start
-    lowest = torch.nn.functional.pad(torch.where(some, start, problem.t_k), (0, tail), value=problem.t_k)
-    highest = torch.nn.functional.pad(torch.where(some, end, 0), (0, tail), value=0)
-    lowest = lowest.unflatten(1, (-1, blocks.rows)).amin(-1)  # (B|1, row blocks)
-    highest = highest.unflatten(1, (-1, blocks.rows)).amax(-1)
-    first_key = torch.arange(0, problem.t_k, blocks.keys, device=start.device, dtype=torch.int32)[:, None]
-    meets = (lowest[:, None] < first_key + blocks.keys) & (
-        highest[:, None] > first_key
-    )  # (B|1, key blocks, row blocks)
-    index = torch.arange(meets.shape[-1], device=start.device, dtype=torch.int32)
-    first = torch.where(meets, index, meets.shape[-1]).amin(-1)
-    last = torch.where(meets, index + 1, 0).amax(-1)
-    return (first * blocks.rows).to(torch.int32), (last * blocks.rows).clamp(max=problem.t_q).to(torch.int32)
