@@ -42,7 +42,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "layers": 3,
         "width": 32,
         "heads": 2,
-        "sequence_length": 128,
+        "sequence_length": 32,
         "steps": 4,
         "batch_size": 4,
         "log_every": 2,
@@ -148,8 +148,8 @@ MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 FEW_MULTIPLES = (1, 16, 32, 64)
 
 
-def main() -> int:
-    options = parsed()
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
     began = time.monotonic()
     tokenizer = load_tokenizer(options.tokenizer or str(options.data))
     documents = (
@@ -174,7 +174,7 @@ def main() -> int:
     return 0
 
 
-def parsed() -> argparse.Namespace:
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
     parser.add_argument("text", help="file of long documents to measure on, or a prepared folder")
@@ -196,7 +196,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument(
         "--processes", type=int, default=1, help="such processes that share the GPU: step times then mean nothing"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, tokenizer: Any) -> dict[str, Any]:

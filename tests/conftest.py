@@ -49,8 +49,6 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
 
     interpreter._patch_lang = patch_language_once
 
-THREADS = min(2, os.cpu_count() or 1)
-
 settings.register_profile(
     "repeatable",
     derandomize=True,
@@ -61,14 +59,20 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
+@pytest.fixture
+def thread_count() -> int:
+    """One, as the tests run side by side, a process to a core. A file whose subject may use threads has its own."""
+    return 1
+
+
 @pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
+def threads(thread_count: int) -> Iterator[None]:
     """Every test starts on the same number of threads, and no call may leave another one behind."""
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(thread_count)
     yield
     left = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    assert left == THREADS, "the number of threads was not put back"
+    torch.set_num_threads(thread_count)
+    assert left == thread_count, "the number of threads was not put back"
 
 
 @pytest.fixture

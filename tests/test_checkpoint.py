@@ -29,7 +29,7 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data, output = str(folder / "data"), str(folder / "evaluation")
     prepare = ["data", "prepare", "builtin", "--tokenizer", "bytes", "--validation-fraction", "0.1", "--output", data]
     assert main(prepare) == 0
-    lengths = ["evaluate", "lengths", str(FOLDER), "--data", data, "--lengths", "1,16", "--sequences", "4"]
+    lengths = ["evaluate", "lengths", str(FOLDER), "--data", data, "--lengths", "1,16", "--sequences", "2"]
     assert main([*lengths, "--output", output]) == 0
     assert main(["report", output]) == 0
     return folder / "evaluation"

@@ -30,6 +30,11 @@ LENGTHS = [1, 2, 3, 4, 5, 8, 17, 33, 63, 111]
 LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
 @pytest.fixture(autouse=True)
 def threads_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """The problems of these tests are small, and threads are part of what they test."""

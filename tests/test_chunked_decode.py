@@ -19,6 +19,11 @@ POWERS = {
 }
 
 
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
 def caches(keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(keys)
     q = torch.randn(2, 4, 1, 32, dtype=dtype)

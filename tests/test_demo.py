@@ -32,8 +32,8 @@ class Tags(HTMLParser):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Models of two layers trained at 64 bytes: seconds instead of minutes."""
-    size = {"layers": 2, "width": 64, "heads": 1, "sequence_length": 64, "batch_size": 16, "micro_batch_size": 16}
+    """Models of one layer trained at 64 bytes: seconds instead of minutes."""
+    size = {"layers": 1, "width": 64, "heads": 1, "sequence_length": 64, "batch_size": 16, "micro_batch_size": 16}
     monkeypatch.setattr(demo, "TRAINING", {**demo.TRAINING, **size, "save_every": 1000})
 
 
@@ -47,7 +47,7 @@ def test_end_to_end(small, tmp_path, capsys):
         printed = re.search(re.escape(name) + r" +([\d. ]+)\n", out)
         assert [float(x) for x in printed[1].split()] == [round(x, 3) for x in row]
         assert all(1 < x < 6 for x in row)
-    # Seeds 0 and 1 gave softmax 2.58 and 2.58 at 16x, LSSAR 2.08 and 2.09 there and 2.04 at 1x.
+    # Seeds 0 and 1 gave softmax 2.65 and 2.51 at 16x, LSSAR 2.15 and 2.12 there and 2.15 and 2.13 at 1x.
     ours, softmax = losses["loss"]["LSSAR"], losses["loss"]["softmax"]
     assert ours[-1] < softmax[-1] - 0.2
     assert ours[-1] < ours[0] + 0.15

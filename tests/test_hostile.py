@@ -23,6 +23,11 @@ CASES = [(name, dtype) for name in HOSTILE for dtype in DTYPES] + [(name, torch.
 IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
 
 
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
 def hostile(name: str, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (randn(1, 1, T, D, seed=seed) for seed in (1, 2, 3))
     ALL[name](q, k)

@@ -31,6 +31,11 @@ POWERS: dict[str, Any] = {
 IMPLS = ["chunked", "reference"]
 
 
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
 def qkv(t: int = 20, *, heads: int = 2, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
     return [randn(2, heads, t, D, seed=seed, dtype=dtype).requires_grad_(grad) for seed in (1, 2, 3)]
 

@@ -37,6 +37,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
 class Text:
     """q, k, v of one sequence (1, H, T, D) and the options of the call."""
 

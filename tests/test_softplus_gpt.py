@@ -302,17 +302,35 @@ class TestSaved:
 def in_fresh_process(program: str, *arguments: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env=environment)
 
 
+# Each way in a process of its own, forked where torch and transformers are imported and nothing of ours is.
 LOAD = """
-    import sys, torch
-    {first}
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1]{more}).eval()
-    with torch.no_grad():
-        logits = model(torch.load(sys.argv[2])).logits
-    torch.save((type(model).__name__, model.config._attn_implementation, logits), sys.argv[3])
+    import os, sys, torch
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    def load(first, more, out):
+        if first:
+            __import__(first)
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], **more).eval()
+        with torch.no_grad():
+            logits = model(torch.load(sys.argv[2])).logits
+        torch.save((type(model).__name__, model.config._attn_implementation, logits), out)
+
+    assert not any(name.startswith("softplus_attention") for name in sys.modules)
+    ways = ("", {}), ("softplus_attention.huggingface", {}), ("", {"trust_remote_code": True})
+    for (first, more), out in zip(ways, sys.argv[3:], strict=True):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        try:
+            load(first, more, out)
+        except BaseException as error:
+            torch.save(f"{type(error).__name__}: {error}", out)
+        os._exit(0)
 """
 
 
@@ -323,18 +341,16 @@ class TestFreshProcess:
         save_with_code(model, tmp_path / "model")
         torch.save(ids, tmp_path / "ids.pt")
         # Nothing imported first; our package; transformers' own way to load code that comes with a model.
-        ways = (("", ""), ("import softplus_attention.huggingface", ""), ("", ", trust_remote_code=True"))
-        outs = [tmp_path / f"{i}.pt" for i in range(len(ways))]
-        running = [
-            in_fresh_process(LOAD.format(first=first, more=more), tmp_path / "model", tmp_path / "ids.pt", out)
-            for (first, more), out in zip(ways, outs, strict=True)
-        ]
-        errors = [process.communicate(timeout=240)[1] for process in running]
-        assert running[0].returncode != 0, "without the package a model with our attention must not load as another"
-        assert "lssar" in errors[0] or "softplus" in errors[0]
-        for process, error, out in zip(running[1:], errors[1:], outs[1:], strict=True):
-            assert process.returncode == 0, error
-            kind, implementation, result = torch.load(out)
+        outs = [tmp_path / f"{way}.pt" for way in ("alone", "package", "remote-code")]
+        process = in_fresh_process(LOAD, tmp_path / "model", tmp_path / "ids.pt", *outs)
+        _, error = process.communicate(timeout=240)
+        assert process.returncode == 0, error
+        alone, *found = map(torch.load, outs)
+        assert isinstance(alone, str), "without the package a model with our attention must not load as another"
+        assert "lssar" in alone or "softplus" in alone
+        for loaded in found:
+            assert not isinstance(loaded, str), loaded
+            kind, implementation, result = loaded
             assert (kind, implementation) == (type(model).__name__, "lssar")
             torch.testing.assert_close(result, logits(model, ids))
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from study_cases import SCRIPTS
+from study_cases import SCRIPTS, imported
 
 from softplus_attention.data import prepare
 
@@ -17,34 +17,37 @@ def command_of(tmp_path: Path, *words: str) -> list[str]:
     text = " ".join(f"The {n}th line of a long story, told to {n * n} people." for n in range(400))
     prepare([written(tmp_path / "train.txt", text)], tmp_path / "data", tokenizer="bytes", validation_fraction=0)
     documents = written(tmp_path / "long.jsonl", "".join(json.dumps({"text": text[n:]}) + "\n" for n in (0, 50)))
-    command = [sys.executable, str(SCRIPTS / "study.py"), str(tmp_path / "data"), str(documents)]
-    return [*command, "--output", str(tmp_path / "out"), "--size", "smoke", "--texts", "1", "--trials", "1", *words]
+    command = [str(tmp_path / "data"), str(documents), "--output", str(tmp_path / "out"), "--size", "smoke"]
+    return [*command, "--texts", "1", "--trials", "1", *words]
 
 
 def test_the_study_runs(tmp_path: Path) -> None:
-    """An arm of each kind from text to file, in a process of its own; what is finished is not done again."""
+    """An arm of each kind from text to file; a process of its own finds what is finished and does not do it again."""
     arms = ["lssar-learned-log-global3", "softmax"]
     command = command_of(tmp_path, "--arms", *arms)
-    once, again = (subprocess.run(command, capture_output=True, text=True, timeout=300) for _ in range(2))
-    assert (once.returncode, again.returncode) == (0, 0), once.stderr + again.stderr
-    assert [f"smoke-{arm}-seed0: found" in again.stdout for arm in arms] == [True, True]
+    with imported("study") as study:
+        assert study.main(command) == 0
+    program = [sys.executable, str(SCRIPTS / "study.py")]
+    again = subprocess.run([*program, *command], capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines() == [f"smoke-{arm}-seed0: found" for arm in arms]
     mixed, rotary = (json.loads((tmp_path / "out" / f"smoke-{arm}-seed0.json").read_text()) for arm in arms)
     for run in (mixed, rotary):
         lengths = run["evaluation"]["lengths"]["lengths"]
-        assert [entry["length"] for entry in lengths] == [128 * multiple for multiple in (1, 2, 4, 8, 16, 32, 64)]
+        assert [entry["length"] for entry in lengths] == [32 * multiple for multiple in (1, 2, 4, 8, 16, 32, 64)]
         assert all(5 < entry["loss"] < 6 for entry in lengths), "nothing is learned in four steps: about log 257"
-    assert list(rotary["evaluation"]["variants"]) == ["window=128", "rope=dynamic:16", "rope=yarn:16"]
+    assert list(rotary["evaluation"]["variants"]) == ["window=32", "rope=dynamic:16", "rope=yarn:16"]
     assert [list(layer) for layer in mixed["evaluation"]["learned"]] == [["power_per_log"]] * 3
-    assert mixed["config"]["window"] == 64
+    assert mixed["config"]["window"] == 16
 
 
 def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
     command = command_of(tmp_path, "--arms", "softmax", "--only-lengths", "--multiples", "1", "4", "--steps", "2")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    with imported("study") as study:
+        assert study.main(command) == 0
     run = json.loads((tmp_path / "out" / "smoke-softmax-seed0.json").read_text())
     found = run["evaluation"]
-    assert [entry["length"] for entry in found["lengths"]["lengths"]] == [128, 512]
+    assert [entry["length"] for entry in found["lengths"]["lengths"]] == [32, 128]
     assert (found["passkey"], found["inside"], found["variants"]) == ([], [], {})
     assert run["config"]["steps"] == 2
     assert run["command"].endswith("--arms softmax --seed 0 --steps 2 --only-lengths --multiples 1 4")

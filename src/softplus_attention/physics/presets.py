@@ -246,7 +246,7 @@ PRESETS: dict[str, Experiment] = {
         probe_systems=64,
         long_systems=8,
         multiples=(1, 2, 4),
-        law_points=300,
+        law_points=100,
         law_seconds=4,
         law_restarts=1,
     ),
