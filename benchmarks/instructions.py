@@ -25,7 +25,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from softplus_attention.kernels import (
-    gluon_backward,
+    gluon_dkv,
+    gluon_dq,
     gluon_forward,
     gluon_launch,
     triton_backward,
@@ -38,8 +39,8 @@ KERNELS = {
     "dq": triton_backward.dq_kernel,
     "dkv": triton_backward.dkv_kernel,
     "hopper-forward": gluon_forward.gluon_forward_kernel,
-    "hopper-dq": gluon_backward.gluon_dq_kernel,
-    "hopper-dkv": gluon_backward.gluon_dkv_kernel,
+    "hopper-dq": gluon_dq.gluon_dq_kernel,
+    "hopper-dkv": gluon_dkv.gluon_dkv_kernel,
 }
 FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}

@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton_cases import Case, assert_case
 
 from softplus_attention import functional, softplus_attention
-from softplus_attention.kernels import gluon_backward, gluon_forward, gluon_launch
+from softplus_attention.kernels import gluon_dkv, gluon_dq, gluon_forward, gluon_launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 
 KERNELS = (
     (gluon_forward, "gluon_forward_kernel"),
-    (gluon_backward, "gluon_dq_kernel"),
-    (gluon_backward, "gluon_dkv_kernel"),
+    (gluon_dq, "gluon_dq_kernel"),
+    (gluon_dkv, "gluon_dkv_kernel"),
 )
 
 

@@ -27,7 +27,7 @@ def keys_in_sight(
     """Of the rows from m on: the first key that any of them sees, in whole tiles, and counted from it
 
     - ([BM], [BM]): the keys [start, end) that each row sees, none for rows beyond t_q,
-    - the tiles [0, tiles) that hold all of these, of which every row sees all of [full_low, full_high).
+    - the tiles [full_from, full_high) that every row sees all of, and [0, tiles), which hold all that any row sees.
 
     Without window and ranges all rows start at the first key, and nothing is counted anew.
     """

@@ -94,7 +94,9 @@ def backward(
     grad_power: Tensor | None,
 ) -> None:
     """As ``triton_launch.backward``."""
-    from softplus_attention.kernels.gluon_backward import gluon_dkv_kernel, gluon_dq_kernel, terms_of_a_row
+    from softplus_attention.kernels.gluon_backward import terms_of_a_row
+    from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
+    from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
     dq, dk, dv = grads
     kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS

@@ -1,0 +1,299 @@
+"""The gradients of keys and values for what ``gluon_forward`` computes, from what ``gluon_dq`` left of each row."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
+from softplus_attention.kernels.gluon_common import (
+    arrive,
+    fetch,
+    fetched,
+    fineness,
+    load_layout,
+    product_layout,
+    splits_copies,
+    store_tile,
+    tile_offsets,
+)
+from softplus_attention.kernels.triton_common import ROW_BLOCK, finite_rows, norm_stride
+
+
+@gluon.jit
+def dkv_slopes(
+    scores, b_norm, b_factor, b_slope, b_offset, b_below, seen,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Three times [BN, BM]: weights, sigmoid, and what g is multiplied by, of one tile."""
+    sigma, weight, steepness, _ = score_terms(
+        scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_below[None, :],
+        b_offset[None, :] < 0, seen, POWER, FINE, MASKED, FLAT_ROWS,
+    )  # fmt: skip
+    if POWER != 0:
+        weight = weight * steepness
+    return weight, sigma, steepness
+
+
+@gluon.jit
+def dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, POWER: gl.constexpr):
+    """[BN, BM]: gradients of the scores of one tile; b_delta carries b_alpha."""
+    g = g * b_alpha[None, :] - b_delta[None, :]
+    if POWER != 0:
+        g = g * steepness - b_epsilon[None, :]
+    return sigma * g
+
+
+@gluon.jit
+def seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW: gl.constexpr):
+    """[BN, BM]: which row of a causal problem sees a key. Rows beyond the last have gradients of 0, and what keys
+    beyond the last get is not stored."""
+    seen = (o_n - (t_k - t_q))[:, None] <= o_m[None, :]
+    if HAS_WINDOW:
+        seen = seen & ((o_n - (t_k - t_q - window))[:, None] > o_m[None, :])
+    return seen
+
+
+@gluon.jit
+def ranged_rows(o_n, b_start, b_end):
+    """[BN, BM]: which row sees a key, where ranges were given."""
+    n = o_n.to(gl.float32)[:, None]
+    return (n >= b_start[None, :]) & (n < b_end[None, :])
+
+
+@gluon.jit
+def fetch_terms(ring, slot, Rows, row, TERMS: gl.constexpr, BM: gl.constexpr):
+    """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows, whose first is ``row``."""
+    o = gl.arange(0, ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * TERMS + o, mask=o < TERMS * BM)
+
+
+@gluon.jit
+def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BM]: one of the numbers of each row, along the columns of LAYOUT."""
+    return terms.slice(PLACE * BM, BM).load(gl.SliceLayout(0, LAYOUT))
+
+
+@gluon.jit
+def dkv_loop(
+    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q, o_do,
+    Rows, first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = k_tile.dtype
+    split: gl.constexpr = splits_copies(o_q.shape[1], POWER)
+    for i in range(low, high):
+        slot = i & 1
+        arrive(0)
+        scores = warpgroup_mma(k_tile, q_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(v_tile, do_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
+        fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride, split)
+        fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride, split)
+        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), count, BM)
+        fetched()
+        terms = term_ring.index(slot)
+        o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        if HAS_RANGES:
+            seen = ranged_rows(o_n, term(terms, count - 2, BM, LAYOUT), term(terms, count - 1, BM, LAYOUT))
+        else:
+            seen = seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
+        b_offset = term(terms, 2, BM, LAYOUT)
+        b_below = b_offset  # not read where the power is a number
+        if POWER < 0:
+            b_below = term(terms, 6, BM, LAYOUT)
+        weight, sigma, steepness = dkv_slopes(
+            scores, b_norm, term(terms, 0, BM, LAYOUT), term(terms, 1, BM, LAYOUT), b_offset, b_below,
+            seen, POWER, fineness(dtype, POWER), MASKED, False,
+        )  # fmt: skip
+        b_w = gl.convert_layout(weight.to(dtype), operand, assert_trivial=True)
+        b_dv = warpgroup_mma(b_w, do_ring.index(slot), b_dv, is_async=True)
+        g = warpgroup_mma_wait(1, deps=[g])
+        ds = dkv_gradient(
+            g, sigma, steepness, term(terms, 3, BM, LAYOUT), term(terms, 4, BM, LAYOUT), term(terms, 5, BM, LAYOUT),
+            POWER,
+        )  # fmt: skip
+        b_ds = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
+        b_dk = warpgroup_mma(b_ds, q_ring.index(slot), b_dk, is_async=True)
+    return b_dk, b_dv, b_w, b_ds
+
+
+@gluon.jit
+def dkv_carefully(
+    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, o_q, o_do, Rows,
+    first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr,
+    BM: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = k_tile.dtype
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
+    for i in range(low, high):
+        m = i * BM
+        o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_q)[:, None]
+        b_q = gl.load(p_q + m.to(gl.int64) * q_stride + o_q, mask=m_rows, other=0.0)
+        q_ring.index(0).store(b_q)
+        q_ring.index(1).store(finite_rows(b_q))
+        do_ring.index(0).store(gl.load(p_do + m.to(gl.int64) * do_stride + o_do, mask=m_rows, other=0.0))
+        fence_async_shared()
+        scores = warpgroup_mma(k_tile, q_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(v_tile, do_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
+        p = Rows + place_of_terms(first_row + o_m, count, BM)
+        seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
+        if HAS_RANGES:
+            seen = seen & ranged_rows(o_n, gl.load(p + (count - 2) * BM), gl.load(p + (count - 1) * BM))
+        elif CAUSAL:
+            seen = seen & seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
+        b_offset = gl.load(p + 2 * BM)
+        b_below = b_offset
+        if POWER < 0:
+            b_below = gl.load(p + 6 * BM)
+        weight, sigma, steepness = dkv_slopes(
+            scores, b_norm, gl.load(p), gl.load(p + BM), b_offset, b_below, seen,
+            POWER, fineness(dtype, POWER), True, True,
+        )  # fmt: skip
+        b_delta = gl.load(p + 4 * BM)
+        if POWER != 0:
+            g = gl.where(steepness == 0, b_delta[None, :], g)
+        ds = dkv_gradient(g, sigma, steepness, gl.load(p + 3 * BM), b_delta, gl.load(p + 5 * BM), POWER)
+        ds = gl.where(seen, ds, 0.0)
+        b_dv = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), do_ring.index(0), b_dv)
+        b_dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), q_ring.index(1), b_dk)
+    return b_dk, b_dv
+
+
+@gluon.jit
+def gluon_dkv_kernel(
+    Q, K, V, GradOut, Norms, Flat, Rows, FirstRow, LastRow, GradK, GradV,
+    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
+    BN: gl.constexpr = ROW_BLOCK
+    layout: gl.constexpr = product_layout(BM)
+    out_layout: gl.constexpr = product_layout(D)
+    dtype: gl.constexpr = Q.dtype.element_ty
+    split: gl.constexpr = splits_copies(D, POWER)
+
+    blocks = gl.cdiv(t_k, BN)
+    n = gl.program_id(0) % blocks * BN  # the first keys are seen by the most rows
+    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    b, kv_head = bh // h_kv, bh % h_kv
+    shared = h // h_kv
+    o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
+    b_norm = gl.load(Norms + bh * norm_stride(t_k) + o_n)
+    # The tiles [low, high) of rows see some of these keys; those of [full_low, full_high) see all of them.
+    low = 0
+    full_low = 0
+    high = gl.cdiv(t_q, BM)
+    full_high = high
+    if CAUSAL:
+        before = t_k - t_q
+        past = gl.minimum(n + BN, t_k)
+        if HAS_WINDOW:
+            high = gl.cdiv(gl.maximum(gl.minimum(t_q, past + window - 1 - before), 0), BM)
+            full_high = gl.maximum(gl.minimum(t_q, n + window - before), 0) // BM
+        low = gl.minimum(gl.maximum(n - before, 0) // BM, high)
+        full_low = gl.minimum(gl.cdiv(gl.maximum(past - 1 - before, 0), BM), high)
+        if HAS_WINDOW:
+            full_high = gl.maximum(full_high, full_low)
+    if HAS_RANGES:
+        p_seen = b * seen_stride + n // BN
+        high = gl.minimum(high, gl.cdiv(gl.load(LastRow + p_seen), BM))
+        low = gl.minimum(gl.maximum(low, gl.load(FirstRow + p_seen) // BM), high)
+        full_low = high
+        full_high = high
+
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    of_terms: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)  # the keys, and the values
+    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
+    do_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
+    count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
+    term_ring = gl.allocate_shared_memory(gl.float32, [2, (8 if count <= 8 else 16) * BM], of_terms)
+    k_tile = k_ring.index(0)
+    v_tile = k_ring.index(1)
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    fetch(k_ring, 0, p_k, tile_offsets(k_strides[2], BN, D), n, t_k, k_strides[2], split)
+    fetch(k_ring, 1, p_v, tile_offsets(v_strides[2], BN, D), n, t_k, v_strides[2], split)
+    o_q = tile_offsets(q_strides[2], BM, D)
+    o_do = tile_offsets(grad_out_strides[2], BM, D)
+
+    b_zero = gl.zeros([BN, BM], gl.float32, layout)
+    b_none = gl.zeros([BN, BM], dtype, gl.DotOperandLayout(0, out_layout, 2))
+    b_dk = gl.zeros([BN, D], gl.float32, out_layout)
+    b_dv = gl.zeros([BN, D], gl.float32, out_layout)
+    trouble = 0
+    for i in range(0, shared):
+        head = kv_head * shared + i
+        if POWER != 0:
+            trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
+        p_q = Q + b * q_strides[0] + head * q_strides[1]
+        p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+        first_row = (b * h + head) * kept_rows(t_q)
+        fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
+        fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
+        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), count, BM)
+        fetched()
+        t_dk = warpgroup_mma_init(b_dk)
+        t_dv = warpgroup_mma_init(b_dv)
+        b_w = b_none
+        b_ds = b_none
+        t_dk, t_dv, b_w, b_ds = dkv_loop(
+            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
+            True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+        )  # fmt: skip
+        t_dk, t_dv, b_w, b_ds = dkv_loop(
+            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
+            False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+        )  # fmt: skip
+        if HAS_WINDOW:
+            t_dk, t_dv, b_w, b_ds = dkv_loop(
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
+                True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+            )  # fmt: skip
+        b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
+        arrive(0)
+    trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
+    if trouble > 0:
+        b_dk = gl.zeros([BN, D], gl.float32, out_layout)
+        b_dv = gl.zeros([BN, D], gl.float32, out_layout)
+        for i in range(0, shared):
+            head = kv_head * shared + i
+            b_dk, b_dv = dkv_carefully(
+                b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring,
+                Q + b * q_strides[0] + head * q_strides[1],
+                GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
+                o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
+                low, high, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, D, BM, layout, out_layout,
+            )  # fmt: skip
+
+    if not NORMALIZED_KEYS:
+        o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
+        b_length = gl.load(Norms + bh * norm_stride(t_k) + o_keys, mask=o_keys < t_k, other=0.0)[:, None]
+        b_unit = k_tile.load(out_layout).to(gl.float32) * b_length
+        nobody = gl.sum(gl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
+        b_dk = (b_dk - b_unit * gl.sum(b_unit * b_dk, 1)[:, None]) * b_length
+        b_dk = gl.where(nobody[:, None], 0.0, b_dk)
+    store_tile(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, k_tile, n, t_k, dk_strides[2])
+    store_tile(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, v_tile, n, t_k, dv_strides[2])

@@ -1,0 +1,335 @@
+"""The gradient of the queries for what ``gluon_forward`` computes, and the terms of each row for ``gluon_dkv``."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
+from softplus_attention.kernels.gluon_common import (
+    arrive,
+    by_thread,
+    fetch,
+    fetched,
+    fineness,
+    keys_in_sight,
+    load_columns,
+    load_layout,
+    product_layout,
+    seen_keys,
+    splits_copies,
+    store_tile,
+    tile_offsets,
+)
+from softplus_attention.kernels.triton_common import (
+    LEAST_EXPONENT,
+    LEAST_NORMAL,
+    LN2,
+    ROW_BLOCK,
+    finite_rows,
+    inverse_norm,
+    norm_stride,
+    row_power,
+    score_factor,
+)
+
+
+@gluon.jit
+def dq_slopes(
+    scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile."""
+    sigma, u, steepness, log_u = score_terms(
+        scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_below[:, None],
+        b_flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
+    )  # fmt: skip
+    return sigma * b_norm[None, :], steepness, u, log_u
+
+
+@gluon.jit
+def dq_gradient(g, steepness, b_delta, POWER: gl.constexpr):
+    """[BM, BN]: g of one tile."""
+    g = g - b_delta[:, None]
+    if POWER != 0:
+        g = g * steepness
+    return g
+
+
+@gluon.jit
+def with_moments(moments, u, g, steepness, log_u):
+    """Three sums, as held by each thread: those of ``triton_backward.PowerMoments``."""
+    log_u = gl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
+    return (
+        moments[0] + gl.sum(by_thread(u * g * log_u), 1),
+        moments[1] + gl.sum(by_thread(u * g), 1),
+        moments[2] + gl.sum(by_thread(u * steepness * log_u), 1),
+    )
+
+
+@gluon.jit
+def dq_loop(
+    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start,
+    b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row, and
+    to the moments.
+
+    Products end in the order they began. One of the four is running wherever there is arithmetic that does not need it.
+    """
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    fine: gl.constexpr = fineness(q_tile.dtype, POWER)
+    split: gl.constexpr = splits_copies(o_tile.shape[1], POWER)
+    for j in range(low, high):
+        slot = j & 1
+        arrive(0)
+        b_norm = load_columns(p_norm + j * BN, BN, LAYOUT)
+        scores = warpgroup_mma(q_tile, k_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(do_tile, v_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        if POWER != 0:
+            scores, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(1, deps=[scores, b_steep, b_even, b_a, b_b])
+        else:
+            scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
+        fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride, split)
+        fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride, split)
+        fetched()
+        seen = seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT)
+        sigma, steepness, u, log_u = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen, POWER, fine, MASKED, False
+        )  # fmt: skip
+        if POWER != 0:
+            b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
+            b_even = warpgroup_mma(b_b, k_ring.index(slot), b_even, is_async=True)
+            g = warpgroup_mma_wait(1, deps=[g])
+        else:
+            g = warpgroup_mma_wait(0, deps=[g])
+        g = dq_gradient(g, steepness, b_delta, POWER)
+        if POWER != 0:
+            b_sum += gl.sum(by_thread(g), 1)
+        if POWER_GRAD:
+            moments = with_moments(moments, u, g, steepness, log_u)
+        b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
+        b_steep = warpgroup_mma(b_a, k_ring.index(slot), b_steep, is_async=True)
+    return b_steep, b_even, b_sum, moments, b_a, b_b
+
+
+@gluon.jit
+def dq_carefully(
+    b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v,
+    o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """All tiles, for heads with rows of equal scores, and where something is not finite: keys that a row does not see
+    stay out of it whatever they hold. Rare, and not hurried."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+    dtype: gl.constexpr = q_tile.dtype
+    b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    b_steep = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_even = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_sum = gl.sum(by_thread(b_zero), 1)
+    moments = (b_sum, b_sum, b_sum)
+    for j in range(0, tiles):
+        n = j * BN
+        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_k)[:, None]
+        b_k = gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0)
+        k_ring.index(0).store(b_k)
+        k_ring.index(1).store(finite_rows(b_k))  # its rows are NaN through their sums
+        v_ring.index(0).store(gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0))
+        fence_async_shared()
+        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(do_tile, v_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        seen = seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT)
+        b_norm = load_columns(p_norm + n, BN, LAYOUT)
+        sigma, steepness, u, log_u = dq_slopes(
+            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
+            POWER, fineness(dtype, POWER), True, True,
+        )  # fmt: skip
+        if POWER != 0:
+            g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
+        g = gl.where(seen, dq_gradient(g, steepness, b_delta, POWER), 0.0)
+        sigma = gl.where(seen, sigma, 0.0)  # 0 times the norm of a key that is not finite
+        b_sum += gl.sum(by_thread(g), 1)
+        if POWER_GRAD:
+            moments = with_moments(moments, u, g, steepness, log_u)
+        b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
+        b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), k_ring.index(1), b_steep)
+    return b_steep, b_even, b_sum, moments
+
+
+@gluon.jit
+def gluon_dq_kernel(
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Power, GradQ, GradPower, Rows,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
+    dq_strides, range_stride, power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
+    BM: gl.constexpr = ROW_BLOCK
+    has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
+    layout: gl.constexpr = product_layout(BN)
+    out_layout: gl.constexpr = product_layout(D)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
+    by_row: gl.constexpr = load_layout(D, num_warps)
+    dtype: gl.constexpr = Q.dtype.element_ty
+    split: gl.constexpr = splits_copies(D, POWER)
+
+    blocks = gl.cdiv(t_q, BM)
+    m = blocks - 1 - gl.program_id(0) % blocks
+    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    b, head = bh // h, bh % h
+    kv_head = head // (h // h_kv)
+    o_m = m * BM + gl.arange(0, BM, layout=rows)
+    m_rows = o_m < t_q
+    first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
+        m * BM, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    )  # fmt: skip
+    b_counts = (b_end - b_start).to(gl.float32)
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    if has_starts:
+        p_k += first_key.to(gl.int64) * k_strides[2]
+        p_v += first_key.to(gl.int64) * v_strides[2]
+        p_norm += first_key
+        t_k -= first_key
+    b_p = b_counts * 0.0 + POWER
+    if POWER < 0:
+        p_power = Power + b * power_strides[0] + head * power_strides[1]
+        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
+    p_row = bh * t_q + o_m
+
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)  # q, and the gradient of the output
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    q_tile = q_ring.index(0)
+    do_tile = q_ring.index(1)
+    o_tile = tile_offsets(k_strides[2], BN, D)
+    o_values = tile_offsets(v_strides[2], BN, D)
+    p_q = Q + b * q_strides[0] + head * q_strides[1]
+    p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2], split)
+    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m * BM, t_q, grad_out_strides[2], split)
+    fetched()
+    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
+    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
+    fetched()
+
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
+    o_out = m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
+    p_out = o_out.to(gl.int64)[:, None] * out_strides[2] + o_d[None, :] + (b * out_strides[0] + head * out_strides[1])
+    m_out = (o_out < t_q)[:, None]
+    b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
+    b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
+    arrive(1)
+    b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
+    b_inverse = gl.convert_layout(inverse_norm(q_tile.load(by_row).to(gl.float32)), rows)
+    b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
+    b_factor = score_factor(b_scale, b_inverse)
+
+    b_weight = gl.load(Weight + p_row, mask=m_rows, other=1.0)
+    b_least = gl.maximum(b_counts, 1.0)
+    b_excess = gl.where(b_counts > 3, 1.0, 0.0)
+    b_flat = b_counts < 0
+    b_offset = gl.zeros([BM], gl.float32, rows)
+    if POWER == 0:
+        b_ratio = b_counts / (b_weight * LN2)  # N / R
+        b_slope = 1.0 / b_weight
+        b_alpha = 1.0 / b_least
+    else:
+        b_total = gl.load(Total + p_row, mask=m_rows, other=1.0)
+        b_height = gl.load(Height + p_row, mask=m_rows, other=1.0)
+        b_ratio = b_counts / (b_total * LN2)
+        b_flat = b_height == 0
+        b_divisor = gl.where(b_flat, 1.0, b_height)
+        b_root = gl.exp2(-gl.log2(b_weight) / b_p)  # W^(-1/p)
+        b_slope = gl.where(b_flat, 1.0 / b_total, b_counts / b_total / b_divisor * b_root)
+        b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
+        b_alpha = gl.where(b_flat, 1.0 / b_least, b_p / b_divisor * b_root)
+
+    b_zero = gl.zeros([BM, BN], gl.float32, layout)
+    b_none = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
+    b_steep = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    b_even = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+    b_sum = gl.sum(by_thread(b_zero), 1)
+    moments = (b_sum, b_sum, b_sum)
+    b_a = b_none
+    b_b = b_none
+    if has_starts:
+        b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+            v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+        )  # fmt: skip
+    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+        v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+    )  # fmt: skip
+    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+        v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+    )  # fmt: skip
+    b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
+    arrive(0)
+    trouble = gl.max(gl.max(gl.where(((b_steep + b_even) - (b_steep + b_even)) == 0, 0, 1), 1), 0)
+    if POWER != 0:
+        trouble = gl.maximum(trouble, gl.load(Flat + bh))
+    if trouble > 0:
+        b_steep, b_even, b_sum, moments = dq_carefully(
+            b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k,
+            p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
+            has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
+        )  # fmt: skip
+
+    b_epsilon = gl.zeros([BM], gl.float32, rows)
+    b_grad = gl.convert_layout(b_alpha, out_rows)[:, None] * b_steep
+    if POWER != 0:
+        b_sums = gl.convert_layout(gl.sum(b_sum, 1), rows)
+        b_epsilon = gl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sums)
+        b_grad -= gl.convert_layout(b_epsilon, out_rows)[:, None] * b_even
+    b_grad = b_grad * gl.convert_layout(b_ratio * b_scale, out_rows)[:, None]
+    b_length = gl.convert_layout(b_inverse, out_rows)[:, None]
+    b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
+    b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
+    b_grad = gl.where(gl.convert_layout(b_counts, out_rows)[:, None] > 0, b_grad, 0.0)
+    store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m * BM, t_q, dq_strides[2])
+
+    if POWER_GRAD:
+        b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)
+        b_gain = gl.convert_layout(gl.sum(moments[1], 1), rows)
+        b_log = gl.convert_layout(gl.sum(moments[2], 1), rows)
+        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gain * b_log) * LN2), mask=m_rows)
+
+    b_outer = b_ratio * b_scale * b_inverse
+    # Rows beyond the last too: they multiply zeros.
+    p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, terms_of_a_row(POWER, HAS_RANGES), BLOCK)
+    gl.store(p_terms, b_factor)
+    gl.store(p_terms + BLOCK, b_slope)
+    gl.store(p_terms + 2 * BLOCK, gl.where(b_flat, -1e-30, b_offset))
+    gl.store(p_terms + 3 * BLOCK, b_alpha * b_outer)
+    gl.store(p_terms + 4 * BLOCK, b_alpha * b_outer * b_delta)
+    gl.store(p_terms + 5 * BLOCK, b_epsilon * b_outer)
+    if POWER < 0:
+        gl.store(p_terms + 6 * BLOCK, b_below)
+    if HAS_RANGES:
+        p_terms += (terms_of_a_row(POWER, HAS_RANGES) - 2) * BLOCK
+        gl.store(p_terms, (b_start + first_key).to(gl.float32))
+        gl.store(p_terms + BLOCK, (b_end + first_key).to(gl.float32))
