@@ -1,0 +1,216 @@
+"""What windows, packed documents and powers that heads learn cost, by the Hopper kernels and by the plain ones.
+
+32,768 tokens of bfloat16, all causal: a window of 512 keys, documents of 16 to 4,096 tokens packed into one sequence,
+the power 15 and factors of log N with their gradient. Beside them softmax: torch's FlashAttention-2 where every row
+sees all before it, FlexAttention where it does not. Every softplus contender is first held to the float64 reference;
+one that fails is "wrong" and gets no time. Needs a GPU of compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+from attention import Contender, Inputs, Row, Settings, compiled, disagreement, flex_attention, full, say, sdpa
+from figures import first_line, header
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import create_block_mask
+from triton.testing import do_bench
+
+from softplus_attention import softplus_attention, softplus_attention_varlen
+from softplus_attention.kernels import gluon_launch
+from softplus_attention.power import power_by_log
+
+ROOT = Path(__file__).parents[1]
+KINDS = ("hopper", "plain", "softmax")
+CHECK_LENGTH, CHECK_WINDOW = 512, 192
+HEADS = {64: 12, 128: 16}
+TOKENS = 32768
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a layer has: a length, the power 15, 1 or one that heads learn, and what a row sees."""
+
+    length: int
+    power: str
+    window: int | None = None
+    packed: bool = False
+
+    def __str__(self) -> str:
+        sees = "documents" if self.packed else "all before" if self.window is None else f"window {self.window}"
+        return f"T={self.length} p={self.power} {sees}"
+
+
+OPTIONS = (
+    Option(1024, "15"),
+    Option(4096, "15"),
+    Option(1024, "learned"),
+    Option(4096, "learned"),
+    Option(4096, "1"),
+    Option(4096, "15", window=512),
+    Option(1024, "learned", window=512),
+    Option(4096, "learned", window=512),
+    Option(TOKENS, "15", packed=True),
+    Option(TOKENS, "learned", packed=True),
+)
+
+
+@functools.cache
+def documents(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Documents of 16 to 4,096 tokens, the same each time: their bounds, the start of each token's, the longest."""
+    seed = torch.Generator().manual_seed(0)
+    ends = (2 ** (4 + 8 * torch.rand(tokens, generator=seed))).int().cumsum(0)
+    bounds = torch.cat([torch.tensor([0]), ends[ends < tokens], torch.tensor([tokens])]).to(torch.int32)
+    starts = bounds[torch.searchsorted(bounds, torch.arange(tokens), right=True) - 1]
+    return bounds.to(device), starts.to(device), int(bounds.diff().max())
+
+
+def power_of(option: Option, heads: int, counts: Tensor, dtype: torch.dtype) -> Any:
+    if option.power != "learned":
+        return int(option.power)
+    factors = torch.linspace(0.4, 1.0, heads, device=counts.device).requires_grad_()
+    return power_by_log(factors.to(torch.float64 if dtype == torch.float64 else torch.float32), counts)
+
+
+def softplus(option: Option, impl: Any) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2], device=q.device)
+        if not option.packed:
+            counts = places + 1 if option.window is None else (places + 1).clamp(max=option.window)
+            power = power_of(option, q.shape[1], counts[None, None], q.dtype)
+            return softplus_attention(q, k, v, power=power, is_causal=True, window=option.window, impl=impl)
+        bounds, starts, longest = documents(q.shape[2], q.device)
+        power = power_of(option, q.shape[1], (places - starts + 1)[None, None], q.dtype)
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        out = softplus_attention_varlen(*packed, power=power, is_causal=True, impl=impl, **lengths)
+        return out.transpose(0, 1)[None]
+
+    return attend
+
+
+@functools.cache
+def blocks_of(option: Option, device: torch.device) -> Any:
+    _, starts, _ = documents(option.length, device)
+
+    def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = starts[i] == starts[j] if option.packed else i - j < (option.window or 0)
+        return (i >= j) & near
+
+    return create_block_mask(inside, None, None, option.length, option.length, device=str(device), _compile=True)
+
+
+def softmax(option: Option) -> Callable[..., Tensor]:
+    if not option.packed and option.window is None:
+        return sdpa(SDPBackend.FLASH_ATTENTION, is_causal=True)
+    return lambda q, k, v: compiled(flex_attention)(q, k, v, block_mask=blocks_of(option, q.device))
+
+
+def contender(option: Option, kind: str) -> Contender:
+    if kind == "softmax":
+        return Contender(kind, softmax(option))
+    return Contender(kind, softplus(option, "triton"), truth=softplus(option, "reference"))
+
+
+def choose_kernels(kind: str) -> None:
+    gluon_launch.timed = lambda problem: kind == "hopper"
+
+
+def wrong(option: Option, kind: str, inputs: Inputs, head_dim: int) -> str:
+    """Why the kernels fail against float64, or ''; at a length that needs no other binary."""
+    small = Option(CHECK_LENGTH, option.power, option.window and CHECK_WINDOW, option.packed)
+    held = contender(small, kind)
+    if held.truth is None:
+        return ""
+    q, k, v, grad = inputs(1, 4, CHECK_LENGTH, head_dim)
+    clear = full((1, 1, CHECK_LENGTH, 1), True, device=q.device)
+    return disagreement(held.attend, held.truth, (q, k, v), grad, True, clear)
+
+
+def measured(option: Option, kind: str, head_dim: int, times: bool = True) -> Row:
+    choose_kernels(kind)
+    inputs = Inputs(Settings())
+    row: Row = {
+        "option": str(option),
+        **asdict(option),
+        "head_dim": head_dim,
+        "heads": HEADS[head_dim],
+        "kernels": kind,
+    }
+    row |= {"status": "ok", "error": ""}
+    try:
+        if reason := wrong(option, kind, inputs, head_dim):
+            return row | {"status": "wrong", "error": reason}
+        attend = contender(option, kind).attend
+        q, k, v, grad = inputs(TOKENS // option.length, HEADS[head_dim], option.length, head_dim)
+        with torch.no_grad():
+            attend(q, k, v)
+            row |= {"forward_ms": do_bench(lambda: attend(q, k, v), return_mode="median")} if times else {}
+        backward = functools.partial(torch.autograd.grad, attend(q, k, v), (q, k, v), grad, retain_graph=True)
+        backward()
+        row |= {"backward_ms": do_bench(backward, return_mode="median")} if times else {}
+    except Exception as error:
+        row |= {"status": "error", "error": first_line(error)}
+    return row
+
+
+def compile_alone(case: tuple[Option, str, int]) -> str:
+    """In a process of its own, so that many compile side by side; the binaries are kept on disk."""
+    row = measured(*case, times=False)
+    return f"{row['status']} {row['error']}".strip()
+
+
+def cases(words: list[str], head_dims: list[int]) -> Iterator[tuple[Option, str, int]]:
+    for head_dim in head_dims:
+        for option in OPTIONS:
+            for kind in KINDS:
+                if all(word in f"{option} {kind}" for word in words):
+                    yield option, kind, head_dim
+
+
+def in_words(row: Row) -> str:
+    times = [f"{row[name]:.3f}" for name in ("forward_ms", "backward_ms") if name in row]
+    return f"D{row['head_dim']:<4} {row['option']:34} {row['kernels']:8} {' / '.join(times) or row['error']}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only what has all of these in its name: learned, window, plain ...")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is timed")
+    parser.add_argument("--commit", help="the commit of this source, where there is no git to ask")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "options.json", help="the JSON to write")
+    chosen = parser.parse_args()
+    if not (torch.cuda.is_available() and gluon_launch.available(torch.device("cuda", 0))):
+        sys.exit("for a GPU of compute capability 9.0 and a Triton that the Hopper kernels know")
+    began, found = time.monotonic(), list(cases(chosen.words, chosen.head_dims))
+    torch._functorch.config.donated_buffer = False  # the backward is timed on a retained graph
+    with get_context("spawn").Pool(chosen.jobs) as pool:
+        for case, outcome in zip(found, pool.imap(compile_alone, found), strict=True):
+            say(f"{time.monotonic() - began:6.0f} s  compiled {case[0]} {case[1]} D{case[2]}: {outcome}")
+    rows = []
+    for case in found:
+        rows.append(measured(*case))
+        print(in_words(rows[-1]), flush=True)
+    words = ("command", "date", "commit", "machine", "versions")
+    about = {name: value for name, value in header(Settings(), "random", chosen.commit).items() if name in words}
+    about["seconds"] = round(time.monotonic() - began, 1)
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    chosen.output.write_text(json.dumps({**about, "tokens": TOKENS, "rows": rows}, indent=1) + "\n")
+    say(f"written to {chosen.output}")
+
+
+if __name__ == "__main__":
+    main()
