@@ -44,14 +44,8 @@ def copyable(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0 and token < LARGEST_STRIDE
 
 
-def timed(problem: Problem) -> bool:
-    """Whether a GPU has shown that these kernels are the faster ones. Windows, ranges, powers of each row and p = 1 are
-    right in the tests' interpreter and wait for one (docs/kernels.md)."""
-    return problem.window is None and problem.start is None and problem.code not in (-1, 1)
-
-
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, no mask, any power with the offset or none, heads of 64 or 128."""
+    """Half precision, no mask, the offset, heads of 64 or 128."""
     return (
         problem.d in WIDTHS
         and problem.d == problem.dv
@@ -59,7 +53,6 @@ def fits(problem: Problem, *others: Tensor) -> bool:
         and problem.offset
         and problem.mask is None
         and (problem.start is None or problem.t_k <= MOST_KEYS_WITH_RANGES)
-        and timed(problem)
         and available(problem.q.device)
         and all(copyable(x) for x in (problem.q, problem.k, problem.v, *others))
     )
