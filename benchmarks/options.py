@@ -109,7 +109,7 @@ def blocks_of(option: Option, device: torch.device) -> Any:
         near = starts[i] == starts[j] if option.packed else i - j < (option.window or 0)
         return (i >= j) & near
 
-    return create_block_mask(inside, None, None, option.length, option.length, device=str(device), _compile=True)
+    return torch.compile(create_block_mask)(inside, None, None, option.length, option.length, device=str(device))
 
 
 def softmax(option: Option) -> Callable[..., Tensor]:
@@ -125,7 +125,7 @@ def contender(option: Option, kind: str) -> Contender:
 
 
 def choose_kernels(kind: str) -> None:
-    gluon_launch.timed = lambda problem: kind == "hopper"
+    gluon_launch.available = lambda device: kind == "hopper"
 
 
 def wrong(option: Option, kind: str, inputs: Inputs, head_dim: int) -> str:

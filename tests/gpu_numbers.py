@@ -120,7 +120,7 @@ def check_some_equal(dtype: str) -> str:
 def check_crowd(dtype: str) -> str:
     """One key above the average and a crowd of equal ones just below it: the output is that one's value, however many
     they are and however low the power. Scores are where the kernels' logarithm is furthest from the true one."""
-    kind, powers = DTYPES[dtype], (2, 3, 4, 5, 15)
+    kind, powers = DTYPES[dtype], (2, 3, 4, 5, 15, 1.5, 2.01, 3.5)
     for count in (LONG // 8, LONG):
         per_cosine = math.log(D) * math.log(count) / math.log(2)
         q, k = torch.zeros(1, 1, 64, D, device=DEVICE), torch.zeros(1, 1, count, D, device=DEVICE)

@@ -1,8 +1,7 @@
 """What the Triton kernels are tested on: the same cases in Triton's interpreter (small) and on a GPU (larger).
 
-Needs no pytest: ``python tests/triton_cases.py [--waiting] [WORD...]`` runs them on the GPU at hand (those whose name
-holds every word), and compiles in parallel. With --waiting those of the Hopper kernels that the plain ones still
-compute, by the Hopper kernels.
+Needs no pytest: ``python tests/triton_cases.py [WORD...]`` runs them on the GPU at hand (those whose name holds every
+word), and compiles in parallel.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from helpers import OutsideYardstickError, as_given, assert_within_yardstick, ra
 from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
-from softplus_attention.kernels import gluon_launch
 
 MODES = ("causal", "full", "window", "mask", "causal and mask", "ranges", "packed", "cache")
 MOST_LUCK = 2  # times what is allowed; the worst of many draws was 1.6
@@ -182,6 +180,26 @@ def gpu_cases() -> list[Case]:
             ("causal", "15", "bfloat16", 17, 64),
         )
     ]
+    # Their windows, ranges and powers of each row, over several blocks of rows and keys.
+    cases += [
+        Case(mode=mode, power=power, dtype=dtype, d=d, dv=d, t_q=t_q, t_k=t_k, window=window, **fast)
+        for d in (64, 128)
+        for mode, power, dtype, t_q, t_k, window in (
+            ("window", "15", "bfloat16", 640, 640, 200),
+            ("window", "None", "float16", 301, 333, 21),
+            ("window", "per head", "bfloat16", 640, 700, 321),
+            ("causal", "per head", "bfloat16", 640, 640, 21),
+            ("causal", "per row", "float16", 301, 333, 21),
+            ("causal", "1", "bfloat16", 333, 301, 21),
+            ("full", "2.5", "bfloat16", 301, 333, 21),
+            ("causal", "by length", "bfloat16", 301, 333, 21),
+            ("ranges", "15", "bfloat16", 301, 333, 21),
+            ("ranges", "per row", "float16", 301, 333, 21),
+            ("packed", "15", "bfloat16", 640, 700, 21),
+            ("packed", "None", "float16", 640, 700, 21),
+            ("cache", "15", "bfloat16", 301, 333, 21),
+        )
+    ]
     cases += [Case(mode=mode, dtype="bfloat16", d=64, dv=64, offset=False, **size) for mode in MODES]
     cases += [
         Case(power=power, dtype=dtype, d=d, dv=d, offset=False, **size)
@@ -200,33 +218,6 @@ def gpu_cases() -> list[Case]:
     return cases
 
 
-def waiting_cases() -> list[Case]:
-    """What ``gluon_launch.timed`` leaves to the plain kernels: several blocks of rows and keys, both widths."""
-    return [
-        Case(mode=mode, power=power, dtype=dtype, d=d, dv=d, t_q=t_q, t_k=t_k, window=window, heads=4, kv_heads=2)
-        for d in (64, 128)
-        for mode, power, dtype, t_q, t_k, window in (
-            ("window", "15", "bfloat16", 640, 640, 200),
-            ("window", "None", "float16", 301, 333, 21),
-            ("window", "per head", "bfloat16", 640, 700, 321),
-            ("causal", "per head", "bfloat16", 640, 640, 21),
-            ("causal", "per row", "float16", 301, 333, 21),
-            ("causal", "1", "bfloat16", 333, 301, 21),
-            ("full", "2.5", "bfloat16", 301, 333, 21),
-            ("causal", "by length", "bfloat16", 301, 333, 21),
-            ("ranges", "15", "bfloat16", 301, 333, 21),
-            ("ranges", "per row", "float16", 301, 333, 21),
-            ("packed", "15", "bfloat16", 640, 700, 21),
-            ("packed", "None", "float16", 640, 700, 21),
-            ("cache", "15", "bfloat16", 301, 333, 21),
-        )
-    ]
-
-
-def take_what_waits() -> None:
-    gluon_launch.timed = lambda problem: True
-
-
 def outcome(case: Case) -> str:
     begun = time.perf_counter()
     try:
@@ -240,14 +231,9 @@ def main() -> int:
     from multiprocessing import get_context
 
     words = sys.argv[1:]
-    waiting = "--waiting" in words
-    if waiting:
-        words.remove("--waiting")
-        if not (torch.cuda.is_available() and gluon_launch.available(torch.device("cuda", 0))):
-            sys.exit("--waiting: for a GPU of compute capability 9.0 and a Triton that the Hopper kernels know")
-    cases = [case for case in (waiting_cases() if waiting else gpu_cases()) if all(word in str(case) for word in words)]
+    cases = [case for case in gpu_cases() if all(word in str(case) for word in words)]
     failed = 0
-    with get_context("spawn").Pool(12, take_what_waits if waiting else None) as pool:
+    with get_context("spawn").Pool(12) as pool:
         for line in pool.imap_unordered(outcome, cases):
             failed += line.startswith("FAILED")
             print(line, flush=True)

@@ -49,7 +49,7 @@ from softplus_attention.kernels.triton_common import (
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
 # The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
 # Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
-# sum has. (Float16 has the long polynomial: there all this is more careful than it need be.)
+# sum has. (With the long polynomial this is more careful than it need be.)
 LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
 LEAST_SCORE = gl.constexpr(-2.0)
@@ -57,8 +57,10 @@ LEAST_MEAN = gl.constexpr(2.0**-10)
 # A mean of f' from which on no negative score (whose f' is below 1) is above it.
 LEAST_ABOVE = gl.constexpr(1.001)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
-# Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3.
+# Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
+# 1.4e-6, leaves them 6e-6 of the largest: with the power 2 a million add up to 3e-5.
 LEAST_POWER = gl.constexpr(5)
+LEAST_POWER_OF_LONG = gl.constexpr(2)
 
 
 @gluon.jit
@@ -311,34 +313,34 @@ def gluon_forward_kernel(
     b_slope = gl.zeros([BM], gl.float32, rows)
     b_offset = b_slope
     b_total = b_slope
-    first = 0
+    first = gl.to_tensor(0)
     any_flat = 0
     above = full_low  # tiles
     if POWER != 0:
         b_excess = gl.where(b_counts > 3, 1.0, 0.0)
-        if POWER > 0 and POWER < LEAST_POWER:
+        least_power: gl.constexpr = LEAST_POWER if fine == SHORT else LEAST_POWER_OF_LONG
+        low_power: gl.constexpr = POWER > 0 and least_power > POWER
+        by_polynomial = gl.to_tensor(1 if low_power else 0)
+        if POWER < 0:
+            by_polynomial = gl.max(((b_counts > 0) & (b_p < least_power)).to(gl.int32), 0)
+        b_largest = b_slope
+        if not low_power:  # noqa: SIM102 (the first is decided when compiling)
+            if by_polynomial == 0:
+                b_scaled, b_total, b_largest, b_bent = sums_by_product(
+                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                    full_low, full_high, tiles, has_starts, BN, layout,
+                )  # fmt: skip
+                first = tiles
+                b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
+                sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
+                sure = sure & (b_total > LEAST_MEAN * b_counts)
+                by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
+        if by_polynomial > 0:
             b_scaled, b_total, b_largest = sums(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, 0, has_starts, fine, BN, layout,
+                full_low, full_high, tiles, first, has_starts, fine, BN, layout,
             )  # fmt: skip
-            first = tiles
-        else:
-            b_scaled, b_total, b_largest, b_bent = sums_by_product(
-                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, has_starts, BN, layout,
-            )  # fmt: skip
-            first = tiles
-            b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
-            sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
-            sure = sure & (b_total > LEAST_MEAN * b_counts)
-            if POWER < 0:
-                sure = sure & (b_p >= LEAST_POWER)
-            if gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0) > 0:
-                b_scaled, b_total, b_largest = sums(
-                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                    full_low, full_high, tiles, tiles, has_starts, fine, BN, layout,
-                )  # fmt: skip
-                first = 2 * tiles
+            first += tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
         b_height = b_counts / b_total * softplus2(b_largest, fine) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
