@@ -28,6 +28,7 @@ from softplus_attention.kernels import (
     gluon_dkv,
     gluon_dq,
     gluon_forward,
+    gluon_forward_again,
     gluon_launch,
     triton_backward,
     triton_forward,
@@ -39,23 +40,23 @@ KERNELS = {
     "dq": triton_backward.dq_kernel,
     "dkv": triton_backward.dkv_kernel,
     "hopper-forward": gluon_forward.gluon_forward_kernel,
+    "hopper-forward-again": gluon_forward_again.gluon_forward_again_kernel,
     "hopper-dq": gluon_dq.gluon_dq_kernel,
     "hopper-dkv": gluon_dkv.gluon_dkv_kernel,
 }
 FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
-INT_POINTERS = ("Flat", "Start", "End", "Counts", "FirstRow", "LastRow")
+INT_POINTERS = ("Flat", "Again", "Start", "End", "Counts", "FirstRow", "LastRow")
 HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV")
 
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     if name == "hopper-dkv":
         return triton_launch.Blocks(gluon_launch.DKV_ROWS[d], gluon_launch.ROWS, 4, 2)
-    if name in ("hopper-forward", "hopper-dq"):
-        tiles = gluon_launch.FORWARD_TILES if name == "hopper-forward" else gluon_launch.DQ_TILES
-        keys, registers = tiles[d]
-        return triton_launch.Blocks(gluon_launch.ROWS, keys, 4, 2, registers)
+    if name.startswith("hopper"):
+        keys, registers = (gluon_launch.DQ_TILES if name == "hopper-dq" else gluon_launch.FORWARD_TILES)[d]
+        return triton_launch.Blocks(gluon_launch.ROWS, keys, 4, 2, None if name.endswith("again") else registers)
     if name == "forward":
         return triton_launch.forward_blocks(d, False, sharpen)
     return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
@@ -79,7 +80,12 @@ def signature(
     bounds = torch.empty(1, 4096, dtype=torch.int32, device="meta") if ranges else None
     options = (bounds, bounds, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
-    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
+    given |= {
+        "HAS_REST": True,
+        "BLOCK": gluon_launch.DKV_ROWS.get(d),
+        "NORMALIZED_KEYS": False,
+        "PROGRAMS": gluon_launch.AGAIN_PROGRAMS,
+    }
     given |= {"POWER_GRAD": power_gradient}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}

@@ -344,6 +344,12 @@ class Language:
         pointer.store(x, mask)
 
     @staticmethod
+    def atomic_add(pointer: Pointer, x: Any) -> Value:
+        before = pointer.load()
+        pointer.store(before + x)
+        return before
+
+    @staticmethod
     def atomic_max(pointer: Pointer, x: Any) -> None:
         pointer.store(larger(pointer.load(), torch.as_tensor(x)))
 

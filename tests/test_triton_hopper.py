@@ -61,6 +61,7 @@ COMPILED = (
     ("hopper-forward", 64, 15, "bfloat16", ""),
     ("hopper-forward", 128, 0, "bfloat16", ""),
     ("hopper-forward", 128, 15, "float16", ""),
+    ("hopper-forward-again", 128, -1, "bfloat16", ""),
     ("hopper-dq", 64, 15, "bfloat16", ""),
     ("hopper-dq", 64, 0, "bfloat16", ""),
     ("hopper-dq", 128, 15, "bfloat16", ""),
@@ -69,7 +70,7 @@ COMPILED = (
     ("hopper-dkv", 128, 15, "bfloat16", ""),
     ("hopper-dkv", 128, 0, "float16", ""),
 )
-WAITING = (
+OTHERS = (
     ("hopper-forward", 64, -1, "bfloat16", "--window 512"),
     ("hopper-forward", 128, 15, "bfloat16", "--window 512"),
     ("hopper-dq", 64, -1, "float16", "--power-gradient"),
@@ -81,7 +82,7 @@ WAITING = (
 )
 
 
-@pytest.mark.parametrize("kernels", [COMPILED, pytest.param(WAITING, marks=pytest.mark.slow)], ids=["", "waiting"])
+@pytest.mark.parametrize("kernels", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
 def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...]) -> None:
     """In one process of their own: here Triton may be set to interpret."""
     words = [
@@ -93,9 +94,11 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
     run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    assert "each product is waited for" not in run.stdout
+    again = r"hopper-forward-again.*\n(?:(?!triton).*\n)*"  # is not hurried
+    assert "each product is waited for" not in re.sub(again, "", run.stdout)
     found = re.findall(
-        r"(hopper-\w+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score", run.stdout
+        r"(hopper-[\w-]+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score",
+        run.stdout,
     )
     kinds = [(name, int(width), int(power), dtype) for name, width, power, dtype, _ in found]
     assert kinds == [(name, width, power, dtype) for name, width, power, dtype, _ in kernels]

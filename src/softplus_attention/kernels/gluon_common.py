@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT
+from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride
 
 
 @gluon.constexpr_function
@@ -17,6 +17,33 @@ def fineness(dtype, power):
     """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
     Some powers show it, as ``triton_launch.shows_short_polynomial`` says."""
     return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
+
+
+@gluon.jit
+def block_of_rows(program, t_q, h, h_kv, BM: gl.constexpr):
+    """The first row of a program, its head among all, and sequence, head and key head.
+
+    The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
+    """
+    blocks = gl.cdiv(t_q, BM)
+    m = (blocks - 1 - program % blocks) * BM
+    bh = (program // blocks).to(gl.int64)
+    b, head = bh // h, bh % h
+    return m, bh, b, head, head // (h // h_kv)
+
+
+@gluon.jit
+def from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, HAS_STARTS: gl.constexpr):
+    """Where the keys, values and norms of a head are from ``first_key`` on, and how many."""
+    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
+    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
+    if HAS_STARTS:
+        p_k += first_key.to(gl.int64) * k_strides[2]
+        p_v += first_key.to(gl.int64) * v_strides[2]
+        p_norm += first_key
+        t_k -= first_key
+    return p_k, p_v, p_norm, t_k
 
 
 @gluon.jit

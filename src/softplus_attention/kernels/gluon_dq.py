@@ -14,10 +14,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
     arrive,
+    block_of_rows,
     by_thread,
     fetch,
     fetched,
     fineness,
+    from_key,
     keys_in_sight,
     load_columns,
     load_layout,
@@ -34,7 +36,6 @@ from softplus_attention.kernels.triton_common import (
     ROW_BLOCK,
     finite_rows,
     inverse_norm,
-    norm_stride,
     row_power,
     score_factor,
 )
@@ -186,26 +187,15 @@ def gluon_dq_kernel(
     dtype: gl.constexpr = Q.dtype.element_ty
     split: gl.constexpr = splits_copies(D, POWER)
 
-    blocks = gl.cdiv(t_q, BM)
-    m = blocks - 1 - gl.program_id(0) % blocks
-    bh = (gl.program_id(0) // blocks).to(gl.int64)
-    b, head = bh // h, bh % h
-    kv_head = head // (h // h_kv)
-    o_m = m * BM + gl.arange(0, BM, layout=rows)
+    m, bh, b, head, kv_head = block_of_rows(gl.program_id(0), t_q, h, h_kv, BM)
+    o_m = m + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
     first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m * BM, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
         CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
     )  # fmt: skip
     b_counts = (b_end - b_start).to(gl.float32)
-    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
-    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
-    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
-    if has_starts:
-        p_k += first_key.to(gl.int64) * k_strides[2]
-        p_v += first_key.to(gl.int64) * v_strides[2]
-        p_norm += first_key
-        t_k -= first_key
+    p_k, p_v, p_norm, t_k = from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts)
     b_p = b_counts * 0.0 + POWER
     if POWER < 0:
         p_power = Power + b * power_strides[0] + head * power_strides[1]
@@ -224,15 +214,15 @@ def gluon_dq_kernel(
     o_values = tile_offsets(v_strides[2], BN, D)
     p_q = Q + b * q_strides[0] + head * q_strides[1]
     p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
-    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2], split)
-    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m * BM, t_q, grad_out_strides[2], split)
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2], split)
+    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m, t_q, grad_out_strides[2], split)
     fetched()
     fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
     fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
     fetched()
 
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
-    o_out = m * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
+    o_out = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
     p_out = o_out.to(gl.int64)[:, None] * out_strides[2] + o_d[None, :] + (b * out_strides[0] + head * out_strides[1])
     m_out = (o_out < t_q)[:, None]
     b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
@@ -310,7 +300,7 @@ def gluon_dq_kernel(
     b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
     b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
     b_grad = gl.where(gl.convert_layout(b_counts, out_rows)[:, None] > 0, b_grad, 0.0)
-    store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m * BM, t_q, dq_strides[2])
+    store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m, t_q, dq_strides[2])
 
     if POWER_GRAD:
         b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -18,10 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from softplus_attention.kernels.gluon_common import (
     ahead,
     arrive,
+    block_of_rows,
     by_thread,
     fetch,
     fetched,
     fineness,
+    from_key,
     keys_in_sight,
     load_columns,
     load_layout,
@@ -38,7 +39,6 @@ from softplus_attention.kernels.triton_common import (
     SHORT,
     inverse_norm,
     log2_one_plus,
-    norm_stride,
     raised,
     row_power,
     score_factor,
@@ -202,53 +202,19 @@ def second_loop(
 
 
 @gluon.jit
-def careful_pass(
-    b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-    o_values, p_norm, t_k, k_stride, v_stride, tiles,
-    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
-    f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
-    b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
-    b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
-    b_bad = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
-    b_weight = gl.sum(by_thread(b_zero), 1)
-    dtype: gl.constexpr = q_tile.dtype
-    for j in range(0, tiles):
-        n = j * BN
-        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
-        m_rows = (o_rows < t_k)[:, None]
-        k_ring.index(0).store(gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0))
-        b_v = gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0)
-        finite = (b_v - b_v) == 0
-        v_ring.index(0).store(gl.where(finite, b_v, 0.0).to(dtype))
-        v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
-        fence_async_shared()
-        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], FINE)
-        w = f * b_level[:, None]
-        if POWER != 0:
-            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, FINE)
-            w = gl.where(b_flat[:, None], w, sharp)
-        w = gl.where(seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
-        b_weight += gl.sum(by_thread(w), 1)
-        operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
-        b_out = warpgroup_mma(gl.convert_layout(w.to(dtype), operand), v_ring.index(0), b_out)
-        some = gl.convert_layout(gl.where(w != 0, 1.0, 0.0).to(dtype), operand)
-        b_bad = warpgroup_mma(some, v_ring.index(1), b_bad)
-    return gl.where(b_bad > 0, float("nan"), b_out), b_weight
-
-
-@gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Start, End, Power,
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
     power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row."""
+    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row.
+
+    Blocks with rows of equal scores or with values that are not finite are left to ``gluon_forward_again_kernel``:
+    Again has their number, and then which programs had them. A second look in here would cost every block, though few
+    take it, since it holds more registers than all else.
+    """
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -257,27 +223,15 @@ def gluon_forward_kernel(
     dtype: gl.constexpr = Q.dtype.element_ty
     fine: gl.constexpr = fineness(dtype, POWER)
 
-    # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
-    blocks = gl.cdiv(t_q, BM)
-    m = blocks - 1 - gl.program_id(0) % blocks
-    bh = (gl.program_id(0) // blocks).to(gl.int64)
-    b, head = bh // h, bh % h
-    kv_head = head // (h // h_kv)
-    o_m = m * BM + gl.arange(0, BM, layout=rows)
+    m, bh, b, head, kv_head = block_of_rows(gl.program_id(0), t_q, h, h_kv, BM)
+    o_m = m + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
     first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m * BM, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
         CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
     )  # fmt: skip
     b_counts = (b_end - b_start).to(gl.float32)
-    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
-    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
-    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
-    if has_starts:
-        p_k += first_key.to(gl.int64) * k_strides[2]
-        p_v += first_key.to(gl.int64) * v_strides[2]
-        p_norm += first_key
-        t_k -= first_key
+    p_k, p_v, p_norm, t_k = from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts)
     b_p = b_counts  # not read where the power is a number
     if POWER < 0:
         p_power = Power + b * power_strides[0] + head * power_strides[1]
@@ -292,7 +246,7 @@ def gluon_forward_kernel(
     o_tile = tile_offsets(k_strides[2], BN, D)
     o_values = tile_offsets(v_strides[2], BN, D)
     p_q = Q + b * q_strides[0] + head * q_strides[1]
-    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m * BM, t_q, q_strides[2])
+    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2])
     fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
     fetched()
     fetch(k_ring, 1, p_k, o_tile, ahead(gl.to_tensor(1), tiles) * BN, t_k, k_strides[2])
@@ -388,16 +342,7 @@ def gluon_forward_kernel(
         if dtype == gl.float16:  # which f' may be too small for
             trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
     if (trouble > 0) | (any_flat > 0):
-        b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
-        b_flat = b_counts < 0
-        if POWER != 0:  # read again, not held through the loops
-            b_flat = (b_counts > 0) & (gl.load(Height + p_row, mask=m_rows, other=1.0) == 0)
-        b_out, b_partial = careful_pass(
-            b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-            o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, has_starts, POWER, fine, D, BM, BN, layout,
-            out_layout,
-        )  # fmt: skip
-        b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
+        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0))
         if any_flat > 0:
             gl.atomic_max(Flat + bh, 1)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
@@ -406,7 +351,7 @@ def gluon_forward_kernel(
         b_weight = gl.where(b_total == 0, 1.0, b_total)
     gl.store(Weight + p_row, b_weight, mask=m_rows)
     p_out = Out + b * out_strides[0] + head * out_strides[1]
-    store_tile(p_out, b_out, q_tile, m * BM, t_q, out_strides[2])
+    store_tile(p_out, b_out, q_tile, m, t_q, out_strides[2])
     if HAS_REST:
         rest = b_out - b_out.to(dtype).to(gl.float32)
-        store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m * BM, t_q, out_strides[2])
+        store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m, t_q, out_strides[2])

@@ -24,6 +24,7 @@ TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
+AGAIN_PROGRAMS = 256  # that share the few blocks that need a second look
 MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 
@@ -61,18 +62,25 @@ def fits(problem: Problem, *others: Tensor) -> bool:
 def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
+    from softplus_attention.kernels.gluon_forward_again import gluon_forward_again_kernel
 
     keys, registers = FORWARD_TILES[problem.d]
-    gluon_forward_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
-        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
+    programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
+    again = flat.new_zeros(1 + programs)
+    given = (
+        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat, again,
         problem.start_pointer, problem.end_pointer, problem.power_pointer,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         problem.range_stride, problem.power_strides,
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
-        POWER=problem.code, HAS_POWER_ROWS=problem.power_rows is not None, HAS_REST=rest.numel() > 0,
-        D=problem.d, BN=keys, num_warps=4, maxnreg=registers,
     )  # fmt: skip
+    options = {
+        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
+        "POWER": problem.code, "HAS_POWER_ROWS": problem.power_rows is not None, "HAS_REST": rest.numel() > 0,
+        "D": problem.d, "BN": keys, "num_warps": 4,
+    }  # fmt: skip
+    gluon_forward_kernel[(programs,)](*given, **options, maxnreg=registers)
+    gluon_forward_again_kernel[(min(programs, AGAIN_PROGRAMS),)](*given, **options, PROGRAMS=AGAIN_PROGRAMS)
 
 
 def backward(

@@ -1,0 +1,146 @@
+"""The Hopper forward's second look at few blocks: rows of equal scores, and values that are not finite."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+
+from softplus_attention.kernels.gluon_common import (
+    block_of_rows,
+    by_thread,
+    fineness,
+    from_key,
+    keys_in_sight,
+    load_columns,
+    load_layout,
+    product_layout,
+    seen_keys,
+    store_tile,
+    tile_offsets,
+)
+from softplus_attention.kernels.triton_common import (
+    ROW_BLOCK,
+    inverse_norm,
+    raised,
+    row_power,
+    score_factor,
+    softplus2,
+)
+
+
+@gluon.jit
+def careful_pass(
+    b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
+    o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
+    f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
+    b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
+    b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_bad = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
+    b_weight = gl.sum(by_thread(b_zero), 1)
+    dtype: gl.constexpr = q_tile.dtype
+    for j in range(0, tiles):
+        n = j * BN
+        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+        m_rows = (o_rows < t_k)[:, None]
+        k_ring.index(0).store(gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0))
+        b_v = gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0)
+        finite = (b_v - b_v) == 0
+        v_ring.index(0).store(gl.where(finite, b_v, 0.0).to(dtype))
+        v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
+        fence_async_shared()
+        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], FINE)
+        w = f * b_level[:, None]
+        if POWER != 0:
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, FINE)
+            w = gl.where(b_flat[:, None], w, sharp)
+        w = gl.where(seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
+        b_weight += gl.sum(by_thread(w), 1)
+        operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
+        b_out = warpgroup_mma(gl.convert_layout(w.to(dtype), operand), v_ring.index(0), b_out)
+        some = gl.convert_layout(gl.where(w != 0, 1.0, 0.0).to(dtype), operand)
+        b_bad = warpgroup_mma(some, v_ring.index(1), b_bad)
+    return gl.where(b_bad > 0, float("nan"), b_out), b_weight
+
+
+@gluon.jit
+def gluon_forward_again_kernel(
+    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
+    power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, PROGRAMS: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Output and weights of the blocks that ``gluon_forward_kernel`` has left. Its sums and largest scores stand."""
+    BM: gl.constexpr = ROW_BLOCK
+    has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
+    layout: gl.constexpr = product_layout(BN)
+    out_layout: gl.constexpr = product_layout(D)
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    dtype: gl.constexpr = Q.dtype.element_ty
+    by_row: gl.constexpr = load_layout(D, num_warps)
+    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    q_tile = gl.allocate_shared_memory(dtype, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
+    k_ring = gl.allocate_shared_memory(dtype, [1, BN, D], shared)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], shared)
+    o_tile = tile_offsets(k_strides[2], BN, D)
+    o_values = tile_offsets(v_strides[2], BN, D)
+    o_queries = tile_offsets(q_strides[2], BM, D)
+    for i in range(gl.program_id(0), gl.load(Again), PROGRAMS):
+        m, bh, b, head, kv_head = block_of_rows(gl.load(Again + 1 + i), t_q, h, h_kv, BM)
+        o_m = m + gl.arange(0, BM, layout=rows)
+        m_rows = o_m < t_q
+        first_key, b_start, b_end, _, _, tiles = keys_in_sight(
+            m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+            CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+        )  # fmt: skip
+        b_counts = (b_end - b_start).to(gl.float32)
+        p_k, p_v, p_norm, keys = from_key(
+            K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts
+        )
+        b_p = b_counts
+        if POWER < 0:
+            p_power = Power + b * power_strides[0] + head * power_strides[1]
+            b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+        p_row = bh * t_q + o_m
+
+        o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
+        p_q = Q + b * q_strides[0] + head * q_strides[1] + m.to(gl.int64) * q_strides[2]
+        b_q = gl.load(p_q + o_queries, mask=(o_rows < t_q)[:, None], other=0.0)
+        q_tile.store(b_q)
+        b_inverse = gl.convert_layout(inverse_norm(b_q.to(gl.float32)), rows)
+        b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), b_inverse)  # [BM]
+        b_slope = gl.zeros([BM], gl.float32, rows)
+        b_offset = b_slope
+        b_flat = b_counts < 0
+        if POWER == 0:
+            b_total = gl.load(Weight + p_row, mask=m_rows, other=1.0)
+        else:
+            b_total = gl.load(Total + p_row, mask=m_rows, other=1.0)
+            b_height = gl.load(Height + p_row, mask=m_rows, other=1.0)
+            b_flat = (b_counts > 0) & (b_height == 0)
+            b_divisor = gl.where(b_height == 0, 1.0, b_height)
+            b_slope = b_counts / b_total / b_divisor
+            b_offset = gl.where(b_counts > 3, 1.0, 0.0) / b_divisor
+        b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
+        b_out, b_partial = careful_pass(
+            b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
+            o_values, p_norm, keys, k_strides[2], v_strides[2], tiles,
+            has_starts, POWER, fineness(dtype, POWER), D, BM, BN, layout, out_layout,
+        )  # fmt: skip
+        b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
+        b_weight = gl.where(b_weight == 0, 1.0, b_weight)
+        b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]
+        if POWER != 0:
+            gl.store(Weight + p_row, b_weight, mask=m_rows)
+        p_out = Out + b * out_strides[0] + head * out_strides[1]
+        store_tile(p_out, b_out, q_tile, m, t_q, out_strides[2])
+        if HAS_REST:
+            rest = b_out - b_out.to(dtype).to(gl.float32)
+            store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m, t_q, out_strides[2])
