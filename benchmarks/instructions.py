@@ -42,7 +42,9 @@ KERNELS = {
     "hopper-forward": gluon_forward.gluon_forward_kernel,
     "hopper-forward-again": gluon_forward_again.gluon_forward_again_kernel,
     "hopper-dq": gluon_dq.gluon_dq_kernel,
+    "hopper-dq-again": gluon_dq.gluon_dq_kernel,
     "hopper-dkv": gluon_dkv.gluon_dkv_kernel,
+    "hopper-dkv-again": gluon_dkv.gluon_dkv_kernel,
 }
 FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -52,10 +54,10 @@ HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "Gra
 
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
-    if name == "hopper-dkv":
+    if name.startswith("hopper-dkv"):
         return triton_launch.Blocks(gluon_launch.DKV_ROWS[d], gluon_launch.ROWS, 4, 2)
     if name.startswith("hopper"):
-        keys, registers = (gluon_launch.DQ_TILES if name == "hopper-dq" else gluon_launch.FORWARD_TILES)[d]
+        keys, registers = (gluon_launch.FORWARD_TILES if "forward" in name else gluon_launch.DQ_TILES)[d]
         return triton_launch.Blocks(gluon_launch.ROWS, keys, 4, 2, None if name.endswith("again") else registers)
     if name == "forward":
         return triton_launch.forward_blocks(d, False, sharpen)
@@ -80,13 +82,8 @@ def signature(
     bounds = torch.empty(1, 4096, dtype=torch.int32, device="meta") if ranges else None
     options = (bounds, bounds, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
-    given |= {
-        "HAS_REST": True,
-        "BLOCK": gluon_launch.DKV_ROWS.get(d),
-        "NORMALIZED_KEYS": False,
-        "PROGRAMS": gluon_launch.AGAIN_PROGRAMS,
-    }
-    given |= {"POWER_GRAD": power_gradient}
+    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
+    given |= {"POWER_GRAD": power_gradient, "AGAIN": name.endswith("again")}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

@@ -11,6 +11,20 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride
 
+AGAIN_PROGRAMS = gl.constexpr(256)  # that share the few blocks that need a second look
+
+
+@gluon.jit
+def note_trouble(Again, trouble):
+    """Leaves the block of this program to a launch that looks again: Again has the number of such blocks, and then
+    which programs had them.
+
+    Rows of equal scores and numbers that are not finite are rare. Their code inside the kernels would cost every block,
+    since it holds more registers than all else.
+    """
+    if trouble > 0:
+        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0))
+
 
 @gluon.constexpr_function
 def fineness(dtype, power):

@@ -14,11 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
+    AGAIN_PROGRAMS,
     arrive,
     fetch,
     fetched,
     fineness,
     load_layout,
+    note_trouble,
     product_layout,
     splits_copies,
     store_tile,
@@ -177,13 +179,13 @@ def dkv_carefully(
 
 
 @gluon.jit
-def gluon_dkv_kernel(
-    Q, K, V, GradOut, Norms, Flat, Rows, FirstRow, LastRow, GradK, GradV,
+def dkv_block(
+    program, Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
     t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
-    NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, num_warps: gl.constexpr,
+    NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``."""
+    """One block of keys; what is not AGAIN notes the blocks that need it."""
     BN: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BM)
     out_layout: gl.constexpr = product_layout(D)
@@ -191,8 +193,8 @@ def gluon_dkv_kernel(
     split: gl.constexpr = splits_copies(D, POWER)
 
     blocks = gl.cdiv(t_k, BN)
-    n = gl.program_id(0) % blocks * BN  # the first keys are seen by the most rows
-    bh = (gl.program_id(0) // blocks).to(gl.int64)
+    n = program % blocks * BN  # the first keys are seen by the most rows
+    bh = (program // blocks).to(gl.int64)
     b, kv_head = bh // h_kv, bh % h_kv
     shared = h // h_kv
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
@@ -240,44 +242,9 @@ def gluon_dkv_kernel(
     b_none = gl.zeros([BN, BM], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_dk = gl.zeros([BN, D], gl.float32, out_layout)
     b_dv = gl.zeros([BN, D], gl.float32, out_layout)
-    trouble = 0
-    for i in range(0, shared):
-        head = kv_head * shared + i
-        if POWER != 0:
-            trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
-        p_q = Q + b * q_strides[0] + head * q_strides[1]
-        p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
-        first_row = (b * h + head) * kept_rows(t_q)
-        fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
-        fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
-        fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), count, BM)
+    if AGAIN:
         fetched()
-        t_dk = warpgroup_mma_init(b_dk)
-        t_dv = warpgroup_mma_init(b_dv)
-        b_w = b_none
-        b_ds = b_none
-        t_dk, t_dv, b_w, b_ds = dkv_loop(
-            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
-            True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
-        )  # fmt: skip
-        t_dk, t_dv, b_w, b_ds = dkv_loop(
-            t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-            o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
-            False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
-        )  # fmt: skip
-        if HAS_WINDOW:
-            t_dk, t_dv, b_w, b_ds = dkv_loop(
-                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
-                True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
-            )  # fmt: skip
-        b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
         arrive(0)
-    trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
-    if trouble > 0:
-        b_dk = gl.zeros([BN, D], gl.float32, out_layout)
-        b_dv = gl.zeros([BN, D], gl.float32, out_layout)
         for i in range(0, shared):
             head = kv_head * shared + i
             b_dk, b_dv = dkv_carefully(
@@ -287,6 +254,43 @@ def gluon_dkv_kernel(
                 o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
                 low, high, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
+    else:
+        trouble = 0
+        for i in range(0, shared):
+            head = kv_head * shared + i
+            if POWER != 0:
+                trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
+            p_q = Q + b * q_strides[0] + head * q_strides[1]
+            p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+            first_row = (b * h + head) * kept_rows(t_q)
+            fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
+            fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
+            fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), count, BM)
+            fetched()
+            t_dk = warpgroup_mma_init(b_dk)
+            t_dv = warpgroup_mma_init(b_dv)
+            b_w = b_none
+            b_ds = b_none
+            t_dk, t_dv, b_w, b_ds = dkv_loop(
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
+                True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+            )  # fmt: skip
+            t_dk, t_dv, b_w, b_ds = dkv_loop(
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
+                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
+                False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+            )  # fmt: skip
+            if HAS_WINDOW:
+                t_dk, t_dv, b_w, b_ds = dkv_loop(
+                    t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do,
+                    o_q, o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
+                    True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+                )  # fmt: skip
+            b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
+            arrive(0)
+        trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
+        note_trouble(Again, trouble)
 
     if not NORMALIZED_KEYS:
         o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
@@ -297,3 +301,27 @@ def gluon_dkv_kernel(
         b_dk = gl.where(nobody[:, None], 0.0, b_dk)
     store_tile(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, k_tile, n, t_k, dk_strides[2])
     store_tile(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, v_tile, n, t_k, dv_strides[2])
+
+
+@gluon.jit
+def gluon_dkv_kernel(
+    Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``; AGAIN as in
+    ``gluon_dq_kernel``."""
+    if AGAIN:
+        for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
+            dkv_block(
+                gl.load(Again + 1 + i), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+                t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+                seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, True,
+            )  # fmt: skip
+    else:
+        dkv_block(
+            gl.program_id(0), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+            t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+            seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, False,
+        )  # fmt: skip

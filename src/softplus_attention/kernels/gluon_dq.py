@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
+    AGAIN_PROGRAMS,
     arrive,
     block_of_rows,
     by_thread,
@@ -23,6 +24,7 @@ from softplus_attention.kernels.gluon_common import (
     keys_in_sight,
     load_columns,
     load_layout,
+    note_trouble,
     product_layout,
     seen_keys,
     splits_copies,
@@ -168,26 +170,26 @@ def dq_carefully(
 
 
 @gluon.jit
-def gluon_dq_kernel(
-    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Power, GradQ, GradPower, Rows,
-    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
-    dq_strides, range_stride, power_strides,
+def dq_block(
+    program, Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
+    Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
-    num_warps: gl.constexpr,
+    AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are."""
+    """One block of rows; what is not AGAIN notes the blocks that need it."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
-    by_row: gl.constexpr = load_layout(D, num_warps)
+    by_row: gl.constexpr = load_layout(D, gl.num_warps())
     dtype: gl.constexpr = Q.dtype.element_ty
     split: gl.constexpr = splits_copies(D, POWER)
 
-    m, bh, b, head, kv_head = block_of_rows(gl.program_id(0), t_q, h, h_kv, BM)
+    m, bh, b, head, kv_head = block_of_rows(program, t_q, h, h_kv, BM)
     o_m = m + gl.arange(0, BM, layout=rows)
     m_rows = o_m < t_q
     first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
@@ -217,9 +219,10 @@ def gluon_dq_kernel(
     fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2], split)
     fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m, t_q, grad_out_strides[2], split)
     fetched()
-    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
-    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
-    fetched()
+    if not AGAIN:
+        fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
+        fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
+        fetched()
 
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
     o_out = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
@@ -227,7 +230,7 @@ def gluon_dq_kernel(
     m_out = (o_out < t_q)[:, None]
     b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
     b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
-    arrive(1)
+    arrive(0 if AGAIN else 1)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
     b_inverse = gl.convert_layout(inverse_norm(q_tile.load(by_row).to(gl.float32)), rows)
     b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
@@ -253,41 +256,42 @@ def gluon_dq_kernel(
         b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
         b_alpha = gl.where(b_flat, 1.0 / b_least, b_p / b_divisor * b_root)
 
-    b_zero = gl.zeros([BM, BN], gl.float32, layout)
-    b_none = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
-    b_steep = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
-    b_even = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
-    b_sum = gl.sum(by_thread(b_zero), 1)
-    moments = (b_sum, b_sum, b_sum)
-    b_a = b_none
-    b_b = b_none
-    if has_starts:
-        b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
-            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-            v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
-        )  # fmt: skip
-    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
-        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-        v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
-    )  # fmt: skip
-    b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-        b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
-        b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-        v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
-    )  # fmt: skip
-    b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
-    arrive(0)
-    trouble = gl.max(gl.max(gl.where(((b_steep + b_even) - (b_steep + b_even)) == 0, 0, 1), 1), 0)
-    if POWER != 0:
-        trouble = gl.maximum(trouble, gl.load(Flat + bh))
-    if trouble > 0:
+    if AGAIN:
         b_steep, b_even, b_sum, moments = dq_carefully(
             b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k,
             p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
+    else:
+        b_zero = gl.zeros([BM, BN], gl.float32, layout)
+        b_none = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
+        b_steep = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+        b_even = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
+        b_sum = gl.sum(by_thread(b_zero), 1)
+        moments = (b_sum, b_sum, b_sum)
+        b_a = b_none
+        b_b = b_none
+        if has_starts:
+            b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta,
+                b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
+                k_strides[2], v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+            )  # fmt: skip
+        b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+            v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+        )  # fmt: skip
+        b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
+            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
+            v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+        )  # fmt: skip
+        b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
+        arrive(0)
+        trouble = gl.max(gl.max(gl.where(((b_steep + b_even) - (b_steep + b_even)) == 0, 0, 1), 1), 0)
+        trouble = gl.maximum(trouble, gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
+        note_trouble(Again, trouble)
 
     b_epsilon = gl.zeros([BM], gl.float32, rows)
     b_grad = gl.convert_layout(b_alpha, out_rows)[:, None] * b_steep
@@ -323,3 +327,33 @@ def gluon_dq_kernel(
         p_terms += (terms_of_a_row(POWER, HAS_RANGES) - 2) * BLOCK
         gl.store(p_terms, (b_start + first_key).to(gl.float32))
         gl.store(p_terms + BLOCK, (b_end + first_key).to(gl.float32))
+
+
+@gluon.jit
+def gluon_dq_kernel(
+    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
+    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
+    dq_strides, range_stride, power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
+    AGAIN: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are.
+
+    AGAIN: those blocks alone that a launch without it has left in Again, as in ``gluon_forward_again``.
+    """
+    if AGAIN:
+        for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
+            dq_block(
+                gl.load(Again + 1 + i), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+                Power, GradQ, GradPower, Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides,
+                v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
+                CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, True,
+            )  # fmt: skip
+    else:
+        dq_block(
+            gl.program_id(0), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+            Power, GradQ, GradPower, Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides,
+            v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
+            CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, False,
+        )  # fmt: skip

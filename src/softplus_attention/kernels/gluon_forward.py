@@ -26,6 +26,7 @@ from softplus_attention.kernels.gluon_common import (
     keys_in_sight,
     load_columns,
     load_layout,
+    note_trouble,
     product_layout,
     saturated,
     seen_keys,
@@ -209,12 +210,8 @@ def gluon_forward_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row.
-
-    Blocks with rows of equal scores or with values that are not finite are left to ``gluon_forward_again_kernel``:
-    Again has their number, and then which programs had them. A second look in here would cost every block, though few
-    take it, since it holds more registers than all else.
-    """
+    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row. Blocks with rows of equal
+    scores or with values that are not finite are left to ``gluon_forward_again_kernel``."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -341,10 +338,9 @@ def gluon_forward_kernel(
         b_total = b_weight
         if dtype == gl.float16:  # which f' may be too small for
             trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
-    if (trouble > 0) | (any_flat > 0):
-        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0))
-        if any_flat > 0:
-            gl.atomic_max(Flat + bh, 1)
+    note_trouble(Again, gl.maximum(trouble, any_flat))
+    if any_flat > 0:
+        gl.atomic_max(Flat + bh, 1)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
     b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]
     if POWER == 0:

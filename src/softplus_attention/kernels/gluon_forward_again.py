@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from softplus_attention.kernels.gluon_common import (
+    AGAIN_PROGRAMS,
     block_of_rows,
     by_thread,
     fineness,
@@ -74,7 +75,7 @@ def gluon_forward_again_kernel(
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
     power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
-    HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, PROGRAMS: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """Output and weights of the blocks that ``gluon_forward_kernel`` has left. Its sums and largest scores stand."""
@@ -92,7 +93,7 @@ def gluon_forward_again_kernel(
     o_tile = tile_offsets(k_strides[2], BN, D)
     o_values = tile_offsets(v_strides[2], BN, D)
     o_queries = tile_offsets(q_strides[2], BM, D)
-    for i in range(gl.program_id(0), gl.load(Again), PROGRAMS):
+    for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
         m, bh, b, head, kv_head = block_of_rows(gl.load(Again + 1 + i), t_q, h, h_kv, BM)
         o_m = m + gl.arange(0, BM, layout=rows)
         m_rows = o_m < t_q

@@ -24,7 +24,6 @@ TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
-AGAIN_PROGRAMS = 256  # that share the few blocks that need a second look
 MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 
@@ -59,6 +58,17 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     )
 
 
+def size_of_list(programs: int) -> int:
+    """Of ``Again``: a number and that many programs, in multiples of 16 bytes, so that no length compiles anew."""
+    return triton.cdiv(1 + programs, 4) * 4
+
+
+def programs_again(programs: int) -> int:
+    from softplus_attention.kernels.gluon_common import AGAIN_PROGRAMS
+
+    return min(programs, AGAIN_PROGRAMS.value)
+
+
 def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
@@ -66,7 +76,7 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 
     keys, registers = FORWARD_TILES[problem.d]
     programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
-    again = flat.new_zeros(1 + programs)
+    again = flat.new_zeros(size_of_list(programs))
     given = (
         problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat, again,
         problem.start_pointer, problem.end_pointer, problem.power_pointer,
@@ -80,7 +90,7 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
         "D": problem.d, "BN": keys, "num_warps": 4,
     }  # fmt: skip
     gluon_forward_kernel[(programs,)](*given, **options, maxnreg=registers)
-    gluon_forward_again_kernel[(min(programs, AGAIN_PROGRAMS),)](*given, **options, PROGRAMS=AGAIN_PROGRAMS)
+    gluon_forward_again_kernel[(programs_again(programs),)](*given, **options)
 
 
 def backward(
@@ -102,24 +112,39 @@ def backward(
     dq, dk, dv = grads
     kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS
     rows = stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * kept)
+    of_rows = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
+    of_keys = triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv
+    again_rows, again_keys = flat.new_zeros(size_of_list(of_rows) + size_of_list(of_keys)).split_with_sizes(
+        [size_of_list(of_rows), size_of_list(of_keys)]
+    )
+    shared = {
+        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
+        "POWER": problem.code, "D": problem.d, "num_warps": 4,
+    }  # fmt: skip
+
     keys, registers = DQ_TILES[problem.d]
-    gluon_dq_kernel[(triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h,)](
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], flat,
+    of_dq = (
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], again_rows,
         problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
-        POWER=problem.code, HAS_POWER_ROWS=problem.power_rows is not None, POWER_GRAD=grad_power is not None,
-        D=problem.d, BN=keys, BLOCK=DKV_ROWS[problem.d], num_warps=4, maxnreg=registers,
     )  # fmt: skip
+    options_of_dq = shared | {
+        "HAS_POWER_ROWS": problem.power_rows is not None, "POWER_GRAD": grad_power is not None, "BN": keys,
+        "BLOCK": DKV_ROWS[problem.d],
+    }  # fmt: skip
+    gluon_dq_kernel[(of_rows,)](*of_dq, **options_of_dq, AGAIN=False, maxnreg=registers)
+    gluon_dq_kernel[(programs_again(of_rows),)](*of_dq, **options_of_dq, AGAIN=True)
+
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
-    gluon_dkv_kernel[(triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv,)](
-        problem.q, problem.k, problem.v, grad_out, norms, flat, rows, first_row, last_row, dk, dv,
+    of_dkv = (
+        problem.q, problem.k, problem.v, grad_out, norms, flat, again_keys, rows, first_row, last_row, dk, dv,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
         problem.seen_stride(first_row),
-        CAUSAL=problem.is_causal, HAS_WINDOW=problem.window is not None, HAS_RANGES=problem.start is not None,
-        POWER=problem.code, NORMALIZED_KEYS=problem.normalized_keys, D=problem.d, BM=DKV_ROWS[problem.d], num_warps=4,
     )  # fmt: skip
+    options_of_dkv = shared | {"NORMALIZED_KEYS": problem.normalized_keys, "BM": DKV_ROWS[problem.d]}
+    gluon_dkv_kernel[(of_keys,)](*of_dkv, **options_of_dkv, AGAIN=False)
+    gluon_dkv_kernel[(programs_again(of_keys),)](*of_dkv, **options_of_dkv, AGAIN=True)
