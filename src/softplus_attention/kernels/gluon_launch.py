@@ -6,7 +6,7 @@ The kernels are imported where they are first used: Gluon is a part of Triton wh
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -58,15 +58,24 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     )
 
 
-def size_of_list(programs: int) -> int:
-    """Of ``Again``: a number and that many programs, in multiples of 16 bytes, so that no length compiles anew."""
-    return triton.cdiv(1 + programs, 4) * 4
+def list_of_blocks(like: Tensor, programs: int) -> Tensor:
+    """``Again`` of the kernels: how many blocks need a second look, none yet, and room for which."""
+    return like.new_zeros(1 + programs)
 
 
-def programs_again(programs: int) -> int:
+def programs_again(programs: int) -> tuple[int]:
+    """The grid of a second look."""
     from softplus_attention.kernels.gluon_common import AGAIN_PROGRAMS
 
-    return min(programs, AGAIN_PROGRAMS.value)
+    return (min(programs, AGAIN_PROGRAMS.value),)
+
+
+def sight(problem: Problem) -> dict[str, Any]:
+    """What a row sees and its power, as constants of every kernel."""
+    return {
+        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
+        "POWER": problem.code, "D": problem.d, "num_warps": 4,
+    }  # fmt: skip
 
 
 def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
@@ -76,21 +85,18 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 
     keys, registers = FORWARD_TILES[problem.d]
     programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
-    again = flat.new_zeros(size_of_list(programs))
     given = (
-        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat, again,
-        problem.start_pointer, problem.end_pointer, problem.power_pointer,
+        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
+        list_of_blocks(flat, programs), problem.start_pointer, problem.end_pointer, problem.power_pointer,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         problem.range_stride, problem.power_strides,
     )  # fmt: skip
-    options = {
-        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
-        "POWER": problem.code, "HAS_POWER_ROWS": problem.power_rows is not None, "HAS_REST": rest.numel() > 0,
-        "D": problem.d, "BN": keys, "num_warps": 4,
+    constants = sight(problem) | {
+        "HAS_POWER_ROWS": problem.power_rows is not None, "HAS_REST": rest.numel() > 0, "BN": keys,
     }  # fmt: skip
-    gluon_forward_kernel[(programs,)](*given, **options, maxnreg=registers)
-    gluon_forward_again_kernel[(programs_again(programs),)](*given, **options)
+    gluon_forward_kernel[(programs,)](*given, **constants, maxnreg=registers)
+    gluon_forward_again_kernel[programs_again(programs)](*given, **constants)
 
 
 def backward(
@@ -106,45 +112,62 @@ def backward(
 ) -> None:
     """As ``triton_launch.backward``."""
     from softplus_attention.kernels.gluon_backward import terms_of_a_row
-    from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
-    from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
     dq, dk, dv = grads
     kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS
     rows = stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * kept)
-    of_rows = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
-    of_keys = triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv
-    again_rows, again_keys = flat.new_zeros(size_of_list(of_rows) + size_of_list(of_keys)).split_with_sizes(
-        [size_of_list(of_rows), size_of_list(of_keys)]
-    )
-    shared = {
-        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
-        "POWER": problem.code, "D": problem.d, "num_warps": 4,
-    }  # fmt: skip
+    backward_of_queries(problem, grad_out, out, rest, stats, flat, norms, dq, grad_power, rows)
+    backward_of_keys(problem, grad_out, flat, norms, rows, dk, dv)
+
+
+def backward_of_queries(
+    problem: Problem,
+    grad_out: Tensor,
+    out: Tensor,
+    rest: Tensor,
+    stats: Tensor,
+    flat: Tensor,
+    norms: Tensor,
+    dq: Tensor,
+    grad_power: Tensor | None,
+    rows: Tensor,
+) -> None:
+    """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
+    from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
     keys, registers = DQ_TILES[problem.d]
-    of_dq = (
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2], again_rows,
-        problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
+    programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
+    given = (
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2],
+        list_of_blocks(flat, programs), problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
     )  # fmt: skip
-    options_of_dq = shared | {
+    constants = sight(problem) | {
         "HAS_POWER_ROWS": problem.power_rows is not None, "POWER_GRAD": grad_power is not None, "BN": keys,
         "BLOCK": DKV_ROWS[problem.d],
     }  # fmt: skip
-    gluon_dq_kernel[(of_rows,)](*of_dq, **options_of_dq, AGAIN=False, maxnreg=registers)
-    gluon_dq_kernel[(programs_again(of_rows),)](*of_dq, **options_of_dq, AGAIN=True)
+    gluon_dq_kernel[(programs,)](*given, **constants, AGAIN=False, maxnreg=registers)
+    gluon_dq_kernel[programs_again(programs)](*given, **constants, AGAIN=True)
 
+
+def backward_of_keys(
+    problem: Problem, grad_out: Tensor, flat: Tensor, norms: Tensor, rows: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """Fills ``dk`` and ``dv``."""
+    from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
+
+    programs = triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
-    of_dkv = (
-        problem.q, problem.k, problem.v, grad_out, norms, flat, again_keys, rows, first_row, last_row, dk, dv,
+    given = (
+        problem.q, problem.k, problem.v, grad_out, norms, flat, list_of_blocks(flat, programs), rows, first_row,
+        last_row, dk, dv,
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
         problem.seen_stride(first_row),
     )  # fmt: skip
-    options_of_dkv = shared | {"NORMALIZED_KEYS": problem.normalized_keys, "BM": DKV_ROWS[problem.d]}
-    gluon_dkv_kernel[(of_keys,)](*of_dkv, **options_of_dkv, AGAIN=False)
-    gluon_dkv_kernel[(programs_again(of_keys),)](*of_dkv, **options_of_dkv, AGAIN=True)
+    constants = sight(problem) | {"NORMALIZED_KEYS": problem.normalized_keys, "BM": DKV_ROWS[problem.d]}
+    gluon_dkv_kernel[(programs,)](*given, **constants, AGAIN=False)
+    gluon_dkv_kernel[programs_again(programs)](*given, **constants, AGAIN=True)
