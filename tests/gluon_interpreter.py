@@ -422,18 +422,24 @@ class InterpretedKernel:
 
     def __init__(self, kernel: Any, late_products: bool, ran: list[str] | None = None) -> None:
         self.kernel = kernel
+        self.__name__ = kernel.fn.__name__
         self.late_products = late_products
         self.ran = [] if ran is None else ran
         self.called: set[str] = set()
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
-            self.ran.append(self.kernel.fn.__name__)
-            if "num_warps" in self.kernel.fn.__code__.co_varnames:
-                constants["num_warps"] = num_warps
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def launch(*arguments: Any, maxnreg: int | None = None) -> None:
+            self.ran.append(self.__name__)
+            parameters = self.kernel.params
+            assert len(arguments) == len(parameters), "an argument is missing, or there is one too many"
+            assert parameters[-1].name == "num_warps"
             for number in range(grid[0]):
-                program = Program(number, num_warps, self.late_products)
-                interpreted(self.kernel, program, self.called)(*(argument(x) for x in arguments), **constants)
+                program = Program(number, arguments[-1], self.late_products)
+                given = [
+                    x if parameter.is_constexpr else argument(x)
+                    for x, parameter in zip(arguments, parameters, strict=True)
+                ]
+                interpreted(self.kernel, program, self.called)(*given)
                 assert not program.copies, "copies that no group holds"
                 assert not program.awaited, "copies that nobody waits for"
                 assert not program.products, "products that nobody waits for"

@@ -11,9 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 
 from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch
+from softplus_attention.kernels.triton_relaunch import kinds
 
 
 def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> triton_launch.Problem:
@@ -55,6 +60,38 @@ def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(pow
     short = not triton_launch.shows_short_polynomial(power)
     assert gluon_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
     assert gluon_common.fineness(gl.float16, power) == triton_common.LONG
+
+
+def specialised(x: Any) -> Any:
+    """Type and alignment, as Triton sees an argument of a launch."""
+    return native_specialize_impl(CUDABackend, x, False, True, True)
+
+
+EDGES = (16, 2**31, 2**31 - 16, -(2**31))
+NUMBERS = st.integers(-5, 40) | st.integers(-(2**33), 2**33) | st.sampled_from(EDGES) | st.floats(allow_nan=False)
+
+
+@given(st.lists(NUMBERS | st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=2))
+def test_what_is_of_one_kind_is_of_one_kind_to_triton(numbers: list[Any]) -> None:
+    x, y = numbers
+    if kinds((), (x,)) == kinds((), (y,)):
+        assert specialised(x) == specialised(y)
+
+
+def test_kinds_of_tensors() -> None:
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    others = (x[8:], x[1:], x[4:], x.float(), x.int())
+    for one in (x, *others):
+        for two in (x, *others):
+            assert (kinds((one,), ()) == kinds((two,), ())) == (specialised(one) == specialised(two))
+
+
+def test_launches_are_those_of_triton() -> None:
+    """In a process of their own, as below."""
+    script = Path(__file__).with_name("launches_without_gpu.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 COMPILED = (

@@ -309,7 +309,7 @@ def product(
     """What the kernel above makes, and what it should."""
     x, y = randn(64, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
     kernel = InterpretedKernel(doubled_kernel, late_products=late)
-    kernel[(1,)](x, y, n, WAIT=wait, FENCE=fence, REFILL=refill, FINISH=finish, num_warps=4)
+    kernel[1, 1, 1](x, y, n, wait, fence, refill, finish, 4)
     return y, x.float() @ x.float().T
 
 
@@ -350,6 +350,5 @@ def test_the_interpreter_wants_fences() -> None:
 def test_the_interpreter_sees_addresses_outside() -> None:
     kernel = InterpretedKernel(doubled_kernel, late_products=False)
     x = randn(63, 64, seed=0, dtype=torch.float16)
-    steps = {"WAIT": True, "FENCE": True, "REFILL": 0, "FINISH": True, "num_warps": 4}
     with pytest.raises(IndexError, match=r"offset 4032 of 4032 elements"):
-        kernel[(1,)](x, torch.empty(64, 64), 64, **steps)
+        kernel[1, 1, 1](x, torch.empty(64, 64), 64, True, True, 0, True, 4)

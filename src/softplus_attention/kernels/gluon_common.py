@@ -11,8 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride
 
-AGAIN_PROGRAMS = gl.constexpr(256)  # that share the few blocks that need a second look
-
 
 @gluon.jit
 def note_trouble(Again, trouble):

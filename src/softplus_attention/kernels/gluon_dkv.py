@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
-    AGAIN_PROGRAMS,
     arrive,
     fetch,
     fetched,
@@ -26,7 +25,7 @@ from softplus_attention.kernels.gluon_common import (
     store_tile,
     tile_offsets,
 )
-from softplus_attention.kernels.triton_common import ROW_BLOCK, finite_rows, norm_stride
+from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
 
 
 @gluon.jit

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
-    AGAIN_PROGRAMS,
     arrive,
     block_of_rows,
     by_thread,
@@ -32,6 +31,7 @@ from softplus_attention.kernels.gluon_common import (
     tile_offsets,
 )
 from softplus_attention.kernels.triton_common import (
+    AGAIN_PROGRAMS,
     LEAST_EXPONENT,
     LEAST_NORMAL,
     LN2,

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from softplus_attention.kernels.gluon_common import (
-    AGAIN_PROGRAMS,
     block_of_rows,
     by_thread,
     fineness,
@@ -21,6 +20,7 @@ from softplus_attention.kernels.gluon_common import (
     tile_offsets,
 )
 from softplus_attention.kernels.triton_common import (
+    AGAIN_PROGRAMS,
     ROW_BLOCK,
     inverse_norm,
     raised,

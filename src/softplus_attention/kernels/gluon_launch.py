@@ -12,12 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
-from softplus_attention.kernels.triton_common import ROW_BLOCK
+from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK
+from softplus_attention.kernels.triton_relaunch import current_stream, kinds, launch
 
 if TYPE_CHECKING:
     from softplus_attention.kernels.triton_launch import Problem
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
+AGAIN: int = AGAIN_PROGRAMS.value
+WARPS = 4
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 # By width: keys of a tile and registers of a thread, or rows of a tile.
@@ -58,24 +61,38 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     )
 
 
+def blocks_of(length: int) -> int:
+    return (length + ROWS - 1) // ROWS  # in plain Python: Triton's own takes microseconds
+
+
+def launch_twice(
+    kernel: Any,
+    again: Any,
+    programs: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[Any, ...],
+    constants: tuple[tuple[Any, ...], tuple[Any, ...]],
+    registers: int | None = None,
+) -> None:
+    """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants."""
+    device = tensors[0].device
+    stream, alike = current_stream(device), kinds(tensors, numbers)
+    for one, grid, given, options in (
+        (kernel, programs, constants[0], {"maxnreg": registers}),
+        (again, min(programs, AGAIN), constants[1], {}),
+    ):
+        key = (one.__name__, device, given, alike)
+        launch(one, (grid, 1, 1), tensors, (*numbers, *given, WARPS), options, key, stream)
+
+
 def list_of_blocks(like: Tensor, programs: int) -> Tensor:
     """``Again`` of the kernels: how many blocks need a second look, none yet, and room for which."""
     return like.new_zeros(1 + programs)
 
 
-def programs_again(programs: int) -> tuple[int]:
-    """The grid of a second look."""
-    from softplus_attention.kernels.gluon_common import AGAIN_PROGRAMS
-
-    return (min(programs, AGAIN_PROGRAMS.value),)
-
-
-def sight(problem: Problem) -> dict[str, Any]:
-    """What a row sees and its power, as constants of every kernel."""
-    return {
-        "CAUSAL": problem.is_causal, "HAS_WINDOW": problem.window is not None, "HAS_RANGES": problem.start is not None,
-        "POWER": problem.code, "D": problem.d, "num_warps": 4,
-    }  # fmt: skip
+def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
+    """CAUSAL, HAS_WINDOW, HAS_RANGES and POWER, with which the constants of every kernel begin."""
+    return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
 
 
 def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
@@ -84,19 +101,20 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
     from softplus_attention.kernels.gluon_forward_again import gluon_forward_again_kernel
 
     keys, registers = FORWARD_TILES[problem.d]
-    programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
-    given = (
-        problem.q, problem.k, problem.v, out, rest, norms, stats[0], stats[1], stats[2], flat,
-        list_of_blocks(flat, programs), problem.start_pointer, problem.end_pointer, problem.power_pointer,
+    programs = blocks_of(problem.t_q) * problem.batch * problem.h
+    tensors = (
+        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, list_of_blocks(flat, programs),
+        problem.start_pointer, problem.end_pointer, problem.power_pointer,
+    )  # fmt: skip
+    numbers = (
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         problem.range_stride, problem.power_strides,
     )  # fmt: skip
-    constants = sight(problem) | {
-        "HAS_POWER_ROWS": problem.power_rows is not None, "HAS_REST": rest.numel() > 0, "BN": keys,
-    }  # fmt: skip
-    gluon_forward_kernel[(programs,)](*given, **constants, maxnreg=registers)
-    gluon_forward_again_kernel[programs_again(programs)](*given, **constants)
+    constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
+    launch_twice(
+        gluon_forward_kernel, gluon_forward_again_kernel, programs, tensors, numbers, (constants, constants), registers
+    )
 
 
 def backward(
@@ -114,7 +132,7 @@ def backward(
     from softplus_attention.kernels.gluon_backward import terms_of_a_row
 
     dq, dk, dv = grads
-    kept = problem.batch * problem.h * triton.cdiv(problem.t_q, ROWS) * ROWS
+    kept = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
     rows = stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * kept)
     backward_of_queries(problem, grad_out, out, rest, stats, flat, norms, dq, grad_power, rows)
     backward_of_keys(problem, grad_out, flat, norms, rows, dk, dv)
@@ -136,21 +154,22 @@ def backward_of_queries(
     from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
     keys, registers = DQ_TILES[problem.d]
-    programs = triton.cdiv(problem.t_q, ROWS) * problem.batch * problem.h
-    given = (
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, stats[0], stats[1], stats[2],
-        list_of_blocks(flat, programs), problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
+    programs = blocks_of(problem.t_q) * problem.batch * problem.h
+    tensors = (
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, *stats.unbind(), list_of_blocks(flat, programs),
+        problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
+    )  # fmt: skip
+    numbers = (
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
         problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
     )  # fmt: skip
-    constants = sight(problem) | {
-        "HAS_POWER_ROWS": problem.power_rows is not None, "POWER_GRAD": grad_power is not None, "BN": keys,
-        "BLOCK": DKV_ROWS[problem.d],
-    }  # fmt: skip
-    gluon_dq_kernel[(programs,)](*given, **constants, AGAIN=False, maxnreg=registers)
-    gluon_dq_kernel[programs_again(programs)](*given, **constants, AGAIN=True)
+    constants = (
+        *sight(problem), problem.power_rows is not None, grad_power is not None, problem.d, keys, DKV_ROWS[problem.d],
+    )  # fmt: skip
+    both = ((*constants, False), (*constants, True))
+    launch_twice(gluon_dq_kernel, gluon_dq_kernel, programs, tensors, numbers, both, registers)
 
 
 def backward_of_keys(
@@ -159,15 +178,17 @@ def backward_of_keys(
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
-    programs = triton.cdiv(problem.t_k, ROWS) * problem.batch * problem.h_kv
+    programs = blocks_of(problem.t_k) * problem.batch * problem.h_kv
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
-    given = (
+    tensors = (
         problem.q, problem.k, problem.v, grad_out, norms, flat, list_of_blocks(flat, programs), rows, first_row,
         last_row, dk, dv,
+    )  # fmt: skip
+    numbers = (
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
         problem.seen_stride(first_row),
     )  # fmt: skip
-    constants = sight(problem) | {"NORMALIZED_KEYS": problem.normalized_keys, "BM": DKV_ROWS[problem.d]}
-    gluon_dkv_kernel[(programs,)](*given, **constants, AGAIN=False)
-    gluon_dkv_kernel[programs_again(programs)](*given, **constants, AGAIN=True)
+    constants = (*sight(problem), problem.normalized_keys, problem.d, DKV_ROWS[problem.d])
+    both = ((*constants, False), (*constants, True))
+    launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, programs, tensors, numbers, both)

@@ -22,6 +22,7 @@ EQUAL_SCORES = tl.constexpr(2.0**-10)
 NOWHERE = tl.constexpr(1 << 30)
 NORM_BLOCK = tl.constexpr(128)
 ROW_BLOCK = tl.constexpr(64)  # of a warp group of Hopper
+AGAIN_PROGRAMS = tl.constexpr(256)  # that share the few blocks which need a second look there
 # log2(1 + e) by a polynomial of four or seven terms, or a series: relative errors of 4e-4, 1.4e-6 and 1e-7.
 SHORT = tl.constexpr(0)
 LONG = tl.constexpr(1)

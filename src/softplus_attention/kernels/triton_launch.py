@@ -12,6 +12,7 @@ from softplus_attention.kernels import gluon_launch
 from softplus_attention.kernels import triton_backward as bwd
 from softplus_attention.kernels import triton_common as common
 from softplus_attention.kernels import triton_forward as fwd
+from softplus_attention.kernels.triton_relaunch import current_stream, kinds, launch
 from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
@@ -228,10 +229,11 @@ class Problem:
 def key_norms(problem: Problem, norms: Tensor) -> None:
     """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||."""
     k, block = problem.k, 64
-    fwd.key_norms_kernel[(norm_stride(problem.t_k) // block * problem.batch * problem.h_kv,)](
-        k, norms, problem.t_k, problem.h_kv, k.stride()[:3],
-        NORMALIZED=problem.normalized_keys, D=problem.d, BD=padded(problem.d), BN=block,
-    )  # fmt: skip
+    grid = (norm_stride(problem.t_k) // block * problem.batch * problem.h_kv, 1, 1)
+    tensors, numbers = (k, norms), (problem.t_k, problem.h_kv, k.stride()[:3])
+    constants = (problem.normalized_keys, problem.d, padded(problem.d), block)
+    key = ("key norms", k.device, constants, kinds(tensors, numbers))
+    launch(fwd.key_norms_kernel, grid, tensors, (*numbers, *constants), {}, key, current_stream(k.device))
 
 
 def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Launching a kernel again without asking Triton again which binary it needs.
 
 Triton looks at every argument of every launch: its type, its alignment, whether it is 1. For a decode step that takes
-longer than the kernels run. Here the caller says by a key which launches are alike.
+longer than the kernels run, and for a short sequence nearly as long. Here the caller says by a key which launches are
+alike; ``kinds`` makes one of all arguments.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ def launch(
         binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
     else:
         binary[grid](*tensors, *numbers)
+
+
+def kinds(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> Hashable:
+    """What Triton specialises on, of arguments that are no constants."""
+    aligned = [(x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors]
+    return (*aligned, *[kind_of_number(x) for x in numbers])
+
+
+def kind_of_number(x: Any) -> Hashable:
+    if x.__class__ is tuple:
+        return tuple([kind_of_number(part) for part in x])
+    if x.__class__ is not int:
+        return x.__class__
+    return (x == 1, x % ALIGNMENT == 0) if -(2**31) <= x < 2**31 else x
 
 
 def has_hooks() -> bool:
