@@ -24,6 +24,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -307,20 +308,33 @@ def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str]
     return row
 
 
-def record(row: Row, direction: str, samples: list[float]) -> None:
+def host_milliseconds(work: Callable[[], Any], settings: Settings, calls: int = 10) -> float | None:
+    """Until a call returns, on a GPU that is idle. Where this is the longer time, it is the one that is measured."""
+    if settings.device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    seconds = timeit.timeit(work, number=calls)
+    torch.cuda.synchronize()
+    return 1e3 * seconds / calls
+
+
+def record(row: Row, direction: str, samples: list[float], host: float | None = None) -> None:
     row |= {f"{direction}_ms": statistics.median(samples), f"{direction}_samples_ms": samples}
+    if host is not None:
+        row[f"{direction}_host_ms"] = host
 
 
 def fill_times(row: Row, contender: Contender, inputs: Inputs) -> None:
     settings = inputs.settings
     q, k, v, grad = inputs(*(row[x] for x in SHAPE), contiguous=contender.contiguous)
     with torch.no_grad():
-        record(row, "forward", milliseconds(lambda: contender.attend(q, k, v), settings))
+        forward = functools.partial(contender.attend, q, k, v)
+        record(row, "forward", milliseconds(forward, settings), host_milliseconds(forward, settings))
     if not contender.backward:
         row["note"] += "forward only"
         return
     backward = functools.partial(torch.autograd.grad, contender.attend(q, k, v), (q, k, v), grad, retain_graph=True)
-    record(row, "backward", milliseconds(backward, settings))
+    record(row, "backward", milliseconds(backward, settings), host_milliseconds(backward, settings))
     del backward
     row["step_mib"], _ = held_mib(lambda: torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad), settings)
 
@@ -460,6 +474,24 @@ def run_decode(inputs: Inputs) -> Iterator[Row]:
             yield attempt(row, contender, fill_decode, functools.partial(decode_wrong, contender, settings), inputs)
 
 
+def compile_one(case: tuple[Settings, str, int]) -> str:
+    """The kernels of one contender; their binaries stay on the disk, where the run itself finds them."""
+    settings, name, head_dim = case
+    contender = next(x for x in contenders(settings) if x.name == name)
+    q, k, v, grad = Inputs(settings)(2, settings.heads(head_dim), min(settings.lengths), head_dim)
+    with torch.no_grad():
+        contender.attend(q, k, v)
+    torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
+    return f"{name} D={head_dim}"
+
+
+def compile_side_by_side(settings: Settings, jobs: int) -> Iterator[str]:
+    ours = [x.name for x in contenders(settings) if x.truth is not None and not x.dense]
+    cases = [(settings, name, head_dim) for head_dim in reversed(settings.head_dims) for name in ours]
+    with get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(compile_one, cases)
+
+
 SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
     "train": lambda x: rows_of("train", x, contenders(x.settings), fill_times, x.settings.shapes),
     "lengths": run_lengths,
@@ -482,12 +514,15 @@ def options() -> argparse.Namespace:
     add("--lengths", type=numbers, help="T of train, memory and compile (default 1024,4096,16384)")
     add("--inputs", default="random", help='"random", or a .pt or .safetensors file of q, k, v, each (B, H, T, D)')
     add("--repetitions", type=int, default=3, help="rounds of do_bench; the median counts (default 3)")
+    add("--jobs", type=int, default=0, help="processes that compile our kernels before anything is timed (default 0)")
     add("--time-limit", type=float, default=math.inf, help="seconds after which to stop with what is done")
     add("--quick", action="store_true", help="tiny shapes: does it run? The numbers mean nothing; also on a CPU")
     add("--output", type=Path, default=ROOT / "results" / "attention.json", help="the JSON to write")
     chosen = parser.parse_args()
     if unknown := set(chosen.sections.split(",")) - set(SECTIONS):
         parser.error(f"--sections: no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if chosen.jobs < 0:
+        parser.error(f"--jobs: a number of processes, 0 or more; got {chosen.jobs}")
     if min(chosen.repetitions, *(chosen.head_dims or ()), *(chosen.lengths or ()), 1) < 1:
         parser.error("--repetitions, --head-dims and --lengths must be at least 1")
     if not chosen.quick and not torch.cuda.is_available():
@@ -504,6 +539,8 @@ def main() -> None:
     inputs = read_inputs(chosen.inputs, Settings(**given, **cpu))
     data, sections = header(inputs.settings, chosen.inputs, chosen.commit), chosen.sections.split(",")
     late = False
+    for words in compile_side_by_side(inputs.settings, chosen.jobs) if chosen.jobs else ():
+        say(f"{time.monotonic() - began:6.0f} s  compiled {words}")
     for section in sections:
         for row in SECTIONS[section](inputs):
             data["rows"].append(row)

@@ -2,6 +2,8 @@
 
 python benchmarks/figures.py results/attention.json            draws into docs/figures (needs matplotlib)
 python benchmarks/figures.py results/attention.json --table    prints the table again
+python benchmarks/figures.py NEW.json --fill OLD.json --sections decode,compile
+                                                               takes sections of another run into the file
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,21 @@ def table(data: Data) -> str:
     return text if len(text) <= 12000 else text[:11900] + "\n... cut; the JSON has every row"
 
 
-def caption(data: Data) -> str:
-    gpu, versions, commit = data["machine"]["gpu"], data["versions"], data["commit"][:12]
-    return f"{gpu}, torch {versions['torch']}, triton {versions['triton']}, commit {commit}"
+def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
+    """Sections that a run did not come to, or not to their end, as an earlier run has them. Their rows keep its commit
+    and date, and its ratios: no time is divided by one of another run."""
+    for section in sections:
+        if not (rows := rows_in(earlier, section)):
+            raise ValueError(f"the earlier results have no rows of {section}")
+        kept = [row for row in data["rows"] if row["section"] != section]
+        origin = {"commit": earlier["commit"], "date": earlier["date"]}
+        data["rows"] = [*kept, *({**origin, **row} for row in rows)]
+
+
+def caption(data: Data, rows: Sequence[Row] = ()) -> str:
+    gpu, versions = data["machine"]["gpu"], data["versions"]
+    commits = dict.fromkeys(row.get("commit", data["commit"])[:12] for row in rows or [{}])
+    return f"{gpu}, torch {versions['torch']}, triton {versions['triton']}, commit {', '.join(commits)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +300,8 @@ def draw(figure: Figure, data: Data, folder: Path, pyplot: Any) -> list[Path]:
         axes.legend(frameon=False, fontsize=8)
     all_axes[0][0].set_ylabel(figure.axis)
     tokens = "" if figure.sections == ("decode",) else f"B T = {data['settings']['tokens']:,} tokens; "
-    canvas.supxlabel(tokens + caption(data), fontsize=7, color="#666666")
+    drawn = [row for rows in shown.values() for row in rows]
+    canvas.supxlabel(tokens + caption(data, drawn), fontsize=7, color="#666666")
     paths = [folder / f"{figure.name}.{kind}" for kind in ("svg", "png")]
     for path in paths:
         canvas.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -299,9 +314,17 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / "results" / "attention.json")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="the folder to draw into")
     parser.add_argument("--table", action="store_true", help="print the table and draw nothing")
+    parser.add_argument("--fill", type=Path, metavar="EARLIER", help="take --sections from this file, and draw nothing")
+    parser.add_argument("--sections", help="with --fill: which, as train,decode")
     chosen = parser.parse_args()
+    if (chosen.fill is None) != (chosen.sections is None):
+        parser.error("--fill and --sections go together")
     try:
         data = read(chosen.results)
+        if chosen.fill is not None:
+            fill(data, read(chosen.fill), chosen.sections.split(","))
+            write(data, chosen.results)
+            return
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if chosen.table:

@@ -32,7 +32,9 @@ def python(*arguments: str, path: str = "", cuda: bool = False) -> subprocess.Co
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     output = tmp_path_factory.mktemp("results") / "new" / "attention.json"
-    return python("benchmarks/attention.py", "--quick", "--repetitions", "1", "--output", str(output)), output
+    return python(
+        "benchmarks/attention.py", "--quick", "--repetitions", "1", "--jobs", "2", "--output", str(output)
+    ), output
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,7 @@ def data(quick: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("attention")
-    for name in ("attention", "figures", "trained_inputs"):
+    for name in ("attention", "figures", "options", "trained_inputs"):
         sys.modules.pop(name, None)
 
 
@@ -68,6 +70,7 @@ def lssar(q: Tensor, k: Tensor, v: Tensor, power: int = 15) -> Tensor:
 class TestCommand:
     def test_succeeds(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
         assert quick[0].returncode == 0, quick[0].stderr
+        assert "compiled lssar p=15 D=64" in quick[0].stderr
         assert "train: lssar p=15 D=64 T=64" in quick[0].stderr
 
     @pytest.mark.parametrize(
@@ -313,6 +316,22 @@ class TestReport:
         data["rows"] = [row for row in data["rows"] if row["section"] == "decode"]
         assert figures.panels(time, data) == {}
 
+    def test_sections_of_an_earlier_run(self, data: dict[str, Any], tmp_path: Path) -> None:
+        """They replace what the newer run has of them, and say where they are from."""
+        new, old = tmp_path / "new.json", tmp_path / "old.json"
+        new.write_text(json.dumps(data | {"commit": "new"}))
+        old.write_text(json.dumps(data | {"commit": "old", "date": "then"}))
+        fill = ("benchmarks/figures.py", str(new), "--fill", str(old), "--sections")
+        assert python(*fill, "decode,memory").returncode == 0
+        rows = json.loads(new.read_text())["rows"]
+        assert len(rows) == len(data["rows"])
+        for row in rows:
+            assert row.get("commit") == ("old" if row["section"] in ("decode", "memory") else None)
+        result = python(*fill, "nothing")
+        assert result.returncode == 2
+        assert "the earlier results have no rows of nothing" in result.stderr
+        assert "go together" in python(*fill[:-1]).stderr
+
     def test_figures_of_the_docs(self, tmp_path: Path) -> None:
         """The command of docs/performance.md."""
         pytest.importorskip("matplotlib")
@@ -320,6 +339,32 @@ class TestReport:
         assert result.returncode == 0, result.stderr
         for drawn in ("attention-time", "attention-tflops", "attention-memory", "decode-time"):
             assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
+
+
+def test_options_are_what_they_say(benchmark: ModuleType, inputs: Any) -> None:
+    """Windows, packed documents, learned powers of benchmarks/options.py, by the CPU path in place of the kernels."""
+    options = importlib.import_module("options")
+    clear = torch.ones(1, 1, 96, 1, dtype=torch.bool)
+    for option in options.OPTIONS:
+        small = options.Option(96, option.power, option.window and 32, option.packed)
+        q, k, v, grad = inputs(1, 2, 96, 64)
+        ours, truth = (options.softplus(small, impl) for impl in ("chunked", "reference"))
+        assert options.disagreement(ours, truth, (q, k, v), grad, True, clear) == "", option
+        alone = softplus_attention(q, k, v, power=1, is_causal=True, impl="reference")
+        if option.power == "1" or option.packed or option.window:
+            same = torch.equal(options.softplus(small, "reference")(q, k, v), alone)
+            assert same == (option.power == "1" and not option.packed and not option.window), option
+    bounds, starts, longest = options.documents(32768, torch.device("cpu"))
+    assert (bounds[0], bounds[-1], longest) == (0, 32768, int(bounds.diff().max()))
+    assert 16 <= int(bounds.diff()[:-1].min()) <= longest <= 4096
+    assert torch.equal(starts.unique(), bounds[:-1])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refuses where there is no GPU")
+def test_options_need_a_gpu() -> None:
+    result = python("benchmarks/options.py")
+    assert result.returncode == 1
+    assert "for a GPU of compute capability 9.0" in result.stderr
 
 
 def test_one_step_for_a_profiler() -> None:
