@@ -477,11 +477,15 @@ def run_decode(inputs: Inputs) -> Iterator[Row]:
 def compile_one(case: tuple[Settings, str, int]) -> str:
     """The kernels of one contender; their binaries stay on the disk, where the run itself finds them."""
     settings, name, head_dim = case
-    contender = next(x for x in contenders(settings) if x.name == name)
-    q, k, v, grad = Inputs(settings)(2, settings.heads(head_dim), min(settings.lengths), head_dim)
-    with torch.no_grad():
-        contender.attend(q, k, v)
-    torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
+    contender, inputs = next(x for x in contenders(settings) if x.name == name), Inputs(settings)
+    try:
+        wrong(contender, inputs, head_dim)
+        q, k, v, grad = inputs(2, settings.heads(head_dim), min(settings.lengths), head_dim)
+        with torch.no_grad():
+            contender.attend(q, k, v)
+        torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
+    except Exception as error:  # which becomes a row of the run itself
+        return f"{name} D={head_dim}: {first_line(error)}"
     return f"{name} D={head_dim}"
 
 

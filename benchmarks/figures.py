@@ -223,6 +223,9 @@ def table(data: Data) -> str:
 def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
     """Sections that a run did not come to, or not to their end, as an earlier run has them. Their rows keep its commit
     and date, and its ratios: no time is divided by one of another run."""
+    for name in ("machine", "versions"):
+        if data[name] != earlier[name]:
+            raise ValueError(f"the earlier results have another {name}: {earlier[name]}, not {data[name]}")
     for section in sections:
         if not (rows := rows_in(earlier, section)):
             raise ValueError(f"the earlier results have no rows of {section}")

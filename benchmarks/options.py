@@ -129,12 +129,12 @@ def choose_kernels(kind: str) -> None:
 
 
 def wrong(option: Option, kind: str, inputs: Inputs, head_dim: int) -> str:
-    """Why the kernels fail against float64, or ''; at a length that needs no other binary."""
+    """Why the kernels fail against float64, or ''; at a shape that needs no other binary."""
     small = Option(CHECK_LENGTH, option.power, option.window and CHECK_WINDOW, option.packed)
     held = contender(small, kind)
     if held.truth is None:
         return ""
-    q, k, v, grad = inputs(1, 4, CHECK_LENGTH, head_dim)
+    q, k, v, grad = inputs(1, HEADS[head_dim], CHECK_LENGTH, head_dim)
     clear = full((1, 1, CHECK_LENGTH, 1), True, device=q.device)
     return disagreement(held.attend, held.truth, (q, k, v), grad, True, clear)
 
@@ -188,7 +188,7 @@ def in_words(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only what has all of these in its name: learned, window, plain ...")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dims", type=int, nargs="+", choices=list(HEADS), default=list(HEADS))
     parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is timed")
     parser.add_argument("--commit", help="the commit of this source, where there is no git to ask")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "options.json", help="the JSON to write")

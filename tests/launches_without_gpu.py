@@ -1,9 +1,12 @@
 """What reaches the driver in launches of the Hopper kernels, seen without a GPU: Triton compiles for compute capability
-9.0, and its launcher is one that writes down what it gets. Run as a program: here Triton must not be set to interpret.
+9.0, and its launcher is one that writes down what it gets. Run as a program, since Triton must not be set to interpret;
+with --train for a training step, whose kernels take half a minute to compile.
 """
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,36 +50,58 @@ class Driver:
     get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
 
 
-def as_addresses(arguments: tuple[Any, ...]) -> list[Any]:
-    return [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+def forward_of_lssa(length: int) -> None:
+    q, k, v = inputs(length)
+    softplus_attention(q, k, v, is_causal=True, power=None, impl="triton")
+
+
+def training_step(length: int) -> None:
+    """With all that the kernels read: ranges and a power of each row, which has a gradient."""
+    q, k, v = (x.requires_grad_() for x in inputs(length))
+    power = torch.full((2, length), 3.0, requires_grad=True)
+    end = torch.arange(1, length + 1, dtype=torch.int32)[None]
+    options: dict[str, Any] = {"key_start": end - 1, "key_end": end, "power": power, "impl": "triton"}
+    softplus_attention(q, k, v, **options).sum().backward()
+
+
+@cache
+def inputs(length: int) -> tuple[torch.Tensor, ...]:
+    return torch.zeros(3, 1, 2, length, 64, dtype=torch.bfloat16).unbind()
+
+
+FORWARD = ["key_norms_kernel", "gluon_forward_kernel", "gluon_forward_again_kernel"]
+BACKWARD = ["gluon_dq_kernel", "gluon_dq_kernel", "gluon_dkv_kernel", "gluon_dkv_kernel"]
 
 
 def main() -> None:
     driver.set_active(Driver())
     gluon_launch.available = lambda device: True
     functional.check_for_triton = lambda q: None
+    train = "--train" in sys.argv
+    call, kernels = (training_step, FORWARD + BACKWARD) if train else (forward_of_lssa, FORWARD)
 
-    def call(length: int) -> list[tuple[str, tuple[Any, ...]]]:
+    def launches(length: int) -> list[tuple[str, tuple[Any, ...]]]:
         launched.clear()
-        q, k, v = torch.zeros(3, 1, 2, length, 64, dtype=torch.bfloat16).unbind()
-        softplus_attention(q, k, v, is_causal=True, power=None, impl="triton")
+        call(length)
         return list(launched)
 
-    kernels = ["key_norms_kernel", "gluon_forward_kernel", "gluon_forward_again_kernel"]
-    first, again = call(256), call(320)
-    assert [name for name, _ in first] == [name for name, _ in again] == kernels, again
+    theirs, ours = launches(256), launches(256)
+    assert [name for name, _ in theirs] == [name for name, _ in ours] == kernels, ours
     assert asked == kernels, "one binary of each"
-    for (name, theirs), (_, ours) in zip(first, again, strict=True):
-        assert len(theirs) == len(ours), name
-        for place, (x, y) in enumerate(zip(as_addresses(theirs), as_addresses(ours), strict=True)):
-            assert type(x) is type(y), f"{name}: argument {place} was {x!r} and is {y!r}"
-    # By Triton tensors, and from its second launch on addresses, each of what it stands for.
-    of_kernel = dict(again)["gluon_forward_kernel"]
-    assert of_kernel[:3] == (10, 1, 1)
-    assert of_kernel[17:22] == (320, 320, 2, 2, 0), of_kernel
-    assert of_kernel[-9:] == (True, False, False, 0, False, False, 64, 64, 4), of_kernel
-    call(321)
-    assert len(asked) > len(kernels), "a length that is no multiple of 16 has a binary of its own"
+    for (name, first), (_, again) in zip(theirs, ours, strict=True):
+        assert len(first) == len(again), name
+        for place, (x, y) in enumerate(zip(first, again, strict=True)):
+            if isinstance(x, torch.Tensor):  # by Triton tensors, by us addresses
+                assert type(y) is int, f"{name}: argument {place} is {y!r}"
+                same = any(x.data_ptr() == given.data_ptr() for given in inputs(256))
+                assert not same or x.data_ptr() == y, f"{name}: argument {place} is another tensor"
+            else:
+                assert x == y, f"{name}: argument {place} was {x!r} and is {y!r}"
+    other = launches(320)
+    assert asked == kernels, "a length of the same kind needs no binary of its own"
+    assert dict(other)["gluon_forward_kernel"][0] == 10  # programs
+    launches(321)
+    assert len(asked) > len(kernels), "a length that is no multiple of 16 does"
     print("as Triton launches them")
 
 

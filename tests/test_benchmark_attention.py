@@ -331,6 +331,8 @@ class TestReport:
         assert result.returncode == 2
         assert "the earlier results have no rows of nothing" in result.stderr
         assert "go together" in python(*fill[:-1]).stderr
+        old.write_text(json.dumps(data | {"versions": {"torch": "0.1"}}))
+        assert "another versions: {'torch': '0.1'}, not" in python(*fill, "decode").stderr
 
     def test_figures_of_the_docs(self, tmp_path: Path) -> None:
         """The command of docs/performance.md."""

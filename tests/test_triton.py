@@ -154,6 +154,19 @@ def test_each_sequence_has_its_own_range(form: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("window", [2**31 - 1, 2**40])
+def test_a_window_beyond_all_keys_is_none(window: int) -> None:
+    """A row's place and such a window together are beyond int32."""
+    results = []
+    for seen in (None, window):
+        leaves = [randn(1, 2, 70, 16, seed=seed).requires_grad_() for seed in range(3)]
+        out = softplus_attention(*leaves, is_causal=True, window=seen, impl="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
 def test_a_decode_step_takes_the_decode_kernel() -> None:
     q, k, v = randn(2, 4, 1, 16, seed=0), randn(2, 2, 90, 16, seed=1), randn(2, 2, 90, 16, seed=2)
     lengths = torch.tensor([90, 33])

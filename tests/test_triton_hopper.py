@@ -21,8 +21,10 @@ from softplus_attention.kernels import gluon_common, gluon_launch, triton_common
 from softplus_attention.kernels.triton_relaunch import kinds
 
 
-def problem(width: int = 64, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> triton_launch.Problem:
-    q = torch.zeros(2, 4, 70, width, dtype=dtype)
+def problem(
+    width: int = 64, dtype: torch.dtype = torch.bfloat16, length: int = 70, **changes: Any
+) -> triton_launch.Problem:
+    q = torch.zeros(2, 4, length, width, dtype=dtype)
     options: dict[str, Any] = {
         "start": None, "end": None, "mask": None, "is_causal": True, "window": None, "sharpen": True, "power": 15.0,
         "power_rows": None, "power_by_length": None, "offset": True, "score_scale": 4.0, "normalized_keys": False,
@@ -38,6 +40,7 @@ def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.M
     assert not gluon_launch.fits(problem(32))
     assert not gluon_launch.fits(problem(dtype=torch.float32))
     assert not gluon_launch.fits(problem(offset=False))
+    assert not gluon_launch.fits(problem(length=1))
     assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
     odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
     assert not gluon_launch.fits(problem(), odd)
@@ -50,6 +53,7 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
     found = [problem(window=8), problem(power=1.0), problem(power=2.5), ranges]
     found += [problem(power_by_length=[3.0, 2.0, 16.0]), problem(power_rows=torch.full((2, 4, 70), 3.0))]
     assert all(gluon_launch.fits(one) for one in found)
+    assert problem(window=2**40).window == 70  # which is an int32
     monkeypatch.setattr(gluon_launch, "MOST_KEYS_WITH_RANGES", 69)
     assert not gluon_launch.fits(ranges)
     assert gluon_launch.fits(problem())
@@ -86,11 +90,12 @@ def test_kinds_of_tensors() -> None:
             assert (kinds((one,), ()) == kinds((two,), ())) == (specialised(one) == specialised(two))
 
 
-def test_launches_are_those_of_triton() -> None:
+@pytest.mark.parametrize("words", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])
+def test_launches_are_those_of_triton(words: list[str]) -> None:
     """In a process of their own, as below."""
     script = Path(__file__).with_name("launches_without_gpu.py")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -116,6 +121,10 @@ OTHERS = (
     ("hopper-forward", 64, 15, "bfloat16", "--ranges"),
     ("hopper-dq", 128, 15, "bfloat16", "--ranges"),
     ("hopper-dkv", 64, -1, "bfloat16", "--ranges"),
+    ("hopper-dq-again", 64, -1, "bfloat16", "--window 512 --power-gradient"),
+    ("hopper-dq-again", 128, 15, "float16", ""),
+    ("hopper-dkv-again", 64, 15, "bfloat16", "--ranges"),
+    ("hopper-dkv-again", 128, 0, "float16", ""),
 )
 
 
@@ -131,7 +140,7 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
     run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    again = r"hopper-forward-again.*\n(?:(?!triton).*\n)*"  # is not hurried
+    again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # are not hurried
     assert "each product is waited for" not in re.sub(again, "", run.stdout)
     found = re.findall(
         r"(hopper-[\w-]+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score",

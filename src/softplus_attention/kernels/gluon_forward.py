@@ -1,4 +1,4 @@
-"""The forward once more, for Hopper: half precision, causal or full, windows, any power with the offset, or LSSA.
+"""The forward once more, for Hopper: half precision, no mask, any power with the offset, or LSSA.
 
 Triton waits for a product where it is issued. Here the scores of the next tile and the output of the last one are
 computed by the tensor cores while the arithmetic of this tile runs. One warp group has 64 rows.
@@ -138,7 +138,8 @@ def sums_by_product(
     b_top = b_sum + float("-inf")
     b_logs = b_sum
     b_product = b_zero + 1.0
-    if HAS_STARTS:  # the rows begin in at most three tiles
+    # With ranges these may be more tiles than a product holds: then its sum is not finite, and is made again.
+    if HAS_STARTS:
         b_scaled, b_product, b_sum, b_top = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
             t_k, k_stride, tiles, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
@@ -338,8 +339,9 @@ def gluon_forward_kernel(
         b_total = b_weight
         if dtype == gl.float16:  # which f' may be too small for
             trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
-    note_trouble(Again, gl.maximum(trouble, any_flat))
-    if any_flat > 0:
+    trouble = gl.maximum(trouble, any_flat)
+    note_trouble(Again, trouble)
+    if trouble > 0:
         gl.atomic_max(Flat + bh, 1)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
     b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]

@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels, and what they are for: the common case on compute capability 9.0.
+"""Launches of the Hopper kernels, and what they are for: most of half precision on compute capability 9.0.
 
 The kernels are imported where they are first used: Gluon is a part of Triton whose interface still moves.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
-WARPS = 4
+WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 # By width: keys of a tile and registers of a thread, or rows of a tile.
@@ -48,9 +48,11 @@ def copyable(x: Tensor) -> bool:
 
 
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, no mask, the offset, heads of 64 or 128."""
+    """Half precision, no mask, the offset, heads of 64 or 128. One row or key would be a constant to Triton, with which
+    the copies do not compile."""
     return (
         problem.d in WIDTHS
+        and min(problem.t_q, problem.t_k) > 1
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.offset
@@ -81,7 +83,7 @@ def launch_twice(
         (kernel, programs, constants[0], {"maxnreg": registers}),
         (again, min(programs, AGAIN), constants[1], {}),
     ):
-        key = (one.__name__, device, given, alike)
+        key = None if alike is None else (one.__name__, device, given, alike)
         launch(one, (grid, 1, 1), tensors, (*numbers, *given, WARPS), options, key, stream)
 
 

@@ -129,6 +129,8 @@ class Problem:
         self.q, self.k, self.v = (unit_last_stride(x) for x in (self.q, self.k, self.v))
         self.batch, self.h, self.t_q, self.d = self.q.shape
         self.h_kv, self.t_k, self.dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
+        if self.window is not None:  # no row sees more; a larger number would be beyond the kernels' int32
+            self.window = min(self.window, max(self.t_k, 1))
         self.precise = self.q.dtype == torch.float32
         self.width = max(padded(self.d), padded(self.dv))
         self.code = power_code(self.sharpen, self.power, self.power_rows, self.power_by_length)
@@ -232,7 +234,8 @@ def key_norms(problem: Problem, norms: Tensor) -> None:
     grid = (norm_stride(problem.t_k) // block * problem.batch * problem.h_kv, 1, 1)
     tensors, numbers = (k, norms), (problem.t_k, problem.h_kv, k.stride()[:3])
     constants = (problem.normalized_keys, problem.d, padded(problem.d), block)
-    key = ("key norms", k.device, constants, kinds(tensors, numbers))
+    alike = kinds(tensors, numbers)
+    key = None if alike is None else ("key norms", k.device, constants, alike)
     launch(fwd.key_norms_kernel, grid, tensors, (*numbers, *constants), {}, key, current_stream(k.device))
 
 

@@ -54,8 +54,11 @@ def launch(
         binary[grid](*tensors, *numbers)
 
 
-def kinds(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> Hashable:
-    """What Triton specialises on, of arguments that are no constants."""
+def kinds(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
+    """What Triton specialises on, of arguments that are no constants; None where it looks at more than is known here
+    (on ROCm at the size of tensors)."""
+    if torch.version.hip is not None:
+        return None
     aligned = [(x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors]
     return (*aligned, *[kind_of_number(x) for x in numbers])
 
