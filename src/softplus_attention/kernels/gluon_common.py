@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
 
-from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride
+from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride, row_power
 
 
 @gluon.jit
@@ -110,6 +110,34 @@ def keys_in_sight(
         full_from = gl.minimum(gl.cdiv(gl.maximum(full_low - first, 0), BN), gl.cdiv(high, BN))
         full_high = gl.maximum(gl.minimum(full_high - first, high), full_from * BN)
     return first, b_start, b_end, full_from, full_high // BN, gl.cdiv(high, BN)
+
+
+@gluon.jit
+def rows_and_keys(
+    program, K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides, range_stride,
+    power_strides,
+    CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
+    HAS_POWER_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Of the block of rows that is a program's:
+
+    - its first row, head among all, sequence and head,
+    - [BM]: its rows, how many keys each sees, its power,
+    - what ``keys_in_sight`` and ``from_key`` say of the keys.
+    """
+    m, bh, b, head, kv_head = block_of_rows(program, t_q, h, h_kv, BM)
+    o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
+    sight = keys_in_sight(
+        m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    )  # fmt: skip
+    keys = from_key(K, V, Norms, t_k, h_kv, b, kv_head, sight[0], k_strides, v_strides, HAS_WINDOW or HAS_RANGES)
+    b_counts = (sight[2] - sight[1]).to(gl.float32)
+    b_p = b_counts * 0.0 + POWER
+    if POWER < 0:
+        p_power = Power + b * power_strides[0] + head * power_strides[1]
+        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    return (m, bh, b, head), (o_m, b_counts, b_p), sight, keys
 
 
 @gluon.jit

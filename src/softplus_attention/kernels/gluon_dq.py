@@ -14,17 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
     arrive,
-    block_of_rows,
     by_thread,
     fetch,
     fetched,
     fineness,
-    from_key,
-    keys_in_sight,
     load_columns,
     load_layout,
     note_trouble,
     product_layout,
+    rows_and_keys,
     seen_keys,
     splits_copies,
     store_tile,
@@ -38,7 +36,6 @@ from softplus_attention.kernels.triton_common import (
     ROW_BLOCK,
     finite_rows,
     inverse_norm,
-    row_power,
     score_factor,
 )
 
@@ -189,27 +186,24 @@ def dq_block(
     dtype: gl.constexpr = Q.dtype.element_ty
     split: gl.constexpr = splits_copies(D, POWER)
 
-    m, bh, b, head, kv_head = block_of_rows(program, t_q, h, h_kv, BM)
-    o_m = m + gl.arange(0, BM, layout=rows)
-    m_rows = o_m < t_q
-    first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
-        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    place, of_rows, sight, keys = rows_and_keys(
+        program, K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides,
+        range_stride, power_strides,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
-    b_counts = (b_end - b_start).to(gl.float32)
-    p_k, p_v, p_norm, t_k = from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts)
-    b_p = b_counts * 0.0 + POWER
-    if POWER < 0:
-        p_power = Power + b * power_strides[0] + head * power_strides[1]
-        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    m, bh, b, head = place
+    o_m, b_counts, b_p = of_rows
+    first_key, b_start, b_end, full_low, full_high, tiles = sight
+    p_k, p_v, p_norm, t_k = keys
+    m_rows = o_m < t_q
     b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
     p_row = bh * t_q + o_m
 
-    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
-    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
-    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)  # q, and the gradient of the output
-    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
-    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    row_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
+    key_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], row_tiles)  # q, and the gradient of the output
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], key_tiles)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], key_tiles)
     q_tile = q_ring.index(0)
     do_tile = q_ring.index(1)
     o_tile = tile_offsets(k_strides[2], BN, D)

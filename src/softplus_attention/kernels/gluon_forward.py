@@ -17,17 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from softplus_attention.kernels.gluon_common import (
     ahead,
     arrive,
-    block_of_rows,
     by_thread,
     fetch,
     fetched,
     fineness,
-    from_key,
-    keys_in_sight,
     load_columns,
     load_layout,
     note_trouble,
     product_layout,
+    rows_and_keys,
     saturated,
     seen_keys,
     store_tile,
@@ -41,7 +39,6 @@ from softplus_attention.kernels.triton_common import (
     inverse_norm,
     log2_one_plus,
     raised,
-    row_power,
     score_factor,
     softplus2,
     special_log2,
@@ -221,19 +218,16 @@ def gluon_forward_kernel(
     dtype: gl.constexpr = Q.dtype.element_ty
     fine: gl.constexpr = fineness(dtype, POWER)
 
-    m, bh, b, head, kv_head = block_of_rows(gl.program_id(0), t_q, h, h_kv, BM)
-    o_m = m + gl.arange(0, BM, layout=rows)
-    m_rows = o_m < t_q
-    first_key, b_start, b_end, full_low, full_high, tiles = keys_in_sight(
-        m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
-        CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+    place, of_rows, sight, keys = rows_and_keys(
+        gl.program_id(0), K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides,
+        range_stride, power_strides,
+        CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
-    b_counts = (b_end - b_start).to(gl.float32)
-    p_k, p_v, p_norm, t_k = from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts)
-    b_p = b_counts  # not read where the power is a number
-    if POWER < 0:
-        p_power = Power + b * power_strides[0] + head * power_strides[1]
-        b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+    m, bh, b, head = place
+    o_m, b_counts, b_p = of_rows
+    _, b_start, b_end, full_low, full_high, tiles = sight
+    p_k, p_v, p_norm, t_k = keys
+    m_rows = o_m < t_q
     p_row = bh * t_q + o_m
 
     shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)

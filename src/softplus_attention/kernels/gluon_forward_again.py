@@ -7,14 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
 from softplus_attention.kernels.gluon_common import (
-    block_of_rows,
     by_thread,
     fineness,
-    from_key,
-    keys_in_sight,
     load_columns,
     load_layout,
     product_layout,
+    rows_and_keys,
     seen_keys,
     store_tile,
     tile_offsets,
@@ -24,7 +22,6 @@ from softplus_attention.kernels.triton_common import (
     ROW_BLOCK,
     inverse_norm,
     raised,
-    row_power,
     score_factor,
     softplus2,
 )
@@ -94,21 +91,16 @@ def gluon_forward_again_kernel(
     o_values = tile_offsets(v_strides[2], BN, D)
     o_queries = tile_offsets(q_strides[2], BM, D)
     for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
-        m, bh, b, head, kv_head = block_of_rows(gl.load(Again + 1 + i), t_q, h, h_kv, BM)
-        o_m = m + gl.arange(0, BM, layout=rows)
-        m_rows = o_m < t_q
-        first_key, b_start, b_end, _, _, tiles = keys_in_sight(
-            m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
-            CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
+        place, of_rows, sight, keys = rows_and_keys(
+            gl.load(Again + 1 + i), K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides,
+            v_strides, range_stride, power_strides,
+            CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
         )  # fmt: skip
-        b_counts = (b_end - b_start).to(gl.float32)
-        p_k, p_v, p_norm, keys = from_key(
-            K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, has_starts
-        )
-        b_p = b_counts
-        if POWER < 0:
-            p_power = Power + b * power_strides[0] + head * power_strides[1]
-            b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
+        m, bh, b, head = place
+        o_m, b_counts, b_p = of_rows
+        _, b_start, b_end, _, _, tiles = sight
+        p_k, p_v, p_norm, count = keys
+        m_rows = o_m < t_q
         p_row = bh * t_q + o_m
 
         o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
@@ -132,7 +124,7 @@ def gluon_forward_again_kernel(
         b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
         b_out, b_partial = careful_pass(
             b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-            o_values, p_norm, keys, k_strides[2], v_strides[2], tiles,
+            o_values, p_norm, count, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, fineness(dtype, POWER), D, BM, BN, layout, out_layout,
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)

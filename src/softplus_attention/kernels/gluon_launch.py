@@ -16,7 +16,7 @@ from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK
 from softplus_attention.kernels.triton_relaunch import current_stream, kinds, launch
 
 if TYPE_CHECKING:
-    from softplus_attention.kernels.triton_launch import Problem
+    from softplus_attention.kernels.triton_launch import Kept, Problem
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
@@ -97,11 +97,12 @@ def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
     return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
 
 
-def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
+def forward(problem: Problem, kept: Kept) -> None:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
     from softplus_attention.kernels.gluon_forward_again import gluon_forward_again_kernel
 
+    out, rest, stats, flat, norms = kept
     keys, registers = FORWARD_TILES[problem.d]
     programs = blocks_of(problem.t_q) * problem.batch * problem.h
     tensors = (
@@ -122,11 +123,7 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 def backward(
     problem: Problem,
     grad_out: Tensor,
-    out: Tensor,
-    rest: Tensor,
-    stats: Tensor,
-    flat: Tensor,
-    norms: Tensor,
+    kept: Kept,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
 ) -> None:
@@ -134,27 +131,19 @@ def backward(
     from softplus_attention.kernels.gluon_backward import terms_of_a_row
 
     dq, dk, dv = grads
-    kept = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
-    rows = stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * kept)
-    backward_of_queries(problem, grad_out, out, rest, stats, flat, norms, dq, grad_power, rows)
-    backward_of_keys(problem, grad_out, flat, norms, rows, dk, dv)
+    count = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
+    rows = kept.stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * count)
+    backward_of_queries(problem, grad_out, kept, dq, grad_power, rows)
+    backward_of_keys(problem, grad_out, kept, rows, dk, dv)
 
 
 def backward_of_queries(
-    problem: Problem,
-    grad_out: Tensor,
-    out: Tensor,
-    rest: Tensor,
-    stats: Tensor,
-    flat: Tensor,
-    norms: Tensor,
-    dq: Tensor,
-    grad_power: Tensor | None,
-    rows: Tensor,
+    problem: Problem, grad_out: Tensor, kept: Kept, dq: Tensor, grad_power: Tensor | None, rows: Tensor
 ) -> None:
     """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
     from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
+    out, rest, stats, flat, norms = kept
     keys, registers = DQ_TILES[problem.d]
     programs = blocks_of(problem.t_q) * problem.batch * problem.h
     tensors = (
@@ -174,17 +163,15 @@ def backward_of_queries(
     launch_twice(gluon_dq_kernel, gluon_dq_kernel, programs, tensors, numbers, both, registers)
 
 
-def backward_of_keys(
-    problem: Problem, grad_out: Tensor, flat: Tensor, norms: Tensor, rows: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+def backward_of_keys(problem: Problem, grad_out: Tensor, kept: Kept, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
     programs = blocks_of(problem.t_k) * problem.batch * problem.h_kv
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     tensors = (
-        problem.q, problem.k, problem.v, grad_out, norms, flat, list_of_blocks(flat, programs), rows, first_row,
-        last_row, dk, dv,
+        problem.q, problem.k, problem.v, grad_out, kept.norms, kept.flat, list_of_blocks(kept.flat, programs), rows,
+        first_row, last_row, dk, dv,
     )  # fmt: skip
     numbers = (
         problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,16 @@ class Blocks:
     def options(self) -> dict[str, int]:
         options = {"BM": self.rows, "BN": self.keys, "STAGES": self.stages, "num_warps": self.warps}
         return options if self.registers is None else {**options, "maxnreg": self.registers}
+
+
+class Kept(NamedTuple):
+    """What a forward fills and a backward reads."""
+
+    out: Tensor
+    rest: Tensor  # where not empty, what rounding took from ``out``: the row sums of the backward need it
+    stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w
+    flat: Tensor  # (B, H): any rows of equal scores
+    norms: Tensor  # (B, H_kv, norm_stride): 1 / ||k||
 
 
 def padded(d: int) -> int:
@@ -239,14 +249,12 @@ def key_norms(problem: Problem, norms: Tensor) -> None:
     launch(fwd.key_norms_kernel, grid, tensors, (*numbers, *constants), {}, key, current_stream(k.device))
 
 
-def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Tensor, norms: Tensor) -> None:
-    """Fills ``out``, ``stats`` (3, B, H, T_q: sum f', max x, sum w) and ``flat`` (B, H: any rows of equal scores).
-
-    ``rest``, where not empty, takes what rounding took from ``out``: the row sums of the backward need it.
-    """
-    if gluon_launch.fits(problem, out):
-        gluon_launch.forward(problem, out, rest, stats, flat, norms)
+def forward(problem: Problem, kept: Kept) -> None:
+    """Fills ``kept`` but for the norms, which ``key_norms`` has filled."""
+    if gluon_launch.fits(problem, kept.out):
+        gluon_launch.forward(problem, kept)
         return
+    out, rest, stats, flat, norms = kept
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(blocks_of(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
         Q=problem.q, K=problem.k, V=problem.v, Out=out, Rest=rest, Norms=norms, Total=stats[0], Height=stats[1],
@@ -259,20 +267,17 @@ def forward(problem: Problem, out: Tensor, rest: Tensor, stats: Tensor, flat: Te
 def backward(
     problem: Problem,
     grad_out: Tensor,
-    out: Tensor,
-    rest: Tensor,
-    stats: Tensor,
-    flat: Tensor,
-    norms: Tensor,
+    kept: Kept,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
 ) -> None:
     """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
-    if gluon_launch.fits(problem, out, grad_out, *grads):
-        gluon_launch.backward(problem, grad_out, out, rest, stats, flat, norms, grads, grad_power)
+    if gluon_launch.fits(problem, kept.out, grad_out, *grads):
+        gluon_launch.backward(problem, grad_out, kept, grads, grad_power)
         return
+    out, rest, stats, flat, norms = kept
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
     rows = stats.new_empty(8 if problem.precise else 6, n_rows)

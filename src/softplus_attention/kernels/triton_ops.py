@@ -44,16 +44,16 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 
 
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    out, rest, stats, flat, norms = _forward_shapes(q, k, v, *options)
-    if out.numel() and k.shape[2]:
+    kept = triton_launch.Kept(*_forward_shapes(q, k, v, *options))
+    if kept.out.numel() and k.shape[2]:
         with torch.cuda.device_of(q):
             problem = triton_launch.Problem(q, k, v, *options[:-1])
-            triton_launch.key_norms(problem, norms)
-            triton_launch.forward(problem, out, rest, stats, flat, norms)
+            triton_launch.key_norms(problem, kept.norms)
+            triton_launch.forward(problem, kept)
     else:
-        for x in (out, rest):
+        for x in (kept.out, kept.rest):
             x.zero_()
-    return out, rest, stats, flat, norms
+    return kept.out, kept.rest, kept.stats, kept.flat, kept.norms
 
 
 def _backward_shapes(
@@ -91,7 +91,8 @@ def _triton_backward(
         wanted = d_power if options[_POWER_ROWS] is not None else None
         with torch.cuda.device_of(q):
             problem = triton_launch.Problem(q, k, v, *options)
-            triton_launch.backward(problem, grad_out, out, rest, stats, flat, norms, (dq, dk, dv), wanted)
+            kept = triton_launch.Kept(out, rest, stats, flat, norms)
+            triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), wanted)
     else:
         for x in (dq, dk, dv, d_power):
             x.zero_()
