@@ -1,11 +1,13 @@
 """What reaches the driver in launches of the Hopper kernels, seen without a GPU: Triton compiles for compute capability
 9.0, and its launcher is one that writes down what it gets. Run as a program, since Triton must not be set to interpret;
-with --train for a training step, whose kernels take half a minute to compile.
+with --train for a training step, whose kernels take half a minute to compile, and with --time for Python's part of
+calls whose launches do nothing.
 """
 
 from __future__ import annotations
 
 import sys
+import timeit
 from functools import cache
 from typing import Any
 
@@ -69,6 +71,26 @@ def inputs(length: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(3, 1, 2, length, 64, dtype=torch.bfloat16).unbind()
 
 
+def host_microseconds(calls: int = 300) -> None:
+    """Prints what a forward and a training step of p = 15 take until they return, the medians of five rounds."""
+    q, k, v = inputs(256)
+    wanted = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def forward() -> None:
+        softplus_attention(q, k, v, is_causal=True, impl="triton")
+
+    def step() -> None:
+        out = softplus_attention(*wanted, is_causal=True, impl="triton")
+        torch.autograd.grad(out, wanted, q)
+
+    for name, work in (("forward", forward), ("forward and backward", step)):
+        work()
+        rounds = sorted(timeit.repeat(work, repeat=5, number=calls))
+        launched.clear()
+        print(f"{name}: {1e6 * rounds[2] / calls:.0f} us, of five rounds {1e6 * rounds[0] / calls:.0f} to", end=" ")
+        print(f"{1e6 * rounds[-1] / calls:.0f}")
+
+
 FORWARD = ["key_norms_kernel", "gluon_forward_kernel", "gluon_forward_again_kernel"]
 BACKWARD = ["gluon_dq_kernel", "gluon_dq_kernel", "gluon_dkv_kernel", "gluon_dkv_kernel"]
 
@@ -77,6 +99,9 @@ def main() -> None:
     driver.set_active(Driver())
     gluon_launch.available = lambda device: True
     functional.check_for_triton = lambda q: None
+    if "--time" in sys.argv:
+        host_microseconds()
+        return
     train = "--train" in sys.argv
     call, kernels = (training_step, FORWARD + BACKWARD) if train else (forward_of_lssa, FORWARD)
 
