@@ -111,6 +111,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "local_attention": f"{LOGN}-learned",
         **MIX,
     },
+    # The same with softmax from a softer start, where its heads end.
+    "lssar-learned-log-global3-local-softmax-learned-soft": {
+        "attention": "lssar",
+        "power": "learned-log",
+        "local_attention": f"{LOGN}-learned-soft",
+        **MIX,
+    },
     # Without the 1 that is subtracted: it learns faster on bytes and on a small vocabulary (docs/log.md).
     "lssar-without-offset-learned-log-global3": {"attention": "lssar-without-offset", "power": "learned-log", **MIX},
     # What a learned sharpness does for softmax.
