@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton_cases
 from helpers import OutsideYardstickError, as_given, largest_error, outcomes, randn
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
@@ -205,3 +206,54 @@ def test_a_bad_number_without_the_offset() -> None:
     from gpu_numbers import check_poison
 
     check_poison("causal", "float32", 2.5, offset=False, values={"nan": torch.nan})
+
+
+@interpreted
+class TestWithoutTheDispatcher:
+    """A plain call runs the kernels itself; where somebody looks on, it is the op that they know."""
+
+    @staticmethod
+    def results(way: str) -> tuple[torch.Tensor, ...]:
+        q, k, v = (randn(1, 2, 40, 16, seed=seed).requires_grad_() for seed in range(3))
+        power = torch.tensor([2.0, 5.0], requires_grad=True)
+        seen: list[str] = []
+
+        class Onlooker(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                seen.append(func._schema.name)
+                return func(*args, **(kwargs or {}))
+
+        with Onlooker() if way == "op" else nullcontext():
+            out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
+            gradients = torch.autograd.grad(out.square().sum(), (q, k, v, power))
+        names = {f"softplus_attention::triton_{direction}" for direction in ("forward", "backward")}
+        assert names & set(seen) == (names if way == "op" else set())
+        return out, *gradients
+
+    def test_the_numbers_are_the_ops(self) -> None:
+        for own, ops in zip(self.results("plain"), self.results("op"), strict=True):
+            assert torch.equal(own, ops)
+
+    def test_nothing_is_kept_without_gradients(self) -> None:
+        q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
+        with torch.no_grad():
+            assert softplus_attention(q, k, v, impl="triton").grad_fn is None
+        assert softplus_attention(q.detach(), k.detach(), v.detach(), impl="triton").grad_fn is None
+        out = softplus_attention(q, k.detach(), v.detach(), impl="triton")
+        (gradient,) = torch.autograd.grad(out.sum(), (q,))
+        assert out.requires_grad
+        assert gradient.shape == q.shape
+
+    def test_a_second_gradient_is_refused_in_words(self) -> None:
+        q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
+        out = softplus_attention(q, k, v, impl="triton")
+        (gradient,) = torch.autograd.grad(out.sum(), (q,), create_graph=True)
+        with pytest.raises(RuntimeError, match="the gradient of a gradient is not implemented"):
+            gradient.sum().backward()
+
+    def test_a_graph_that_is_kept_gives_the_same_gradients_twice(self) -> None:
+        q, k, v = (randn(1, 1, 70, 16, seed=seed).requires_grad_() for seed in range(3))
+        out = softplus_attention(q, k, v, is_causal=True, impl="triton").sum()
+        first = torch.autograd.grad(out, (q, k, v), retain_graph=True)
+        second = torch.autograd.grad(out, (q, k, v))
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

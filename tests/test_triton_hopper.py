@@ -17,7 +17,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 
-from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch
+from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch, triton_relaunch
 from softplus_attention.kernels.triton_relaunch import kinds
 
 
@@ -78,7 +78,7 @@ NUMBERS = st.integers(-5, 40) | st.integers(-(2**33), 2**33) | st.sampled_from(E
 @given(st.lists(NUMBERS | st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=2))
 def test_what_is_of_one_kind_is_of_one_kind_to_triton(numbers: list[Any]) -> None:
     x, y = numbers
-    if kinds((), (x,)) == kinds((), (y,)):
+    if kinds((), [], (x,)) == kinds((), [], (y,)):
         assert specialised(x) == specialised(y)
 
 
@@ -87,7 +87,20 @@ def test_kinds_of_tensors() -> None:
     others = (x[8:], x[1:], x[4:], x.float(), x.int())
     for one in (x, *others):
         for two in (x, *others):
-            assert (kinds((one,), ()) == kinds((two,), ())) == (specialised(one) == specialised(two))
+            alike = kinds_of_one(one) == kinds_of_one(two)
+            assert alike == (specialised(one) == specialised(two))
+
+
+def kinds_of_one(x: torch.Tensor) -> Any:
+    return kinds((x,), [x.data_ptr()], ())
+
+
+def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_relaunch, "MOST_KINDS", 3)
+    found = [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
+    assert len(triton_relaunch._kinds) <= 3
+    assert found == [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
+    assert len(set(found)) == 3  # 1, multiples of 16, others
 
 
 @pytest.mark.parametrize("words", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])

@@ -421,22 +421,13 @@ def triton_attention(
     for_backward: bool,
 ) -> Tensor:
     check_for_triton(q)
-    from softplus_attention.kernels import triton_ops  # noqa: F401  registers the op
+    from softplus_attention.kernels import triton_ops
 
-    out, *_ = torch.ops.softplus_attention.triton_forward(
-        q,
-        k,
-        v,
-        *visibility.given_ranges(),
-        visibility.mask,
-        visibility.is_causal,
-        visibility.window,
-        *power,
-        score_scale,
-        normalized_keys,
-        for_backward,
-    )
-    return out
+    given = (q, k, v, *visibility.given_ranges(), visibility.mask)
+    options = (visibility.is_causal, visibility.window, *power, score_scale, normalized_keys, for_backward)
+    if not traced(*[x for x in (*given, *power) if isinstance(x, Tensor)]):
+        return triton_ops.eager(*given, *options)
+    return torch.ops.softplus_attention.triton_forward(*given, *options)[0]
 
 
 def triton_decode(

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK
-from softplus_attention.kernels.triton_relaunch import current_stream, kinds, launch
+from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
 
 if TYPE_CHECKING:
     from softplus_attention.kernels.triton_launch import Kept, Problem
@@ -77,19 +77,14 @@ def launch_twice(
     registers: int | None = None,
 ) -> None:
     """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants."""
-    device = tensors[0].device
-    stream, alike = current_stream(device), kinds(tensors, numbers)
+    device, addresses = tensors[0].device, addresses_of(tensors)
+    stream, alike = current_stream(device), kinds(tensors, addresses, numbers)
     for one, grid, given, options in (
         (kernel, programs, constants[0], {"maxnreg": registers}),
         (again, min(programs, AGAIN), constants[1], {}),
     ):
         key = None if alike is None else (one.__name__, device, given, alike)
-        launch(one, (grid, 1, 1), tensors, (*numbers, *given, WARPS), options, key, stream)
-
-
-def list_of_blocks(like: Tensor, programs: int) -> Tensor:
-    """``Again`` of the kernels: how many blocks need a second look, none yet, and room for which."""
-    return like.new_zeros(1 + programs)
+        launch(one, (grid, 1, 1), tensors, (*numbers, *given, WARPS), options, key, stream, addresses)
 
 
 def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
@@ -106,7 +101,7 @@ def forward(problem: Problem, kept: Kept) -> None:
     keys, registers = FORWARD_TILES[problem.d]
     programs = blocks_of(problem.t_q) * problem.batch * problem.h
     tensors = (
-        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, list_of_blocks(flat, programs),
+        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, flat[-1 - programs :],
         problem.start_pointer, problem.end_pointer, problem.power_pointer,
     )  # fmt: skip
     numbers = (
@@ -133,21 +128,30 @@ def backward(
     dq, dk, dv = grads
     count = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
     rows = kept.stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * count)
-    backward_of_queries(problem, grad_out, kept, dq, grad_power, rows)
-    backward_of_keys(problem, grad_out, kept, rows, dk, dv)
+    # ``Again`` of the kernels: how many blocks need a second look, none yet, and room for which.
+    of_queries = (2 + count // ROWS) // 4 * 4 + 4  # the other list begins at a multiple of 16 bytes
+    again = kept.flat.new_zeros(of_queries + 1 + problem.batch * problem.h_kv * blocks_of(problem.t_k))
+    backward_of_queries(problem, grad_out, kept, dq, grad_power, rows, again)
+    backward_of_keys(problem, grad_out, kept, rows, dk, dv, again[of_queries:])
 
 
 def backward_of_queries(
-    problem: Problem, grad_out: Tensor, kept: Kept, dq: Tensor, grad_power: Tensor | None, rows: Tensor
+    problem: Problem,
+    grad_out: Tensor,
+    kept: Kept,
+    dq: Tensor,
+    grad_power: Tensor | None,
+    rows: Tensor,
+    again: Tensor,
 ) -> None:
     """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
     from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
 
-    out, rest, stats, flat, norms = kept
+    out, rest, stats, _, norms = kept
     keys, registers = DQ_TILES[problem.d]
     programs = blocks_of(problem.t_q) * problem.batch * problem.h
     tensors = (
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, *stats.unbind(), list_of_blocks(flat, programs),
+        problem.q, problem.k, problem.v, out, rest, grad_out, norms, *stats.unbind(), again,
         problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
     )  # fmt: skip
@@ -163,14 +167,16 @@ def backward_of_queries(
     launch_twice(gluon_dq_kernel, gluon_dq_kernel, programs, tensors, numbers, both, registers)
 
 
-def backward_of_keys(problem: Problem, grad_out: Tensor, kept: Kept, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
+def backward_of_keys(
+    problem: Problem, grad_out: Tensor, kept: Kept, rows: Tensor, dk: Tensor, dv: Tensor, again: Tensor
+) -> None:
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
     programs = blocks_of(problem.t_k) * problem.batch * problem.h_kv
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     tensors = (
-        problem.q, problem.k, problem.v, grad_out, kept.norms, kept.flat, list_of_blocks(kept.flat, programs), rows,
+        problem.q, problem.k, problem.v, grad_out, kept.norms, kept.flat, again, rows,
         first_row, last_row, dk, dv,
     )  # fmt: skip
     numbers = (

@@ -35,10 +35,15 @@ from softplus_attention.kernels.triton_common import (
 
 @triton.jit
 def key_norms_kernel(
-    K, Norms, t_k, h_kv, k_strides, NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
-):
+    K, Norms, Flat, t_k, h_kv, k_strides, flags,
+    NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite.
-    Finite beyond T_k."""
+    Finite beyond T_k. The first ``flags`` numbers of Flat become 0, since a kernel of its own for that costs more."""
+    if tl.program_id(0) == 0:
+        for first in range(0, flags, 128):
+            o_flags = first + tl.arange(0, 128)
+            tl.store(Flat + o_flags, 0, mask=o_flags < flags)
     blocks = norm_stride(t_k) // BN
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)

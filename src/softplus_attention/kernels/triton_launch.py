@@ -12,7 +12,7 @@ from softplus_attention.kernels import gluon_launch
 from softplus_attention.kernels import triton_backward as bwd
 from softplus_attention.kernels import triton_common as common
 from softplus_attention.kernels import triton_forward as fwd
-from softplus_attention.kernels.triton_relaunch import current_stream, kinds, launch
+from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
 from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
     out: Tensor
     rest: Tensor  # where not empty, what rounding took from ``out``: the row sums of the backward need it
     stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w
-    flat: Tensor  # (B, H): any rows of equal scores
+    flat: Tensor  # by sequence and head whether any row has equal scores, and from ``flags_of`` on ``Again`` of gluon
     norms: Tensor  # (B, H_kv, norm_stride): 1 / ||k||
 
 
@@ -90,6 +90,15 @@ def dkv_blocks(width: int, precise: bool) -> Blocks:
 def norm_stride(t_k: int) -> int:
     """Length of a row of inverse norms, as ``triton_common.norm_stride``."""
     return (t_k + NORM_BLOCK - 1) // NORM_BLOCK * NORM_BLOCK
+
+
+def flags_of(batch: int, heads: int) -> int:
+    """Numbers of ``Kept.flat`` before its list of blocks, which begins at a multiple of 16 bytes."""
+    return (batch * heads + 3) // 4 * 4
+
+
+def flat_size(batch: int, heads: int, t_q: int) -> int:
+    return flags_of(batch, heads) + 1 + batch * heads * blocks_of(t_q, gluon_launch.ROWS)
 
 
 def unit_last_stride(x: Tensor) -> Tensor:
@@ -238,19 +247,22 @@ class Problem:
         }
 
 
-def key_norms(problem: Problem, norms: Tensor) -> None:
-    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||."""
+def key_norms(problem: Problem, norms: Tensor, flat: Tensor) -> None:
+    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||; no head is flat, and no block waits, yet."""
     k, block = problem.k, 64
     grid = (norm_stride(problem.t_k) // block * problem.batch * problem.h_kv, 1, 1)
-    tensors, numbers = (k, norms), (problem.t_k, problem.h_kv, k.stride()[:3])
+    numbers = (problem.t_k, problem.h_kv, k.stride()[:3], flags_of(problem.batch, problem.h) + 1)
     constants = (problem.normalized_keys, problem.d, padded(problem.d), block)
-    alike = kinds(tensors, numbers)
+    tensors = (k, norms, flat)
+    addresses = addresses_of(tensors)
+    alike = kinds(tensors, addresses, numbers)
     key = None if alike is None else ("key norms", k.device, constants, alike)
-    launch(fwd.key_norms_kernel, grid, tensors, (*numbers, *constants), {}, key, current_stream(k.device))
+    arguments = (*numbers, *constants)
+    launch(fwd.key_norms_kernel, grid, tensors, arguments, {}, key, current_stream(k.device), addresses)
 
 
 def forward(problem: Problem, kept: Kept) -> None:
-    """Fills ``kept`` but for the norms, which ``key_norms`` has filled."""
+    """Fills ``kept``; ``key_norms`` was there before."""
     if gluon_launch.fits(problem, kept.out):
         gluon_launch.forward(problem, kept)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from softplus_attention.kernels import triton_launch
 from softplus_attention.kernels.ops import no_double_backward
+from softplus_attention.kernels.triton_relaunch import current_device
 
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 
@@ -38,7 +40,7 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
         out,
         torch.empty_like(out) if for_backward else q.new_empty(0),
         q.new_empty(3, batch, heads, t_q, dtype=torch.float32),
-        q.new_zeros(batch, heads, dtype=torch.int32),
+        q.new_empty(triton_launch.flat_size(batch, heads, t_q), dtype=torch.int32),
         q.new_empty(*k.shape[:2], triton_launch.norm_stride(k.shape[2]), dtype=torch.float32),
     )
 
@@ -46,12 +48,12 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
 def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = triton_launch.Kept(*_forward_shapes(q, k, v, *options))
     if kept.out.numel() and k.shape[2]:
-        with torch.cuda.device_of(q):
+        with current_device(q):
             problem = triton_launch.Problem(q, k, v, *options[:-1])
-            triton_launch.key_norms(problem, kept.norms)
+            triton_launch.key_norms(problem, kept.norms, kept.flat)
             triton_launch.forward(problem, kept)
     else:
-        for x in (kept.out, kept.rest):
+        for x in (kept.out, kept.rest, kept.flat):
             x.zero_()
     return kept.out, kept.rest, kept.stats, kept.flat, kept.norms
 
@@ -89,7 +91,7 @@ def _triton_backward(
     dq, dk, dv, d_power = _backward_shapes(grad_out, out, rest, stats, flat, norms, q, k, v, *options)
     if out.numel() and k.shape[2]:
         wanted = d_power if options[_POWER_ROWS] is not None else None
-        with torch.cuda.device_of(q):
+        with current_device(q):
             problem = triton_launch.Problem(q, k, v, *options)
             kept = triton_launch.Kept(out, rest, stats, flat, norms)
             triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), wanted)
@@ -114,17 +116,42 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[Any, ...]:
+    return _grad_by(torch.ops.softplus_attention.triton_backward, ctx, grad_out)
+
+
+def _grad_by(backward: Callable[..., Any], ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
     if grad_out is None:
         return (None,) * 16
     q, k, v, start, end, mask, power_rows, *saved = ctx.saved_tensors
     is_causal, window, sharpen, power, others = ctx.options
-    dq, dk, dv, d_power = torch.ops.softplus_attention.triton_backward(
+    dq, dk, dv, d_power = backward(
         grad_out, *saved, q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *others
     )
     d_rows = None
     if power_rows is not None and ctx.needs_input_grad[10]:
         d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
     return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None, None
+
+
+class SoftplusAttention(torch.autograd.Function):
+    """The op where nobody but the caller wants to know of it: the same without the dispatcher, which takes longer than
+    all launches together."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        output = _triton_forward(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        # With create_graph the op itself, which refuses to be differentiated once more.
+        return _grad(ctx, grad_out) if torch.is_grad_enabled() else _grad_by(_triton_backward, ctx, grad_out)
+
+
+def eager(*inputs: Any) -> Tensor:
+    """The output of ``triton_forward`` for plain tensors."""
+    return SoftplusAttention.apply(*inputs) if inputs[-1] else _triton_forward(*inputs)[0]
 
 
 torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)

@@ -7,6 +7,7 @@ alike; ``kinds`` makes one of all arguments.
 
 from __future__ import annotations
 
+import marshal
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,7 +21,9 @@ from triton import knobs
 ALIGNMENT = 16
 # Versions whose binaries were seen to take addresses for tensors from `run`; another is asked in its own way.
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
+MOST_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
+_kinds: dict[bytes, tuple[Hashable, ...]] = {}
 _here = nullcontext()
 
 
@@ -32,13 +35,14 @@ def launch(
     options: Mapping[str, Any],
     key: Hashable,
     stream: int | None,
+    addresses: list[int] | None = None,
 ) -> None:
     """``kernel[grid](*tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
 
     Two launches of one ``key`` must agree in whatever Triton specialises on: kernel, device, options, constants,
     dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond 32 bits.
     None says nothing, and Triton looks for itself. ``stream`` is ``current_stream`` of the tensors' device, which is
-    the current one.
+    the current one; ``addresses`` are those of the tensors, where the caller has asked for them.
     """
     binary = None if key is None else _binaries.get(key)
     if binary is None:
@@ -47,20 +51,33 @@ def launch(
             _binaries[key] = binary
     elif KNOWN_BINARIES and not has_hooks():
         # An address is taken as it is; of a tensor the driver is asked whether it may be read.
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = addresses_of(tensors) if addresses is None else addresses
         no_hooks = (None, None, None)
         binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
     else:
         binary[grid](*tensors, *numbers)
 
 
-def kinds(tensors: tuple[Tensor, ...], numbers: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
+def addresses_of(tensors: tuple[Tensor, ...]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
+
+
+def kinds(tensors: tuple[Tensor, ...], addresses: list[int], numbers: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
     """What Triton specialises on, of arguments that are no constants; None where it looks at more than is known here
     (on ROCm at the size of tensors)."""
     if torch.version.hip is not None:
         return None
-    aligned = [(x.dtype, x.data_ptr() % ALIGNMENT == 0) for x in tensors]
-    return (*aligned, *[kind_of_number(x) for x in numbers])
+    bits = 0
+    for address in addresses:
+        bits |= address
+    aligned = True if bits % ALIGNMENT == 0 else tuple([x % ALIGNMENT == 0 for x in addresses])
+    written = marshal.dumps(numbers, 2)  # tells 1 from 1.0
+    alike = _kinds.get(written)
+    if alike is None:
+        if len(_kinds) >= MOST_KINDS:
+            _kinds.clear()
+        alike = _kinds[written] = tuple([kind_of_number(x) for x in numbers])
+    return (tuple([x.dtype for x in tensors]), aligned, alike)
 
 
 def kind_of_number(x: Any) -> Hashable:
