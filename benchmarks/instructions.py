@@ -92,6 +92,8 @@ def signature(
         n = parameter.name
         if parameter.is_constexpr:
             types[n], constants[(i,)] = "constexpr", given[n]
+        elif n == "shared":  # 1, which is a constant to Triton
+            types[n], constants[(i,)] = "constexpr", 1
         elif n in FLOATS or n == "growth":
             types[n] = "fp32" if n in FLOATS else ("fp32",) * 3
         elif n.endswith("_strides"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import CodeType, FunctionType, SimpleNamespace
@@ -37,6 +38,9 @@ class Value(torch.Tensor):
     @property
     def type(self) -> Any:  # type: ignore[override]
         return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
 
     def __iadd__(self, other: Any) -> Any:
         return self + other
@@ -149,8 +153,9 @@ def plain(x: Any) -> Tensor:
 class Program:
     """One program of the grid: its shared memory, and what is on its way."""
 
-    def __init__(self, number: int, warps: int, late_products: bool) -> None:
-        self.number = number
+    def __init__(self, place: tuple[int, ...], grid: tuple[int, ...], warps: int, late_products: bool) -> None:
+        self.place = place
+        self.grid = grid
         self.warps = warps
         self.late_products = late_products
         self.allocations: list[dict[str, bool]] = []
@@ -291,7 +296,10 @@ class Language:
         raise AttributeError(f"the interpreter of Gluon does not know {name}")
 
     def program_id(self, axis: int) -> Value:
-        return value(self.program.number)
+        return value(self.program.place[axis])
+
+    def num_programs(self, axis: int) -> Value:
+        return value(self.program.grid[axis])
 
     def num_warps(self) -> int:
         return self.program.warps
@@ -433,8 +441,8 @@ class InterpretedKernel:
             parameters = self.kernel.params
             assert len(arguments) == len(parameters), "an argument is missing, or there is one too many"
             assert parameters[-1].name == "num_warps"
-            for number in range(grid[0]):
-                program = Program(number, arguments[-1], self.late_products)
+            for z, y, x in itertools.product(*map(range, reversed(grid))):
+                program = Program((x, y, z), grid, arguments[-1], self.late_products)
                 given = [
                     x if parameter.is_constexpr else argument(x)
                     for x, parameter in zip(arguments, parameters, strict=True)

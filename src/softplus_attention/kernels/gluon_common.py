@@ -15,13 +15,14 @@ from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_
 @gluon.jit
 def note_trouble(Again, trouble):
     """Leaves the block of this program to a launch that looks again: Again has the number of such blocks, and then
-    which programs had them.
+    which programs had them, counted through the grid.
 
     Rows of equal scores and numbers that are not finite are rare. Their code inside the kernels would cost every block,
     since it holds more registers than all else.
     """
     if trouble > 0:
-        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0))
+        heads = gl.program_id(1) + gl.num_programs(1) * gl.program_id(2)
+        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0) + gl.num_programs(0) * heads)
 
 
 @gluon.constexpr_function
@@ -32,16 +33,28 @@ def fineness(dtype, power):
 
 
 @gluon.jit
-def block_of_rows(program, t_q, h, h_kv, BM: gl.constexpr):
-    """The first row of a program, its head among all, and sequence, head and key head.
+def own_place():
+    """The block, head and sequence of this program. The grid says which, since divisions at a program's start would
+    take longer than its first loads."""
+    return gl.program_id(0), gl.program_id(1), gl.program_id(2)
+
+
+@gluon.jit
+def noted_place(program, blocks, heads):
+    """The same of a program that ``note_trouble`` has left."""
+    return program % blocks, program // blocks % heads, program // (blocks * heads)
+
+
+@gluon.jit
+def block_of_rows(place, t_q, shared, h_kv, BM: gl.constexpr):
+    """The first row of a block, its head among all, and sequence, head and key head.
 
     The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
     """
-    blocks = gl.cdiv(t_q, BM)
-    m = (blocks - 1 - program % blocks) * BM
-    bh = (program // blocks).to(gl.int64)
-    b, head = bh // h, bh % h
-    return m, bh, b, head, head // (h // h_kv)
+    block, head, b = place
+    m = (gl.cdiv(t_q, BM) - 1 - block) * BM
+    b = gl.to_tensor(b).to(gl.int64)
+    return m, b * (shared * h_kv) + head, b, head, head // shared
 
 
 @gluon.jit
@@ -114,18 +127,18 @@ def keys_in_sight(
 
 @gluon.jit
 def rows_and_keys(
-    program, K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides, range_stride,
+    place, K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides, range_stride,
     power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Of the block of rows that is a program's:
+    """Of a block of rows; ``shared`` query heads have a key head:
 
     - its first row, head among all, sequence and head,
     - [BM]: its rows, how many keys each sees, its power,
     - what ``keys_in_sight`` and ``from_key`` say of the keys.
     """
-    m, bh, b, head, kv_head = block_of_rows(program, t_q, h, h_kv, BM)
+    m, bh, b, head, kv_head = block_of_rows(place, t_q, shared, h_kv, BM)
     o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
     sight = keys_in_sight(
         m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
@@ -143,10 +156,10 @@ def rows_and_keys(
 @gluon.jit
 def seen_keys(n, b_start, b_end, HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
     """[BM, BN]: whether a row sees a key of the tile from n on."""
-    o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
-    seen = o_n[None, :] < b_end[:, None]
+    o_n = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))[None, :]  # from n on: what is compared with is a row's
+    seen = o_n < (b_end - n)[:, None]
     if HAS_STARTS:
-        seen = seen & (o_n[None, :] >= b_start[:, None])
+        seen = seen & (o_n >= (b_start - n)[:, None])
     return seen
 
 
@@ -182,6 +195,12 @@ def load_columns(p, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     p = gl.multiple_of(p, 16) + gl.arange(0, 8, layout=gl.SliceLayout(0, square))[None, :]
     p = p + (gl.arange(0, WIDTH // 8, layout=gl.SliceLayout(1, square)) * 8)[:, None]
     return gl.convert_layout(gl.reshape(gl.load(p), [WIDTH]), gl.SliceLayout(0, LAYOUT), assert_trivial=True)
+
+
+@gluon.jit
+def not_finite(x):
+    """1 where any number of x [BM, BN] is not, else 0."""
+    return gl.max(gl.max(gl.where(gl.sum(by_thread(x * 0.0), 1) == 0, 0, 1), 1), 0)
 
 
 @gluon.jit
@@ -241,12 +260,6 @@ def arrive(PENDING: gl.constexpr):
     """Waits until all groups of copies but the last PENDING are there, and visible to the tensor cores."""
     async_copy.wait_group(PENDING)
     fence_async_shared()
-
-
-@gluon.jit
-def ahead(j, tiles):
-    """The tile that is the j-th in order of use, where all are used again and again."""
-    return j % gl.maximum(tiles, 1)
 
 
 @gluon.jit

@@ -19,7 +19,10 @@ from softplus_attention.kernels.gluon_common import (
     fetched,
     fineness,
     load_layout,
+    not_finite,
     note_trouble,
+    noted_place,
+    own_place,
     product_layout,
     splits_copies,
     store_tile,
@@ -179,8 +182,9 @@ def dkv_carefully(
 
 @gluon.jit
 def dkv_block(
-    program, Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
-    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+    place, Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+    t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
@@ -191,11 +195,11 @@ def dkv_block(
     dtype: gl.constexpr = Q.dtype.element_ty
     split: gl.constexpr = splits_copies(D, POWER)
 
-    blocks = gl.cdiv(t_k, BN)
-    n = program % blocks * BN  # the first keys are seen by the most rows
-    bh = (program // blocks).to(gl.int64)
-    b, kv_head = bh // h_kv, bh % h_kv
-    shared = h // h_kv
+    block, kv_head, b = place
+    n = block * BN  # the first keys are seen by the most rows
+    b = gl.to_tensor(b).to(gl.int64)
+    bh = b * h_kv + kv_head
+    h = shared * h_kv
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     b_norm = gl.load(Norms + bh * norm_stride(t_k) + o_n)
     # The tiles [low, high) of rows see some of these keys; those of [full_low, full_high) see all of them.
@@ -288,8 +292,7 @@ def dkv_block(
                 )  # fmt: skip
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             arrive(0)
-        trouble = gl.maximum(trouble, gl.max(gl.max(gl.where(((b_dk + b_dv) - (b_dk + b_dv)) == 0, 0, 1), 1), 0))
-        note_trouble(Again, trouble)
+        note_trouble(Again, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:
         o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
@@ -305,7 +308,8 @@ def dkv_block(
 @gluon.jit
 def gluon_dkv_kernel(
     Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
-    t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+    t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -314,13 +318,14 @@ def gluon_dkv_kernel(
     if AGAIN:
         for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
             dkv_block(
-                gl.load(Again + 1 + i), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
-                t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
-                seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, True,
+                noted_place(gl.load(Again + 1 + i), gl.cdiv(t_k, ROW_BLOCK), h_kv),
+                Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV, t_q, t_k, shared, h_kv,
+                window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
+                CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, True,
             )  # fmt: skip
     else:
         dkv_block(
-            gl.program_id(0), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
-            t_q, t_k, h, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+            own_place(), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+            t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
             seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, False,
         )  # fmt: skip

@@ -20,7 +20,10 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    not_finite,
     note_trouble,
+    noted_place,
+    own_place,
     product_layout,
     rows_and_keys,
     seen_keys,
@@ -168,8 +171,8 @@ def dq_carefully(
 
 @gluon.jit
 def dq_block(
-    program, Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
-    Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    place, Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
+    Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
@@ -187,7 +190,7 @@ def dq_block(
     split: gl.constexpr = splits_copies(D, POWER)
 
     place, of_rows, sight, keys = rows_and_keys(
-        program, K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides,
+        place, K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides,
         range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
@@ -283,8 +286,7 @@ def dq_block(
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
         arrive(0)
-        trouble = gl.max(gl.max(gl.where(((b_steep + b_even) - (b_steep + b_even)) == 0, 0, 1), 1), 0)
-        trouble = gl.maximum(trouble, gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
+        trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
         note_trouble(Again, trouble)
 
     b_epsilon = gl.zeros([BM], gl.float32, rows)
@@ -326,7 +328,7 @@ def dq_block(
 @gluon.jit
 def gluon_dq_kernel(
     Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
-    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
+    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
     dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
@@ -339,15 +341,16 @@ def gluon_dq_kernel(
     if AGAIN:
         for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
             dq_block(
-                gl.load(Again + 1 + i), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
-                Power, GradQ, GradPower, Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides,
-                v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
+                noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, ROW_BLOCK), shared * h_kv),
+                Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+                Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides,
+                k_strides, v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
                 CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, True,
             )  # fmt: skip
     else:
         dq_block(
-            gl.program_id(0), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
-            Power, GradQ, GradPower, Rows, t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides,
+            own_place(), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+            Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides,
             v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, False,
         )  # fmt: skip

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from softplus_attention.kernels.gluon_common import (
-    ahead,
     arrive,
     by_thread,
     fetch,
@@ -23,7 +22,9 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    not_finite,
     note_trouble,
+    own_place,
     product_layout,
     rows_and_keys,
     saturated,
@@ -52,8 +53,6 @@ LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
 LEAST_SCORE = gl.constexpr(-2.0)
 LEAST_MEAN = gl.constexpr(2.0**-10)
-# A mean of f' from which on no negative score (whose f' is below 1) is above it.
-LEAST_ABOVE = gl.constexpr(1.001)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
 # Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
 # 1.4e-6, leaves them 6e-6 of the largest: with the power 2 a million add up to 3e-5.
@@ -61,19 +60,41 @@ LEAST_POWER = gl.constexpr(5)
 LEAST_POWER_OF_LONG = gl.constexpr(2)
 
 
+@gluon.constexpr_function
+def least_mean(degree):
+    """A mean of f' in every row from which on ``softplus_above`` of that degree is right where there is weight."""
+    return {2: 2.07, 3: 1.2, 4: 1.001}[degree]
+
+
+@gluon.jit
+def softplus_above(t, DEGREE: gl.constexpr):
+    """log2(1 + 2^t) where it is above ``least_mean``, to 4e-4, and something below that elsewhere.
+
+    There 2^-t is at most 0.31 or 0.77, for which log2(1 + e) is a polynomial of 2 or 3 terms; with 4, the short one.
+    """
+    e = gl.exp2(gl.abs(t) * -1.0)
+    if DEGREE == 2:
+        log = (-0.55673027 * e + 1.4281935) * e
+    elif DEGREE == 3:
+        log = ((0.20146992 * e - 0.62514659) * e + 1.43216531) * e
+    else:
+        log = log2_one_plus(e, SHORT)
+    return log + t
+
+
 @gluon.jit
 def first_loop(
     b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-    t_k, k_stride, tiles, first, low, high,
+    t_k, k_stride, tiles, n_ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread.
+    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread; the tile at n_ahead is
+    the next to be copied.
 
     BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
     instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
     """
-    n_ahead = ahead(low + 3, tiles) * BN
     for j in range(low, high):
         s = first + j
         arrive(1)
@@ -95,39 +116,40 @@ def first_loop(
         fetch(k_ring, (s + 1) & 1, p_k, o_tile, n_ahead, t_k, k_stride)
         n_ahead = wrapped(n_ahead + BN, tiles * BN)
         fetched()
-    return b_scaled, b_product, b_total, b_largest
+    return b_scaled, b_product, b_total, b_largest, n_ahead
 
 
 @gluon.jit
 def sums(
     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
-    tiles, first,
+    tiles, n_ahead, first,
     HAS_STARTS: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f' and largest t."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_top = b_sum + float("-inf")
     if HAS_STARTS:
-        b_scaled, _, b_sum, b_top = first_loop(
+        b_scaled, _, b_sum, b_top, n_ahead = first_loop(
             b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
+            k_stride, tiles, n_ahead, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
         )  # fmt: skip
-    b_scaled, _, b_sum, b_top = first_loop(
+    b_scaled, _, b_sum, b_top, n_ahead = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_low, full_high, False, HAS_STARTS, False, FINE, BN, LAYOUT,
+        k_stride, tiles, n_ahead, first, full_low, full_high, False, HAS_STARTS, False, FINE, BN, LAYOUT,
     )  # fmt: skip
-    b_scaled, _, b_sum, b_top = first_loop(
+    b_scaled, _, b_sum, b_top, n_ahead = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, first, full_high, tiles, True, HAS_STARTS, False, FINE, BN, LAYOUT,
+        k_stride, tiles, n_ahead, first, full_high, tiles, True, HAS_STARTS, False, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), gl.convert_layout(gl.max(b_top, 1), rows)
+    b_largest = gl.convert_layout(gl.max(b_top, 1), rows)
+    return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), b_largest, n_ahead
 
 
 @gluon.jit
 def sums_by_product(
     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
-    tiles,
+    tiles, n_ahead,
     HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The same, and the part of each sum that is logarithms."""
@@ -137,41 +159,40 @@ def sums_by_product(
     b_product = b_zero + 1.0
     # With ranges these may be more tiles than a product holds: then its sum is not finite, and is made again.
     if HAS_STARTS:
-        b_scaled, b_product, b_sum, b_top = first_loop(
+        b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-            t_k, k_stride, tiles, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
+            t_k, k_stride, tiles, n_ahead, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
         )  # fmt: skip
     for low in range(full_low, full_high, MOST_FACTORS):
-        b_scaled, b_product, b_sum, b_top = first_loop(
+        b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
             b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-            t_k, k_stride, tiles, 0, low, gl.minimum(low + MOST_FACTORS, full_high),
+            t_k, k_stride, tiles, n_ahead, 0, low, gl.minimum(low + MOST_FACTORS, full_high),
             False, HAS_STARTS, True, SHORT, BN, LAYOUT,
         )  # fmt: skip
         b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
         b_product = b_zero + 1.0
-    b_scaled, b_product, b_sum, b_top = first_loop(
+    b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
         b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, 0, full_high, tiles, True, HAS_STARTS, True, SHORT, BN, LAYOUT,
+        k_stride, tiles, n_ahead, 0, full_high, tiles, True, HAS_STARTS, True, SHORT, BN, LAYOUT,
     )  # fmt: skip
     b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
-    return b_scaled, b_total, gl.convert_layout(gl.max(b_top, 1), rows), b_bent
+    return b_scaled, b_total, gl.convert_layout(gl.max(b_top, 1), rows), b_bent, n_ahead
 
 
 @gluon.jit
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
-    v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, first, low, high,
+    v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, n_ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
 
-    ABOVE: no key with a negative score has any weight, so that f' may be too small there.
+    ABOVE: where not 0, no key with a score below ``least_mean`` has any weight, so that f' need not be right there.
     """
-    n_ahead = ahead(low + 3, tiles) * BN
     for j in range(low, high):
         s = first + j
         arrive(1)
@@ -179,8 +200,7 @@ def second_loop(
         n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]
-        # Beyond 1 the short polynomial is below the logarithm, down to minus infinity.
-        w = log2_one_plus(gl.exp2(t * -1.0), SHORT) + t if ABOVE else softplus2(t, FINE)  # [BM, BN]
+        w = softplus_above(t, ABOVE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
             w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), b_p[:, None], POWER, 0, FINE)
         if MASKED:
@@ -197,13 +217,13 @@ def second_loop(
         fetch(v_ring, gl.where(v_slot == 0, 2, v_slot - 1), p_v, o_values, (j + 2) * BN, t_k, v_stride)
         fetched()
         v_slot = gl.where(v_slot == 2, 0, v_slot + 1)
-    return b_scaled, b_out, b_w, b_weight, v_slot
+    return b_scaled, b_out, b_w, b_weight, v_slot, n_ahead
 
 
 @gluon.jit
 def gluon_forward_kernel(
     Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
-    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
+    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
     power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
@@ -219,7 +239,7 @@ def gluon_forward_kernel(
     fine: gl.constexpr = fineness(dtype, POWER)
 
     place, of_rows, sight, keys = rows_and_keys(
-        gl.program_id(0), K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides, v_strides,
+        own_place(), K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides,
         range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
@@ -230,10 +250,10 @@ def gluon_forward_kernel(
     m_rows = o_m < t_q
     p_row = bh * t_q + o_m
 
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
     q_ring = gl.allocate_shared_memory(dtype, [1, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
-    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], shared)
-    v_ring = gl.allocate_shared_memory(dtype, [3, BN, D], shared)
+    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
+    v_ring = gl.allocate_shared_memory(dtype, [3, BN, D], of_keys)
     q_tile = q_ring.index(0)
     o_tile = tile_offsets(k_strides[2], BN, D)
     o_values = tile_offsets(v_strides[2], BN, D)
@@ -241,7 +261,8 @@ def gluon_forward_kernel(
     fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2])
     fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
     fetched()
-    fetch(k_ring, 1, p_k, o_tile, ahead(gl.to_tensor(1), tiles) * BN, t_k, k_strides[2])
+    n_ahead = wrapped(gl.to_tensor(BN), tiles * BN)
+    fetch(k_ring, 1, p_k, o_tile, n_ahead, t_k, k_strides[2])
     fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
     fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
     fetched()
@@ -252,8 +273,10 @@ def gluon_forward_kernel(
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
-    fetch(k_ring, 0, p_k, o_tile, ahead(gl.to_tensor(2), tiles) * BN, t_k, k_strides[2])
+    n_ahead = wrapped(n_ahead + BN, tiles * BN)
+    fetch(k_ring, 0, p_k, o_tile, n_ahead, t_k, k_strides[2])
     fetched()
+    n_ahead = wrapped(n_ahead + BN, tiles * BN)
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
@@ -261,20 +284,21 @@ def gluon_forward_kernel(
     b_total = b_slope
     first = gl.to_tensor(0)
     any_flat = 0
-    above = full_low  # tiles
+    far_above = full_low  # tiles
+    above = full_low
+    least_power: gl.constexpr = LEAST_POWER if fine == SHORT else LEAST_POWER_OF_LONG
+    low_power: gl.constexpr = POWER > 0 and least_power > POWER
     if POWER != 0:
         b_excess = gl.where(b_counts > 3, 1.0, 0.0)
-        least_power: gl.constexpr = LEAST_POWER if fine == SHORT else LEAST_POWER_OF_LONG
-        low_power: gl.constexpr = POWER > 0 and least_power > POWER
         by_polynomial = gl.to_tensor(1 if low_power else 0)
         if POWER < 0:
             by_polynomial = gl.max(((b_counts > 0) & (b_p < least_power)).to(gl.int32), 0)
         b_largest = b_slope
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
-                b_scaled, b_total, b_largest, b_bent = sums_by_product(
+                b_scaled, b_total, b_largest, b_bent, n_ahead = sums_by_product(
                     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                    full_low, full_high, tiles, has_starts, BN, layout,
+                    full_low, full_high, tiles, n_ahead, has_starts, BN, layout,
                 )  # fmt: skip
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
@@ -282,9 +306,9 @@ def gluon_forward_kernel(
                 sure = sure & (b_total > LEAST_MEAN * b_counts)
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
-            b_scaled, b_total, b_largest = sums(
+            b_scaled, b_total, b_largest, n_ahead = sums(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, first, has_starts, fine, BN, layout,
+                full_low, full_high, tiles, n_ahead, first, has_starts, fine, BN, layout,
             )  # fmt: skip
             first += tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -294,9 +318,18 @@ def gluon_forward_kernel(
         b_divisor = gl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
-        some_below = gl.max(((b_counts > 0) & (b_excess * b_total < LEAST_ABOVE * b_counts)).to(gl.int32), 0)
-        if fine == SHORT:  # the other polynomial grows beyond 1
-            above = gl.where(some_below == 0, full_high, full_low)
+        if fine == SHORT:
+            # What was summed with the short polynomial has to be weighed with it.
+            least: gl.constexpr = least_mean(4) if low_power else least_mean(3)
+            b_below = ((b_counts > 0) & (b_excess * b_total < least * b_counts)).to(gl.int32)
+            if not low_power:
+                b_near = (b_counts > 0) & (b_excess * b_total < least_mean(2) * b_counts)
+                b_below = gl.maximum(b_below * 2, b_near.to(gl.int32))
+            below = gl.max(b_below, 0)
+            if not low_power:
+                below = gl.where(by_polynomial > 0, 2, below)
+                far_above = gl.where(below == 0, full_high, full_low)
+            above = gl.where(below < 2 - low_power, full_high, full_low)
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
@@ -304,31 +337,36 @@ def gluon_forward_kernel(
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     v_slot = gl.to_tensor(0)
     if has_starts:
-        b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+        b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
             b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-            v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-            0, full_low, True, True, False, POWER, fine, BN, layout, out_layout,
+            v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+            0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        full_low, above, False, has_starts, True, POWER, fine, BN, layout, out_layout,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        full_low, far_above, False, has_starts, 2, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        above, full_high, False, has_starts, False, POWER, fine, BN, layout, out_layout,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        far_above, above, False, has_starts, 4 if low_power else 3, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot = second_loop(
+    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, first,
-        full_high, tiles, True, has_starts, False, POWER, fine, BN, layout, out_layout,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
+    )  # fmt: skip
+    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
+        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     arrive(0)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
-    trouble = gl.max(gl.max(gl.where((b_out - b_out) == 0, 0, 1), 1), 0)
+    trouble = not_finite(b_out)
     if POWER == 0:
         b_total = b_weight
         if dtype == gl.float16:  # which f' may be too small for
@@ -338,7 +376,7 @@ def gluon_forward_kernel(
     if trouble > 0:
         gl.atomic_max(Flat + bh, 1)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
-    b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]
+    b_out = b_out * gl.convert_layout(1.0 / b_weight, gl.SliceLayout(1, out_layout))[:, None]
     if POWER == 0:
         b_weight = gl.where(b_total == 0, 1.0, b_total)
     gl.store(Weight + p_row, b_weight, mask=m_rows)

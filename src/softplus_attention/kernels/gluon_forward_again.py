@@ -11,6 +11,7 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    noted_place,
     product_layout,
     rows_and_keys,
     seen_keys,
@@ -69,7 +70,7 @@ def careful_pass(
 @gluon.jit
 def gluon_forward_again_kernel(
     Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
-    t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
+    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
     power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
@@ -83,17 +84,17 @@ def gluon_forward_again_kernel(
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     dtype: gl.constexpr = Q.dtype.element_ty
     by_row: gl.constexpr = load_layout(D, num_warps)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
     q_tile = gl.allocate_shared_memory(dtype, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
-    k_ring = gl.allocate_shared_memory(dtype, [1, BN, D], shared)
-    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], shared)
+    k_ring = gl.allocate_shared_memory(dtype, [1, BN, D], of_keys)
+    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
     o_tile = tile_offsets(k_strides[2], BN, D)
     o_values = tile_offsets(v_strides[2], BN, D)
     o_queries = tile_offsets(q_strides[2], BM, D)
     for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
         place, of_rows, sight, keys = rows_and_keys(
-            gl.load(Again + 1 + i), K, V, Norms, Start, End, Power, t_q, t_k, h, h_kv, window, growth, k_strides,
-            v_strides, range_stride, power_strides,
+            noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, BM), shared * h_kv), K, V, Norms, Start, End, Power,
+            t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
         )  # fmt: skip
         m, bh, b, head = place
@@ -129,7 +130,7 @@ def gluon_forward_again_kernel(
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
         b_weight = gl.where(b_weight == 0, 1.0, b_weight)
-        b_out = b_out / gl.convert_layout(b_weight, gl.SliceLayout(1, out_layout))[:, None]
+        b_out = b_out * gl.convert_layout(1.0 / b_weight, gl.SliceLayout(1, out_layout))[:, None]
         if POWER != 0:
             gl.store(Weight + p_row, b_weight, mask=m_rows)
         p_out = Out + b * out_strides[0] + head * out_strides[1]

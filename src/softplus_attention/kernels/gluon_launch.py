@@ -5,6 +5,7 @@ The kernels are imported where they are first used: Gluon is a part of Triton wh
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
 MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
+MOST_OF_A_GRID = 65535  # programs along its second and third axis: heads and sequences
 
 
 @cache
@@ -53,6 +55,7 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     return (
         problem.d in WIDTHS
         and min(problem.t_q, problem.t_k) > 1
+        and max(problem.h, problem.batch) <= MOST_OF_A_GRID
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.offset
@@ -70,7 +73,7 @@ def blocks_of(length: int) -> int:
 def launch_twice(
     kernel: Any,
     again: Any,
-    programs: int,
+    grid: tuple[int, int, int],
     tensors: tuple[Tensor, ...],
     numbers: tuple[Any, ...],
     constants: tuple[tuple[Any, ...], tuple[Any, ...]],
@@ -79,12 +82,12 @@ def launch_twice(
     """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants."""
     device, addresses = tensors[0].device, addresses_of(tensors)
     stream, alike = current_stream(device), kinds(tensors, addresses, numbers)
-    for one, grid, given, options in (
-        (kernel, programs, constants[0], {"maxnreg": registers}),
-        (again, min(programs, AGAIN), constants[1], {}),
+    for one, programs, given, options in (
+        (kernel, grid, constants[0], {"maxnreg": registers}),
+        (again, (min(math.prod(grid), AGAIN), 1, 1), constants[1], {}),
     ):
         key = None if alike is None else (one.__name__, device, given, alike)
-        launch(one, (grid, 1, 1), tensors, (*numbers, *given, WARPS), options, key, stream, addresses)
+        launch(one, programs, tensors, (*numbers, *given, WARPS), options, key, stream, addresses)
 
 
 def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
@@ -99,19 +102,20 @@ def forward(problem: Problem, kept: Kept) -> None:
 
     out, rest, stats, flat, norms = kept
     keys, registers = FORWARD_TILES[problem.d]
-    programs = blocks_of(problem.t_q) * problem.batch * problem.h
+    grid = (blocks_of(problem.t_q), problem.h, problem.batch)
+    again = flat[-1 - math.prod(grid) :]
     tensors = (
-        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, flat[-1 - programs :],
+        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, again,
         problem.start_pointer, problem.end_pointer, problem.power_pointer,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
-        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.score_scale,
+        problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         problem.range_stride, problem.power_strides,
     )  # fmt: skip
     constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
     launch_twice(
-        gluon_forward_kernel, gluon_forward_again_kernel, programs, tensors, numbers, (constants, constants), registers
+        gluon_forward_kernel, gluon_forward_again_kernel, grid, tensors, numbers, (constants, constants), registers
     )
 
 
@@ -149,22 +153,22 @@ def backward_of_queries(
 
     out, rest, stats, _, norms = kept
     keys, registers = DQ_TILES[problem.d]
-    programs = blocks_of(problem.t_q) * problem.batch * problem.h
+    grid = (blocks_of(problem.t_q), problem.h, problem.batch)
     tensors = (
         problem.q, problem.k, problem.v, out, rest, grad_out, norms, *stats.unbind(), again,
         problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.score_scale, problem.growth,
-        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.score_scale,
+        problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
         grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
     )  # fmt: skip
     constants = (
         *sight(problem), problem.power_rows is not None, grad_power is not None, problem.d, keys, DKV_ROWS[problem.d],
     )  # fmt: skip
     both = ((*constants, False), (*constants, True))
-    launch_twice(gluon_dq_kernel, gluon_dq_kernel, programs, tensors, numbers, both, registers)
+    launch_twice(gluon_dq_kernel, gluon_dq_kernel, grid, tensors, numbers, both, registers)
 
 
 def backward_of_keys(
@@ -173,17 +177,17 @@ def backward_of_keys(
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
-    programs = blocks_of(problem.t_k) * problem.batch * problem.h_kv
+    grid = (blocks_of(problem.t_k), problem.h_kv, problem.batch)
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     tensors = (
         problem.q, problem.k, problem.v, grad_out, kept.norms, kept.flat, again, rows,
         first_row, last_row, dk, dv,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.h, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
         problem.seen_stride(first_row),
     )  # fmt: skip
     constants = (*sight(problem), problem.normalized_keys, problem.d, DKV_ROWS[problem.d])
     both = ((*constants, False), (*constants, True))
-    launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, programs, tensors, numbers, both)
+    launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, grid, tensors, numbers, both)

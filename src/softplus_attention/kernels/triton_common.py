@@ -228,13 +228,15 @@ def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.cons
 
 @triton.jit
 def inverse_norm(b_x):
-    """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares."""
-    size = tl.max(tl.abs(b_x), 1)
-    # max drops a NaN; the sum of squares keeps it
-    size = tl.where(size > 0, size, 1.0)
-    x = b_x / size[:, None]
+    """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares; NaN where x is
+    not finite."""
+    size = tl.max(tl.abs(b_x), 1)  # drops a NaN; the sum of squares keeps it
+    # A power of two near 1 / size, 2^-126 at least: the products are exact, and cost less than quotients.
+    exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+    scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    x = b_x * scale[:, None]
     square = tl.sum(x * x, 1)
-    return tl.where(square == 0, 0.0, 1.0 / (tl.sqrt(square) * size))
+    return tl.where(square == 0, 0.0, scale / tl.sqrt(square) + (square - square))
 
 
 @triton.jit

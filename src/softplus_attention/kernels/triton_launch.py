@@ -148,6 +148,7 @@ class Problem:
         self.q, self.k, self.v = (unit_last_stride(x) for x in (self.q, self.k, self.v))
         self.batch, self.h, self.t_q, self.d = self.q.shape
         self.h_kv, self.t_k, self.dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
+        self.shared = self.h // self.h_kv  # query heads of a key head
         if self.window is not None:  # no row sees more; a larger number would be beyond the kernels' int32
             self.window = min(self.window, max(self.t_k, 1))
         self.precise = self.q.dtype == torch.float32
