@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from triton_cases import Case, assert_case
 
 from softplus_attention import functional, softplus_attention
 from softplus_attention.kernels import gluon_dkv, gluon_dq, gluon_forward, gluon_forward_again, gluon_launch
+from softplus_attention.kernels.gluon_forward import least_mean, softplus_above
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 
@@ -139,6 +141,42 @@ def test_keys_that_share_a_direction(dtype: torch.dtype, d: int, power: int) -> 
         softplus_attention, *(x.to(dtype) for x in (q, k, v)), impl="triton", power=power, is_causal=True,
         enable_gqa=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("power", [3, 15, 31])
+@pytest.mark.parametrize(("score_scale", "means"), [(8.0, (2.07, 9)), (3.5, (1.2, 2.07)), (0.9, (1.001, 1.2))])
+def test_polynomials_by_the_mean_of_a_row(
+    power: int, score_scale: float, means: tuple[float, float], late_kernels: list[InterpretedKernel]
+) -> None:
+    """Two terms, three, or neither; small powers have four at once."""
+    q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((20, 200, 200)))
+    counts = torch.arange(181, 201)[:, None]
+    cosines = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).mT
+    f = torch.logaddexp(cosines * score_scale * counts.log(), torch.zeros(())) / math.log(2)
+    mean = f.tril(180).sum(-1) / counts[:, 0]
+    assert ((mean > means[0]) & (mean < means[1])).all()
+    given = (x.to(torch.bfloat16) for x in (q, k, v))
+    options = {"impl": "triton", "power": power, "score_scale": score_scale, "is_causal": True}
+    assert_within_yardstick(softplus_attention, *given, **options)
+    assert ("softplus_above" in late_kernels[0].called) == (power < 5 or mean.min() > 1.2)
+
+
+@gluon.jit
+def above_kernel(T, F, DEGREE: gl.constexpr, num_warps: gl.constexpr):
+    o = gl.arange(0, 4096, layout=gl.BlockedLayout([1], [32], [num_warps], [0]))
+    gl.store(F + o, softplus_above(gl.load(T + o), DEGREE))
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_softplus_above(degree: int) -> None:
+    """Right above the mean that it is for, and not above that mean where the right one is not."""
+    t, found = torch.linspace(-60, 60, 4096), torch.empty(4096)
+    t[:2048] = torch.linspace(-1, 3, 2048)
+    InterpretedKernel(above_kernel, late_products=False)[1, 1, 1](t, found, degree, 4)
+    right, least = torch.logaddexp2(t, torch.zeros(())), least_mean(degree)
+    above = right >= least
+    assert (found - right)[above].abs().max() < 4e-4
+    assert (found[~above] < least + 1e-3).all()
 
 
 def test_the_sum_of_many_tiles(launches: list[str]) -> None:

@@ -215,6 +215,12 @@ def load_layout(width, num_warps):
     return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [num_warps, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def norm_layout(width, num_warps):
+    """A quarter of a row to each thread: few shuffles where a row is added up."""
+    return gl.BlockedLayout([1, width // 4], [8, 4], [num_warps, 1], [1, 0])
+
+
 @gluon.jit
 def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
     """[ROWS, D] int32: where a tile's elements are, from its first."""

@@ -20,6 +20,7 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    norm_layout,
     not_finite,
     note_trouble,
     noted_place,
@@ -229,7 +230,7 @@ def dq_block(
     b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
     arrive(0 if AGAIN else 1)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
-    b_inverse = gl.convert_layout(inverse_norm(q_tile.load(by_row).to(gl.float32)), rows)
+    b_inverse = gl.convert_layout(inverse_norm(q_tile.load(norm_layout(D, gl.num_warps())).to(gl.float32)), rows)
     b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
     b_factor = score_factor(b_scale, b_inverse)
 

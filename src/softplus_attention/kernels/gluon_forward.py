@@ -21,7 +21,7 @@ from softplus_attention.kernels.gluon_common import (
     fetched,
     fineness,
     load_columns,
-    load_layout,
+    norm_layout,
     not_finite,
     note_trouble,
     own_place,
@@ -267,7 +267,7 @@ def gluon_forward_kernel(
     fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
     fetched()
     arrive(1)
-    b_inverse = inverse_norm(q_tile.load(load_layout(D, num_warps)).to(gl.float32))
+    b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
     b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
 
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
@@ -314,22 +314,24 @@ def gluon_forward_kernel(
         b_total = gl.where(b_counts > 0, b_total, 1.0)
         b_height = b_counts / b_total * softplus2(b_largest, fine) - b_excess
         b_sharp = b_height > EQUAL_SCORES  # not where NaN
-        any_flat = gl.max(((b_counts > 0) & (b_sharp == 0)).to(gl.int32), 0)
         b_divisor = gl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
+        # What a row needs: 1 and 2 more terms of a polynomial than the fewest, 3 a second look.
+        b_needs = ((b_counts > 0) & (b_sharp == 0)).to(gl.int32) * 3
         if fine == SHORT:
-            # What was summed with the short polynomial has to be weighed with it.
-            least: gl.constexpr = least_mean(4) if low_power else least_mean(3)
-            b_below = ((b_counts > 0) & (b_excess * b_total < least * b_counts)).to(gl.int32)
+            nearest: gl.constexpr = least_mean(4) if low_power else least_mean(3)
+            b_needs = gl.maximum(b_needs, (b_excess * b_total < nearest * b_counts).to(gl.int32) * 2)
             if not low_power:
-                b_near = (b_counts > 0) & (b_excess * b_total < least_mean(2) * b_counts)
-                b_below = gl.maximum(b_below * 2, b_near.to(gl.int32))
-            below = gl.max(b_below, 0)
+                b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(2) * b_counts).to(gl.int32))
+        needs = gl.max(b_needs, 0)
+        any_flat = (needs == 3).to(gl.int32)
+        if fine == SHORT:
+            above = gl.where(needs < 2, full_high, full_low)
             if not low_power:
-                below = gl.where(by_polynomial > 0, 2, below)
-                far_above = gl.where(below == 0, full_high, full_low)
-            above = gl.where(below < 2 - low_power, full_high, full_low)
+                # What was summed with the short polynomial has to be weighed with it.
+                above = gl.where(by_polynomial > 0, full_low, above)
+                far_above = gl.where((needs == 0) & (by_polynomial == 0), full_high, full_low)
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 

@@ -11,6 +11,7 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    norm_layout,
     noted_place,
     product_layout,
     rows_and_keys,
@@ -108,7 +109,8 @@ def gluon_forward_again_kernel(
         p_q = Q + b * q_strides[0] + head * q_strides[1] + m.to(gl.int64) * q_strides[2]
         b_q = gl.load(p_q + o_queries, mask=(o_rows < t_q)[:, None], other=0.0)
         q_tile.store(b_q)
-        b_inverse = gl.convert_layout(inverse_norm(b_q.to(gl.float32)), rows)
+        b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
+        b_inverse = gl.convert_layout(b_inverse, rows)
         b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), b_inverse)  # [BM]
         b_slope = gl.zeros([BM], gl.float32, rows)
         b_offset = b_slope
