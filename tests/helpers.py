@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention import softplus_attention_decode, softplus_attention_varlen
+from softplus_attention import softplus_attention, softplus_attention_decode, softplus_attention_varlen
 from softplus_attention.reference import EQUAL_SCORES, attention_stages
 from softplus_attention.visibility import Visibility, cached, packed
 
@@ -197,3 +197,15 @@ def peak_memory(work: Callable[[], Any]) -> int:
         peak = max(peak, held)
     del kept
     return peak
+
+
+def assert_no_weight_for_a_crowd(d: int, score: float) -> None:
+    """One key above the average, 65,535 equal ones below it, and the power 1.5, which makes little of much."""
+    count = 65536
+    per_cosine = math.log(d) * math.log(count) / math.log(2)
+    q, k = torch.zeros(1, 1, 3, d), torch.zeros(1, 1, count, d)
+    q[..., 0], k[..., 0], k[..., 1] = 1, score / per_cosine, 1
+    k[..., count // 3, 0] = 0.31 / per_cosine
+    v = randn(1, 1, count, d, seed=3, dtype=torch.float16)
+    out = softplus_attention(q.half(), k.half(), v, power=1.5, impl="triton")
+    assert torch.equal(out, v[:, :, count // 3, None].expand_as(out))

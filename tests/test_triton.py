@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton_cases
-from helpers import OutsideYardstickError, as_given, largest_error, outcomes, randn
+from helpers import OutsideYardstickError, as_given, assert_no_weight_for_a_crowd, largest_error, outcomes, randn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
@@ -206,6 +206,12 @@ def test_a_bad_number_without_the_offset() -> None:
     from gpu_numbers import check_poison
 
     check_poison("causal", "float32", 2.5, offset=False, values={"nan": torch.nan})
+
+
+@interpreted
+@pytest.mark.slow
+def test_a_crowd_of_equal_keys_below_the_average_has_no_weight() -> None:
+    assert_no_weight_for_a_crowd(48, -0.3)
 
 
 @interpreted

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from gluon_interpreter import InterpretedKernel
-from helpers import as_given, assert_within_yardstick, largest_error, outcomes, randn, unit_in_the_last_place
+from helpers import (
+    as_given,
+    assert_no_weight_for_a_crowd,
+    assert_within_yardstick,
+    largest_error,
+    outcomes,
+    randn,
+    unit_in_the_last_place,
+)
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -187,6 +195,12 @@ def test_the_sum_of_many_tiles(launches: list[str]) -> None:
     truth = softplus_attention(q.double(), k.double(), v.double(), is_causal=True, impl="reference")
     assert largest_error(ours, truth) <= 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
     assert launches == FORWARD
+
+
+@pytest.mark.usefixtures("late_kernels")
+def test_a_crowd_of_equal_keys_below_the_average_has_no_weight() -> None:
+    """Their sum must not be off: by 1e-5 of it each would have a weight, and 65,536 of them 3% of the output."""
+    assert_no_weight_for_a_crowd(64, -0.26)
 
 
 @pytest.mark.parametrize("power", [15, 3, 2.5, None])

@@ -125,18 +125,26 @@ def sums(
     tiles, n_ahead, first,
     HAS_STARTS: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """[BM] of each row's sum of f' and largest t."""
-    b_sum = gl.sum(by_thread(b_zero), 1)
-    b_top = b_sum + float("-inf")
+    """[BM] of each row's sum of f' and largest t.
+
+    Equal numbers, of which a crowd of equal keys makes thousands, all round to one side: with a sum of its own for
+    every MOST_FACTORS tiles they are off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
+    """
+    b_none = gl.sum(by_thread(b_zero), 1)
+    b_sum = b_none
+    b_top = b_none + float("-inf")
     if HAS_STARTS:
         b_scaled, _, b_sum, b_top, n_ahead = first_loop(
             b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
             k_stride, tiles, n_ahead, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
         )  # fmt: skip
-    b_scaled, _, b_sum, b_top, n_ahead = first_loop(
-        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, n_ahead, first, full_low, full_high, False, HAS_STARTS, False, FINE, BN, LAYOUT,
-    )  # fmt: skip
+    for low in range(full_low, full_high, MOST_FACTORS):
+        b_scaled, _, b_part, b_top, n_ahead = first_loop(
+            b_scaled, b_zero, b_none, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+            k_stride, tiles, n_ahead, first, low, gl.minimum(low + MOST_FACTORS, full_high),
+            False, HAS_STARTS, False, FINE, BN, LAYOUT,
+        )  # fmt: skip
+        b_sum += b_part
     b_scaled, _, b_sum, b_top, n_ahead = first_loop(
         b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
         k_stride, tiles, n_ahead, first, full_high, tiles, True, HAS_STARTS, False, FINE, BN, LAYOUT,

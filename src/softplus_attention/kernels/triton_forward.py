@@ -63,7 +63,11 @@ def first_pass(
     MASKED: tl.constexpr,
     HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [n_low, n_high) to each row's sum of f' and largest t."""
+    """Adds the keys [n_low, n_high) to each row's sum of f' and largest t.
+
+    What a sum has lost is added with the next tile: equal numbers, as equal keys make, all round to one side.
+    """
+    b_lost = tl.zeros_like(b_total)
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
@@ -73,7 +77,10 @@ def first_pass(
             seen = seen_by(o_n, sight, HAS_MASK)
             f = tl.where(seen, f, 0.0)
             t = tl.where(seen, t, float("-inf"))
-        b_total += tl.sum(f, 1)
+        b_part = tl.sum(f, 1) - b_lost
+        b_next = b_total + b_part
+        b_lost = b_next - b_total - b_part
+        b_total = b_next
         b_largest = tl.maximum(b_largest, tl.max(t, 1))
     return b_total, b_largest
 
