@@ -35,6 +35,7 @@ from softplus_attention.kernels.gluon_common import (
 )
 from softplus_attention.kernels.triton_common import (
     EQUAL_SCORES,
+    LONG,
     ROW_BLOCK,
     SHORT,
     inverse_norm,
@@ -60,25 +61,40 @@ LEAST_POWER = gl.constexpr(5)
 LEAST_POWER_OF_LONG = gl.constexpr(2)
 
 
+OWN = gl.constexpr(9)
+
+
 @gluon.constexpr_function
-def least_mean(degree):
-    """A mean of f' in every row from which on ``softplus_above`` of that degree is right where there is weight."""
-    return {2: 2.07, 3: 1.2, 4: 1.001}[degree]
+def terms_above(fine, far):
+    """Of ``softplus_above`` in place of the short or the long polynomial."""
+    return 5 - far if fine == LONG else 3 - far
+
+
+@gluon.constexpr_function
+def least_mean(terms):
+    """A mean of f' in every row from which on ``softplus_above`` with so many terms is right where there is weight."""
+    return {2: 2.07, 3: 1.2, 4: 2.07, 5: 1.5, OWN.value: 1.001}[terms]
 
 
 @gluon.jit
-def softplus_above(t, DEGREE: gl.constexpr):
-    """log2(1 + 2^t) where it is above ``least_mean``, to 4e-4, and something below that elsewhere.
+def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
+    """log2(1 + 2^t) where it is above ``least_mean``, and something below that elsewhere.
 
-    There 2^-t is at most 0.31 or 0.77, for which log2(1 + e) is a polynomial of 2 or 3 terms; with 4, the short one.
+    There 2^-t is at most 0.31, 0.55 or 0.77, for which log2(1 + e) is a polynomial with fewer terms and no larger error
+    than the short one's (2 and 3: 4e-4) or the long one's (4 and 5: 1.0e-6) for e up to 1. OWN: that one itself.
     """
     e = gl.exp2(gl.abs(t) * -1.0)
-    if DEGREE == 2:
+    if TERMS == 2:
         log = (-0.55673027 * e + 1.4281935) * e
-    elif DEGREE == 3:
+    elif TERMS == 3:
         log = ((0.20146992 * e - 0.62514659) * e + 1.43216531) * e
+    elif TERMS == 4:
+        log = (((-0.2090692 * e + 0.44628737) * e - 0.71802695) * e + 1.4425937) * e
+    elif TERMS == 5:
+        r = (0.09401079 * e - 0.27248671) * e + 0.46019851
+        log = ((r * e - 0.71911207) * e + 1.44261486) * e
     else:
-        log = log2_one_plus(e, SHORT)
+        log = log2_one_plus(e, FINE)
     return log + t
 
 
@@ -199,7 +215,7 @@ def second_loop(
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
 
-    ABOVE: where not 0, no key with a score below ``least_mean`` has any weight, so that f' need not be right there.
+    ABOVE: where not 0, the terms of ``softplus_above``. No key whose f' is below ``least_mean`` has any weight then.
     """
     for j in range(low, high):
         s = first + j
@@ -208,7 +224,7 @@ def second_loop(
         n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         t = b_scaled * b_factor[:, None]
-        w = softplus_above(t, ABOVE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
+        w = softplus_above(t, ABOVE, FINE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
             w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), b_p[:, None], POWER, 0, FINE)
         if MASKED:
@@ -296,6 +312,8 @@ def gluon_forward_kernel(
     above = full_low
     least_power: gl.constexpr = LEAST_POWER if fine == SHORT else LEAST_POWER_OF_LONG
     low_power: gl.constexpr = POWER > 0 and least_power > POWER
+    far: gl.constexpr = terms_above(fine, True)
+    near: gl.constexpr = OWN if low_power else terms_above(fine, False)
     if POWER != 0:
         b_excess = gl.where(b_counts > 3, 1.0, 0.0)
         by_polynomial = gl.to_tensor(1 if low_power else 0)
@@ -327,19 +345,16 @@ def gluon_forward_kernel(
         b_offset = b_excess / b_divisor
         # What a row needs: 1 and 2 more terms of a polynomial than the fewest, 3 a second look.
         b_needs = ((b_counts > 0) & (b_sharp == 0)).to(gl.int32) * 3
-        if fine == SHORT:
-            nearest: gl.constexpr = least_mean(4) if low_power else least_mean(3)
-            b_needs = gl.maximum(b_needs, (b_excess * b_total < nearest * b_counts).to(gl.int32) * 2)
-            if not low_power:
-                b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(2) * b_counts).to(gl.int32))
+        b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(near) * b_counts).to(gl.int32) * 2)
+        if not low_power:
+            b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(far) * b_counts).to(gl.int32))
         needs = gl.max(b_needs, 0)
         any_flat = (needs == 3).to(gl.int32)
-        if fine == SHORT:
-            above = gl.where(needs < 2, full_high, full_low)
-            if not low_power:
-                # What was summed with the short polynomial has to be weighed with it.
-                above = gl.where(by_polynomial > 0, full_low, above)
-                far_above = gl.where((needs == 0) & (by_polynomial == 0), full_high, full_low)
+        above = gl.where(needs < 2, full_high, full_low)
+        if not low_power:
+            # What was summed with a polynomial has to be weighed with it.
+            above = gl.where(by_polynomial > 0, full_low, above)
+            far_above = gl.where((needs == 0) & (by_polynomial == 0), full_high, full_low)
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
@@ -355,12 +370,12 @@ def gluon_forward_kernel(
     b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
         v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
-        full_low, far_above, False, has_starts, 2, POWER, fine, BN, layout, out_layout,
+        full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
         v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
-        far_above, above, False, has_starts, 4 if low_power else 3, POWER, fine, BN, layout, out_layout,
+        far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
