@@ -231,10 +231,12 @@ def check_training_memory() -> str:
 
 
 def large_shape(name: str) -> dict[str, int]:
-    """Of more than 2^31 elements: offsets of heads, of rows within a head, and of the rows' scratch numbers."""
+    """Of more than 2^31 elements: offsets of heads, of rows within a head, of heads that are far apart, and of the
+    rows' scratch numbers."""
     return {
         "heads": {"t": 520, "batch": 66, "heads": 1024, "kv_heads": 1024},
         "rows": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
+        "head strides": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
         "scratch": {"t": 512, "batch": 52_500, "heads": 16, "kv_heads": 1, "d": 16},
     }[name]
 
@@ -242,9 +244,12 @@ def large_shape(name: str) -> dict[str, int]:
 def check_large(name: str) -> str:
     """Heads that lie beyond 2^31 elements equal the same heads computed alone, forward and backward."""
     shape = large_shape(name)
-    window = 128 if name == "rows" else None
+    window = 128 if shape["t"] > 1000 else None
     attend = partial(softplus_attention, is_causal=True, window=window, enable_gqa=True, impl="triton")
     leaves = qkv(**shape)
+    if name == "head strides":
+        leaves = tuple(x.detach().contiguous().requires_grad_() for x in leaves)
+        assert leaves[0].stride(1) * (leaves[0].shape[1] - 1) > MANY
     q = leaves[0]
     assert q.numel() > MANY
     if name == "rows":
@@ -338,6 +343,6 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 # One at a time: each takes tens of gigabytes.
 LARGE: dict[str, Callable[[], str]] = {
-    **{f"int64 {x}": partial(check_large, x) for x in ("heads", "rows", "scratch")},
+    **{f"int64 {x}": partial(check_large, x) for x in ("heads", "rows", "scratch", "head strides")},
     **{f"int64 cache by {x}": partial(check_large_cache, x) for x in ("heads", "tokens")},
 }

@@ -199,13 +199,15 @@ def peak_memory(work: Callable[[], Any]) -> int:
     return peak
 
 
-def assert_no_weight_for_a_crowd(d: int, score: float) -> None:
-    """One key above the average, 65,535 equal ones below it, and the power 1.5, which makes little of much."""
+def assert_no_weight_for_a_crowd(
+    d: int, score: float, power: float = 1.5, rows: list[int] | None = None, **options: Any
+) -> None:
+    """One key above the average, 65,535 equal ones below it, and a low power, which makes much of little."""
     count = 65536
     per_cosine = math.log(d) * math.log(count) / math.log(2)
     q, k = torch.zeros(1, 1, 3, d), torch.zeros(1, 1, count, d)
     q[..., 0], k[..., 0], k[..., 1] = 1, score / per_cosine, 1
-    k[..., count // 3, 0] = 0.31 / per_cosine
+    k[..., count // 3, 0] = max(0.31, score + 0.3) / per_cosine
     v = randn(1, 1, count, d, seed=3, dtype=torch.float16)
-    out = softplus_attention(q.half(), k.half(), v, power=1.5, impl="triton")
+    out = softplus_attention(q.half(), k.half(), v, power=power, impl="triton", **options)[:, :, rows or [0, 1, 2]]
     assert torch.equal(out, v[:, :, count // 3, None].expand_as(out))

@@ -257,6 +257,14 @@ class TestWithoutTheDispatcher:
         with pytest.raises(RuntimeError, match="the gradient of a gradient is not implemented"):
             gradient.sum().backward()
 
+    def test_gradients_in_batches_go_by_the_op(self) -> None:
+        q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
+        out = softplus_attention(q, k, v, impl="triton")
+        directions = randn(3, *out.shape, seed=4)
+        expected = [torch.autograd.grad(out, (q,), x, retain_graph=True)[0] for x in directions]
+        (found,) = torch.autograd.grad(out, (q,), directions, is_grads_batched=True, retain_graph=True)
+        assert torch.equal(found, torch.stack(expected))
+
     def test_a_graph_that_is_kept_gives_the_same_gradients_twice(self) -> None:
         q, k, v = (randn(1, 1, 70, 16, seed=seed).requires_grad_() for seed in range(3))
         out = softplus_attention(q, k, v, is_causal=True, impl="triton").sum()

@@ -141,6 +141,30 @@ OTHERS = (
 )
 
 
+OFFSETS = """
+import re, sys, triton, instructions
+from triton.backends.compiler import GPUTarget
+for name in sys.argv[1:]:
+    blocks = instructions.blocks_of(name, 64, True)
+    source = instructions.signature(name, 64, 15, True, blocks)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps})
+    found = compiled.asm["ttgir"]
+    widened = re.findall(r"arith.extsi %\\w*_strides\\w* : i32 to i64", found)
+    products = re.findall(r"arith.muli .*_strides.* : i32", found)
+    assert widened, name
+    assert not products, (name, products)
+"""
+
+
+def test_heads_and_sequences_lie_beyond_32_bits() -> None:
+    """Strides below 2^31 are 32 bits to Triton; what they are multiplied by must not be."""
+    names = ["hopper-forward", "hopper-forward-again", "hopper-dq", "hopper-dq-again", "hopper-dkv", "hopper-dkv-again"]
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
+    run = subprocess.run([sys.executable, "-c", OFFSETS, *names], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 @pytest.mark.parametrize("kernels", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
 def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...]) -> None:
     """In one process of their own: here Triton may be set to interpret."""

@@ -10,10 +10,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
+from torch.autograd import forward_ad
 
 from softplus_attention import reference
 from softplus_attention import validation as check
+from softplus_attention.kernels.onlookers import traced
 from softplus_attention.power import Power, PowerByLength, by_head_or_row
 from softplus_attention.reference import attention_stages, reference_attention, without_autocast
 from softplus_attention.visibility import Visibility, cached, packed
@@ -460,17 +461,6 @@ def unit_keys(k: Tensor) -> Tensor:
 def transformed(*tensors: Tensor) -> bool:
     """Whether a call means more than its numbers: torch.func, forward-mode gradients, or what ``traced`` says."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or traced(*tensors)
-
-
-def traced(*tensors: Tensor) -> bool:
-    """Whether more than this call wants to know of the op: a compiler, tracer, mode, profiler, or a tensor's class."""
-    return (
-        torch.compiler.is_compiling()
-        or profiler._is_profiler_enabled
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
-    )
 
 
 def check_for_triton(q: Tensor) -> None:

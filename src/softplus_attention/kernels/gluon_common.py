@@ -53,8 +53,9 @@ def block_of_rows(place, t_q, shared, h_kv, BM: gl.constexpr):
     """
     block, head, b = place
     m = (gl.cdiv(t_q, BM) - 1 - block) * BM
-    b = gl.to_tensor(b).to(gl.int64)
-    return m, b * (shared * h_kv) + head, b, head, head // shared
+    # They are multiplied by strides of 32 bits.
+    b, kv_head, head = b.to(gl.int64), (head // shared).to(gl.int64), head.to(gl.int64)
+    return m, b * (shared * h_kv) + head, b, head, kv_head
 
 
 @gluon.jit

@@ -197,7 +197,7 @@ def dkv_block(
 
     block, kv_head, b = place
     n = block * BN  # the first keys are seen by the most rows
-    b = gl.to_tensor(b).to(gl.int64)
+    b, kv_head = b.to(gl.int64), kv_head.to(gl.int64)  # they are multiplied by strides of 32 bits
     bh = b * h_kv + kv_head
     h = shared * h_kv
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))

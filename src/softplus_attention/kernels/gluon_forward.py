@@ -76,12 +76,20 @@ def least_mean(terms):
     return {2: 2.07, 3: 1.2, 4: 2.07, 5: 1.5, OWN.value: 1.001}[terms]
 
 
+@gluon.constexpr_function
+def least_rise(terms):
+    """By how much, for each unit of the power, the largest f' of every row has to be above the mean. The error of the
+    largest weight is then 4e-3, half a unit in the last place of bfloat16, and 5e-4, as much of float16."""
+    return 0.1 if terms < 4 else 0.002
+
+
 @gluon.jit
 def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
     """log2(1 + 2^t) where it is above ``least_mean``, and something below that elsewhere.
 
-    There 2^-t is at most 0.31, 0.55 or 0.77, for which log2(1 + e) is a polynomial with fewer terms and no larger error
-    than the short one's (2 and 3: 4e-4) or the long one's (4 and 5: 1.0e-6) for e up to 1. OWN: that one itself.
+    There 2^-t is at most 0.31, 0.55 or 0.77, for which log2(1 + e) is a polynomial with fewer terms than the short one
+    (2 and 3: off by 4e-4 at most) or the long one (4 and 5: 1.0e-6). Those are off by as much for e up to 1, but by
+    less for small e: ``least_rise`` says where that does not matter. OWN: that one itself.
     """
     e = gl.exp2(gl.abs(t) * -1.0)
     if TERMS == 2:
@@ -136,73 +144,62 @@ def first_loop(
 
 
 @gluon.jit
-def sums(
-    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
-    tiles, n_ahead, first,
-    HAS_STARTS: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """[BM] of each row's sum of f' and largest t.
-
-    Equal numbers, of which a crowd of equal keys makes thousands, all round to one side: with a sum of its own for
-    every MOST_FACTORS tiles they are off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
-    """
-    b_none = gl.sum(by_thread(b_zero), 1)
-    b_sum = b_none
-    b_top = b_none + float("-inf")
-    if HAS_STARTS:
-        b_scaled, _, b_sum, b_top, n_ahead = first_loop(
-            b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, n_ahead, first, 0, full_low, True, True, False, FINE, BN, LAYOUT,
-        )  # fmt: skip
-    for low in range(full_low, full_high, MOST_FACTORS):
-        b_scaled, _, b_part, b_top, n_ahead = first_loop(
-            b_scaled, b_zero, b_none, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, n_ahead, first, low, gl.minimum(low + MOST_FACTORS, full_high),
-            False, HAS_STARTS, False, FINE, BN, LAYOUT,
-        )  # fmt: skip
-        b_sum += b_part
-    b_scaled, _, b_sum, b_top, n_ahead = first_loop(
-        b_scaled, b_zero, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, n_ahead, first, full_high, tiles, True, HAS_STARTS, False, FINE, BN, LAYOUT,
-    )  # fmt: skip
-    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    b_largest = gl.convert_layout(gl.max(b_top, 1), rows)
-    return b_scaled, gl.convert_layout(gl.sum(b_sum, 1), rows), b_largest, n_ahead
+def logarithms(b_product):
+    """Added up, as held by each thread."""
+    return gl.sum(by_thread(special_log2(b_product)), 1)
 
 
 @gluon.jit
-def sums_by_product(
-    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
-    tiles, n_ahead,
-    HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+def chunked_loop(
+    b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+    k_stride, tiles, n_ahead, first, low, high,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The same, and the part of each sum that is logarithms."""
+    """``first_loop`` over [low, high), with a product and a sum of its own for every MOST_FACTORS tiles.
+
+    A product holds no more. And equal numbers, of which a crowd of equal keys makes thousands, all round to one side:
+    so their sum is off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
+    """
+    b_none = gl.sum(by_thread(b_zero), 1)
+    for begin in range(low, high, MOST_FACTORS):
+        b_scaled, b_product, b_part, b_top, n_ahead = first_loop(
+            b_scaled, b_zero + 1.0, b_none, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile,
+            p_norm, t_k, k_stride, tiles, n_ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
+            MASKED, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        )  # fmt: skip
+        b_sum += b_part
+        if BY_PRODUCT:
+            b_logs += logarithms(b_product)
+    return b_scaled, b_sum, b_logs, b_top, n_ahead
+
+
+@gluon.jit
+def sums(
+    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
+    tiles, n_ahead, first,
+    HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """[BM] of each row's sum of f', its largest t, and BY_PRODUCT the part of the sum that is logarithms."""
     b_sum = gl.sum(by_thread(b_zero), 1)
-    b_top = b_sum + float("-inf")
     b_logs = b_sum
-    b_product = b_zero + 1.0
-    # With ranges these may be more tiles than a product holds: then its sum is not finite, and is made again.
+    b_top = b_sum + float("-inf")
     if HAS_STARTS:
-        b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
-            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-            t_k, k_stride, tiles, n_ahead, 0, 0, full_low, True, True, True, SHORT, BN, LAYOUT,
+        b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+            b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+            k_stride, tiles, n_ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
-    for low in range(full_low, full_high, MOST_FACTORS):
-        b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
-            b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-            t_k, k_stride, tiles, n_ahead, 0, low, gl.minimum(low + MOST_FACTORS, full_high),
-            False, HAS_STARTS, True, SHORT, BN, LAYOUT,
-        )  # fmt: skip
-        b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
-        b_product = b_zero + 1.0
-    b_scaled, b_product, b_sum, b_top, n_ahead = first_loop(
-        b_scaled, b_product, b_sum, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, n_ahead, 0, full_high, tiles, True, HAS_STARTS, True, SHORT, BN, LAYOUT,
+    b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+        k_stride, tiles, n_ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
-    b_logs += gl.sum(by_thread(special_log2(b_product)), 1)
+    b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
+        k_stride, tiles, n_ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+    )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
+    b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
     return b_scaled, b_total, gl.convert_layout(gl.max(b_top, 1), rows), b_bent, n_ahead
 
 
@@ -320,11 +317,12 @@ def gluon_forward_kernel(
         if POWER < 0:
             by_polynomial = gl.max(((b_counts > 0) & (b_p < least_power)).to(gl.int32), 0)
         b_largest = b_slope
+        b_bent = b_slope
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
-                b_scaled, b_total, b_largest, b_bent, n_ahead = sums_by_product(
+                b_scaled, b_total, b_largest, b_bent, n_ahead = sums(
                     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                    full_low, full_high, tiles, n_ahead, has_starts, BN, layout,
+                    full_low, full_high, tiles, n_ahead, 0, has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
@@ -332,9 +330,9 @@ def gluon_forward_kernel(
                 sure = sure & (b_total > LEAST_MEAN * b_counts)
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
-            b_scaled, b_total, b_largest, n_ahead = sums(
+            b_scaled, b_total, b_largest, b_bent, n_ahead = sums(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, n_ahead, first, has_starts, fine, BN, layout,
+                full_low, full_high, tiles, n_ahead, first, has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -348,6 +346,8 @@ def gluon_forward_kernel(
         b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(near) * b_counts).to(gl.int32) * 2)
         if not low_power:
             b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(far) * b_counts).to(gl.int32))
+            # Of the largest f' above the mean a power magnifies the error.
+            b_needs = gl.maximum(b_needs, (b_height * b_total < least_rise(far) * b_p * b_counts).to(gl.int32) * 2)
         needs = gl.max(b_needs, 0)
         any_flat = (needs == 3).to(gl.int32)
         above = gl.where(needs < 2, full_high, full_low)

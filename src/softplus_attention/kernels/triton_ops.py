@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from softplus_attention.kernels import triton_launch
+from softplus_attention.kernels.onlookers import traced_backward
 from softplus_attention.kernels.ops import no_double_backward
 from softplus_attention.kernels.triton_relaunch import current_device
 
@@ -145,8 +146,8 @@ class SoftplusAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        # With create_graph the op itself, which refuses to be differentiated once more.
-        return _grad(ctx, grad_out) if torch.is_grad_enabled() else _grad_by(_triton_backward, ctx, grad_out)
+        by_op = grad_out is not None and traced_backward(grad_out)
+        return _grad(ctx, grad_out) if by_op else _grad_by(_triton_backward, ctx, grad_out)
 
 
 def eager(*inputs: Any) -> Tensor:
