@@ -150,7 +150,7 @@ for name in sys.argv[1:]:
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps})
     found = compiled.asm["ttgir"]
     widened = re.findall(r"arith.extsi %\\w*_strides\\w* : i32 to i64", found)
-    products = re.findall(r"arith.muli .*_strides.* : i32", found)
+    products = re.findall(r"arith.muli .*_stride.* : i32", found)
     assert widened, name
     assert not products, (name, products)
 """
