@@ -61,7 +61,7 @@ LEAST_POWER = gl.constexpr(5)
 LEAST_POWER_OF_LONG = gl.constexpr(2)
 
 
-OWN = gl.constexpr(9)
+OWN = gl.constexpr(9)  # in place of a number of terms: the polynomial that sums and backward have
 
 
 @gluon.constexpr_function
