@@ -66,6 +66,11 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     )
 
 
+def aligned(count: int) -> int:
+    """As many int32 or a few more, so that what follows them begins at a multiple of 16 bytes."""
+    return (count + 3) // 4 * 4
+
+
 def blocks_of(length: int) -> int:
     return (length + ROWS - 1) // ROWS  # in plain Python: Triton's own takes microseconds
 
@@ -133,7 +138,7 @@ def backward(
     count = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
     rows = kept.stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * count)
     # ``Again`` of the kernels: how many blocks need a second look, none yet, and room for which.
-    of_queries = (2 + count // ROWS) // 4 * 4 + 4  # the other list begins at a multiple of 16 bytes
+    of_queries = aligned(1 + count // ROWS)
     again = kept.flat.new_zeros(of_queries + 1 + problem.batch * problem.h_kv * blocks_of(problem.t_k))
     backward_of_queries(problem, grad_out, kept, dq, grad_power, rows, again)
     backward_of_keys(problem, grad_out, kept, rows, dk, dv, again[of_queries:])

@@ -1,4 +1,4 @@
-"""Who else wants to know of a call of an op: then it goes by PyTorch's dispatcher, which costs more than launches."""
+"""Who else wants to know of a call of an op: then it goes by PyTorch's dispatcher, which takes Python long."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def norm_stride(t_k: int) -> int:
 
 
 def flags_of(batch: int, heads: int) -> int:
-    """Numbers of ``Kept.flat`` before its list of blocks, which begins at a multiple of 16 bytes."""
-    return (batch * heads + 3) // 4 * 4
+    """Numbers of ``Kept.flat`` before its list of blocks."""
+    return gluon_launch.aligned(batch * heads)
 
 
 def flat_size(batch: int, heads: int, t_q: int) -> int:
