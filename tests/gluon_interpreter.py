@@ -231,6 +231,13 @@ def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
     return of
 
 
+def chosen(condition: Any, a: Any, b: Any) -> Any:
+    if isinstance(a, Pointer):
+        assert a.memory is b.memory, "of two tensors' addresses one is chosen"
+        return Pointer(a.memory, elementwise(torch.where)(condition, a.offsets, b.offsets))
+    return elementwise(torch.where)(condition, a, b)
+
+
 def larger(a: Tensor, b: Tensor) -> Tensor:
     return torch.fmax(a, b) if a.is_floating_point() or b.is_floating_point() else torch.maximum(a, b)
 
@@ -280,7 +287,7 @@ class Language:
     abs, exp2, log, log2, sqrt = (
         staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt)
     )
-    where = staticmethod(elementwise(torch.where))
+    where = staticmethod(chosen)
     max = staticmethod(largest)
     static_range = staticmethod(range)
     inline_asm_elementwise = staticmethod(assembly)
@@ -394,7 +401,7 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
     language = Language(program)
     replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": counted}
     replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
-    replaced |= {"warpgroup_mma_init": lambda x: x, "assigned": assigned}
+    replaced |= {"warpgroup_mma_init": lambda x: x, "opaque": lambda x: x, "assigned": assigned}
     done: dict[FunctionType, FunctionType] = {}
 
     def of(function: FunctionType) -> FunctionType:

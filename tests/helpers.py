@@ -31,6 +31,18 @@ def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: st
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
 
+def some_scores_below_zero(opposite: float) -> tuple[Tensor, Tensor, Tensor]:
+    """64 queries and 200 keys that share a direction. Ten of the queries point against it: of some of them no score is
+    above 0 (``opposite`` 0.6), or none above -2 (3)."""
+    q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((64, 200, 200)))
+    q[:, :, 20:30] -= opposite
+    k = k + 1
+    below = ((q @ k.mT).tril(136) <= 0).all(-1)[0, 0]
+    assert below[20:30].any()
+    assert not below.all()
+    return q, k, v
+
+
 def visibility_of(function: Attention, q: Tensor, k: Tensor, options: dict[str, Any]) -> Visibility:
     """Which keys the rows of one call see; q and k as (B, H, T, D)."""
     window = options.get("window")

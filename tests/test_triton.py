@@ -8,15 +8,29 @@ from typing import Any
 import pytest
 import torch
 import triton_cases
-from helpers import OutsideYardstickError, as_given, assert_no_weight_for_a_crowd, largest_error, outcomes, randn
+from helpers import (
+    OutsideYardstickError,
+    as_given,
+    assert_no_weight_for_a_crowd,
+    assert_within_yardstick,
+    largest_error,
+    outcomes,
+    randn,
+    some_scores_below_zero,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
+from softplus_attention.kernels import triton_launch
+from softplus_attention.kernels.triton_launch import Problem
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"
 )
+
+# Of a Problem: no ranges, no mask, causal, no window, the power 15 with the offset, a score scale, raw keys.
+PLAIN = (None, None, None, True, None, True, 15.0, None, None, True, 4.0, False)
 
 
 @interpreted
@@ -47,6 +61,40 @@ def test_one_unlucky_draw_is_allowed_in_float32(
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 def test_on_gpu(case: Case) -> None:
     assert_case(case, "cuda")
+
+
+@interpreted
+@pytest.mark.parametrize("by_token", [False, True])
+def test_norms_of_keys_of_any_size(by_token: bool) -> None:
+    """Squares that overflow or vanish are taken of keys scaled by a power of two, to the same digits."""
+    sizes = [0, 40, 62, 75, 126, -40, -62, -75, -90]
+    k = randn(1, 70, 2, 16, seed=0).transpose(1, 2)
+    if not by_token:
+        k = k.contiguous()
+    scaled = k * torch.tensor([2.0**n / 8 for n in sizes])[:, None, None, None]
+    scaled[:, :, 3] = 0
+    scaled[:, 1, 65, 1] = float("nan")
+    problem = Problem(scaled, scaled, scaled, *PLAIN)
+    norms, flat = torch.full((len(sizes), 2, 128), float("nan")), torch.full((64,), 7, dtype=torch.int32)
+    triton_launch.key_norms(problem, norms, flat)
+    exact = (1 / k[0].double().norm(dim=-1)).float()
+    for n, found in zip(sizes, norms, strict=True):
+        expected = exact * 2.0 ** (3 - n)
+        expected[:, 3], expected[1, 65] = 0, float("nan")
+        torch.testing.assert_close(found[:, :70], expected, rtol=3e-7, atol=0, equal_nan=True)
+        assert torch.equal(found[:, :64], norms[0, :, :64] * 2.0**-n)
+    assert norms[:, :, 70:].isfinite().all()
+    assert flat[: len(sizes) * 2 + 1].eq(0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("power", [15, None])
+@pytest.mark.parametrize("opposite", [0.6, 3.0])
+def test_rows_whose_scores_are_all_below_zero(opposite: float, power: int | None) -> None:
+    """Sigmoids of 1e-4 and less, which float16 holds only times a number; and keys that share a direction, where the
+    short polynomial would show."""
+    q, k, v = (x.half() for x in some_scores_below_zero(opposite))
+    assert_within_yardstick(softplus_attention, q, k, v, impl="triton", power=power, is_causal=True)
 
 
 @interpreted

@@ -15,6 +15,7 @@ from helpers import (
     largest_error,
     outcomes,
     randn,
+    some_scores_below_zero,
     unit_in_the_last_place,
 )
 from torch import Tensor
@@ -156,6 +157,23 @@ def test_keys_that_share_a_direction(dtype: torch.dtype, d: int, power: int) -> 
         softplus_attention, *(x.to(dtype) for x in (q, k, v)), impl="triton", power=power, is_causal=True,
         enable_gqa=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "power"), [(torch.bfloat16, 15), (torch.bfloat16, 3.7), (torch.float16, 31), (torch.float16, None)]
+)
+@pytest.mark.parametrize("opposite", [0.6, 3.0])
+def test_rows_whose_scores_are_all_below_zero(
+    opposite: float, dtype: torch.dtype, power: float | None, late_kernels: list[InterpretedKernel]
+) -> None:
+    """Beside rows with scores of either sign: of the former the first sum does not know the largest, and float16 holds
+    their sigmoids only times a number."""
+    q, k, v = some_scores_below_zero(opposite)
+    assert_within_yardstick(
+        softplus_attention, *(x.to(dtype) for x in (q, k, v)), impl="triton", power=power, is_causal=True
+    )
+    if power is not None:
+        assert not set().union(*(kernel.called for kernel in late_kernels)) & CAREFUL
 
 
 @pytest.mark.parametrize(

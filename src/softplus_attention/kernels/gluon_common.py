@@ -257,6 +257,29 @@ def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
 
 
 @gluon.jit
+def fetch_from(ring, slot, p_tile, o_tile, left):
+    """Starts the copy of the tile at p_tile into a slot of a ring; zeros beyond ``left`` rows."""
+    rows: gl.constexpr = o_tile.shape[0]
+    m_rows = gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout)) < left
+    async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
+
+
+@gluon.jit
+def opaque(p):
+    """p, of which the compiler forgets how it was computed: it would do it again in every tile to save registers."""
+    address = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [p.to(gl.int64)], gl.int64, is_pure=False, pack=1)
+    return gl.multiple_of(address.to(p.dtype), 16)
+
+
+@gluon.jit
+def tile_after(p_tile, n, p_first, stride, high, BN: gl.constexpr):
+    """Where the next tile is in order of use, and its first key: after the last tile comes the first."""
+    n += BN
+    p_tile = gl.where(n >= high, p_first, p_tile + BN * stride.to(gl.int64))
+    return p_tile, gl.where(n >= high, 0, n)
+
+
+@gluon.jit
 def fetched():
     """Ends the group of copies that ``arrive`` waits for."""
     async_copy.commit_group()

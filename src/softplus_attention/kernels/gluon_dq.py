@@ -40,21 +40,26 @@ from softplus_attention.kernels.triton_common import (
     ROW_BLOCK,
     finite_rows,
     inverse_norm,
+    row_lift,
     score_factor,
 )
 
 
 @gluon.jit
 def dq_slopes(
-    scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
-    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+    scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
 ):  # fmt: skip
-    """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile."""
+    """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile. LIFTED: the first is
+    multiplied by ``row_lift``."""
     sigma, u, steepness, log_u = score_terms(
         scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_below[:, None],
         b_flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
     )  # fmt: skip
-    return sigma * b_norm[None, :], steepness, u, log_u
+    sigma = sigma * b_norm[None, :]
+    if LIFTED:
+        sigma = sigma * b_lift[:, None]
+    return sigma, steepness, u, log_u
 
 
 @gluon.jit
@@ -79,8 +84,9 @@ def with_moments(moments, u, g, steepness, log_u):
 
 @gluon.jit
 def dq_loop(
-    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start,
-    b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low, high,
+    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat,
+    b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low,
+    high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -107,7 +113,8 @@ def dq_loop(
         fetched()
         seen = seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen, POWER, fine, MASKED, False
+            scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+            POWER, fine, MASKED, False, q_tile.dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
             b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
@@ -127,8 +134,8 @@ def dq_loop(
 
 @gluon.jit
 def dq_carefully(
-    b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v,
-    o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring,
+    p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -155,8 +162,8 @@ def dq_carefully(
         seen = seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, b_factor, b_slope, b_offset, b_below, b_flat, seen,
-            POWER, fineness(dtype, POWER), True, True,
+            scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+            POWER, fineness(dtype, POWER), True, True, dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
             g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
@@ -241,12 +248,14 @@ def dq_block(
     b_offset = gl.zeros([BM], gl.float32, rows)
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
+        b_lift = row_lift(b_weight)
         b_slope = 1.0 / b_weight
         b_alpha = 1.0 / b_least
     else:
         b_total = gl.load(Total + p_row, mask=m_rows, other=1.0)
         b_height = gl.load(Height + p_row, mask=m_rows, other=1.0)
         b_ratio = b_counts / (b_total * LN2)
+        b_lift = row_lift((b_height + b_excess) * b_total / b_least)
         b_flat = b_height == 0
         b_divisor = gl.where(b_flat, 1.0, b_height)
         b_root = gl.exp2(-gl.log2(b_weight) / b_p)  # W^(-1/p)
@@ -256,8 +265,8 @@ def dq_block(
 
     if AGAIN:
         b_steep, b_even, b_sum, moments = dq_carefully(
-            b_factor, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k,
-            p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
+            b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring,
+            v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
     else:
@@ -271,19 +280,20 @@ def dq_block(
         b_b = b_none
         if has_starts:
             b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta,
-                b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
-                k_strides[2], v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below,
+                b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm,
+                t_k, k_strides[2], v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
-            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-            v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
+            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
+            k_strides[2], v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout,
+            out_layout,
         )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_slope, b_offset, b_below, b_delta, b_flat,
-            b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2],
-            v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
+            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
+            k_strides[2], v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
         arrive(0)
@@ -296,7 +306,10 @@ def dq_block(
         b_sums = gl.convert_layout(gl.sum(b_sum, 1), rows)
         b_epsilon = gl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sums)
         b_grad -= gl.convert_layout(b_epsilon, out_rows)[:, None] * b_even
-    b_grad = b_grad * gl.convert_layout(b_ratio * b_scale, out_rows)[:, None]
+    b_gain = b_ratio * b_scale
+    if dtype == gl.float16:
+        b_gain = b_gain / b_lift
+    b_grad = b_grad * gl.convert_layout(b_gain, out_rows)[:, None]
     b_length = gl.convert_layout(b_inverse, out_rows)[:, None]
     b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
     b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
@@ -305,9 +318,9 @@ def dq_block(
 
     if POWER_GRAD:
         b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)
-        b_gain = gl.convert_layout(gl.sum(moments[1], 1), rows)
+        b_gained = gl.convert_layout(gl.sum(moments[1], 1), rows)
         b_log = gl.convert_layout(gl.sum(moments[2], 1), rows)
-        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gain * b_log) * LN2), mask=m_rows)
+        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gained * b_log) * LN2), mask=m_rows)
 
     b_outer = b_ratio * b_scale * b_inverse
     # Rows beyond the last too: they multiply zeros.

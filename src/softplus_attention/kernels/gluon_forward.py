@@ -18,18 +18,21 @@ from softplus_attention.kernels.gluon_common import (
     arrive,
     by_thread,
     fetch,
+    fetch_from,
     fetched,
     fineness,
     load_columns,
     norm_layout,
     not_finite,
     note_trouble,
+    opaque,
     own_place,
     product_layout,
     rows_and_keys,
     saturated,
     seen_keys,
     store_tile,
+    tile_after,
     tile_offsets,
     wrapped,
 )
@@ -48,11 +51,12 @@ from softplus_attention.kernels.triton_common import (
 
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
 # The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
-# Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
-# sum has. (With the long polynomial this is more careful than it need be.)
+# Where a row's largest excess is far above that, and its scores are not all below 0, it does not show which one a sum
+# has. (With the long polynomial this is more careful than it need be. And of scores that are all below 0 the first pass
+# does not know the largest.)
 LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
-LEAST_SCORE = gl.constexpr(-2.0)
+LEAST_SCORE = gl.constexpr(0.0)
 LEAST_MEAN = gl.constexpr(2.0**-10)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
 # Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
@@ -109,22 +113,25 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 @gluon.jit
 def first_loop(
     b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-    t_k, k_stride, tiles, n_ahead, first, low, high,
+    t_k, k_stride, tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread; the tile at n_ahead is
-    the next to be copied.
+    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread. ``ahead`` says what
+    comes next: where the tile is that is to be copied, its first key, and that of the tile whose norms are to be read.
 
     BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
-    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
+    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product. The largest t is
+    found among the bits of floats, of which an instruction compares three; below 0 their order is another, so that it
+    is 0 where no t is above.
     """
+    p_ahead, n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
         arrive(1)
         scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
+        n_next = wrapped(n_next + BN, tiles * BN)
         t = b_scaled * b_factor[:, None]  # [BM, BN]
         if MASKED:
             t = gl.where(seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
@@ -134,13 +141,15 @@ def first_loop(
         else:
             f = softplus2(t, FINE)
         b_total += gl.sum(by_thread(f), 1)
+        if BY_PRODUCT:
+            t = t.to(gl.int32, bitcast=True)
         b_largest = gl.maximum(b_largest, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch(k_ring, (s + 1) & 1, p_k, o_tile, n_ahead, t_k, k_stride)
-        n_ahead = wrapped(n_ahead + BN, tiles * BN)
+        fetch_from(k_ring, (s + 1) & 1, p_ahead, o_tile, t_k - n_ahead)
+        p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_stride, tiles * BN, BN)
         fetched()
-    return b_scaled, b_product, b_total, b_largest, n_ahead
+    return b_scaled, b_product, b_total, b_largest, (p_ahead, n_ahead, n_next)
 
 
 @gluon.jit
@@ -152,7 +161,7 @@ def logarithms(b_product):
 @gluon.jit
 def chunked_loop(
     b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-    k_stride, tiles, n_ahead, first, low, high,
+    k_stride, tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -163,50 +172,53 @@ def chunked_loop(
     """
     b_none = gl.sum(by_thread(b_zero), 1)
     for begin in range(low, high, MOST_FACTORS):
-        b_scaled, b_product, b_part, b_top, n_ahead = first_loop(
+        b_scaled, b_product, b_part, b_top, ahead = first_loop(
             b_scaled, b_zero + 1.0, b_none, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile,
-            p_norm, t_k, k_stride, tiles, n_ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
+            p_norm, t_k, k_stride, tiles, ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
             MASKED, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
         b_sum += b_part
         if BY_PRODUCT:
             b_logs += logarithms(b_product)
-    return b_scaled, b_sum, b_logs, b_top, n_ahead
+    return b_scaled, b_sum, b_logs, b_top, ahead
 
 
 @gluon.jit
 def sums(
     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
-    tiles, n_ahead, first,
+    tiles, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f', its largest t, and BY_PRODUCT the part of the sum that is logarithms."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_logs = b_sum
-    b_top = b_sum + float("-inf")
+    b_top = b_sum.to(gl.int32) if BY_PRODUCT else b_sum + float("-inf")
     if HAS_STARTS:
-        b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+        b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
             b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, n_ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
+            k_stride, tiles, ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
-    b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+    b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
         b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, n_ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        k_stride, tiles, ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
-    b_scaled, b_sum, b_logs, b_top, n_ahead = chunked_loop(
+    b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
         b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, n_ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        k_stride, tiles, ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
     b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
-    return b_scaled, b_total, gl.convert_layout(gl.max(b_top, 1), rows), b_bent, n_ahead
+    b_largest = gl.max(b_top, 1)
+    if BY_PRODUCT:
+        b_largest = b_largest.to(gl.float32, bitcast=True)
+    return b_scaled, b_total, gl.convert_layout(b_largest, rows), b_bent, ahead
 
 
 @gluon.jit
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
-    v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, n_ahead, first, low, high,
+    p_values, p_k, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -214,12 +226,13 @@ def second_loop(
 
     ABOVE: where not 0, the terms of ``softplus_above``. No key whose f' is below ``least_mean`` has any weight then.
     """
+    p_ahead, n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
         arrive(1)
         scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        n_next = wrapped((j + 1) * BN, tiles * BN)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
+        n_next = wrapped(n_next + BN, tiles * BN)
         t = b_scaled * b_factor[:, None]
         w = softplus_above(t, ABOVE, FINE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
@@ -230,15 +243,15 @@ def second_loop(
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
         b_w = gl.convert_layout(w.to(q_tile.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
-        b_out = warpgroup_mma(b_w, v_ring.index(v_slot), b_out, is_async=True)
+        b_out = warpgroup_mma(b_w, v_ring.index(j & 3), b_out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch(k_ring, (s + 1) & 1, p_k, o_tile, n_ahead, t_k, k_stride)
-        n_ahead = wrapped(n_ahead + BN, tiles * BN)
-        fetch(v_ring, gl.where(v_slot == 0, 2, v_slot - 1), p_v, o_values, (j + 2) * BN, t_k, v_stride)
+        fetch_from(k_ring, (s + 1) & 1, p_ahead, o_tile, t_k - n_ahead)
+        p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_stride, tiles * BN, BN)
+        fetch_from(v_ring, (j + 2) & 3, p_values, o_values, t_k - (j + 2) * BN)
+        p_values += BN * v_stride.to(gl.int64)
         fetched()
-        v_slot = gl.where(v_slot == 2, 0, v_slot + 1)
-    return b_scaled, b_out, b_w, b_weight, v_slot, n_ahead
+    return b_scaled, b_out, b_w, b_weight, p_values, (p_ahead, n_ahead, n_next)
 
 
 @gluon.jit
@@ -274,7 +287,7 @@ def gluon_forward_kernel(
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
     q_ring = gl.allocate_shared_memory(dtype, [1, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
-    v_ring = gl.allocate_shared_memory(dtype, [3, BN, D], of_keys)
+    v_ring = gl.allocate_shared_memory(dtype, [4, BN, D], of_keys)
     q_tile = q_ring.index(0)
     o_tile = tile_offsets(k_strides[2], BN, D)
     o_values = tile_offsets(v_strides[2], BN, D)
@@ -282,8 +295,8 @@ def gluon_forward_kernel(
     fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2])
     fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
     fetched()
-    n_ahead = wrapped(gl.to_tensor(BN), tiles * BN)
-    fetch(k_ring, 1, p_k, o_tile, n_ahead, t_k, k_strides[2])
+    p_ahead, n_next = tile_after(p_k, gl.to_tensor(0), p_k, k_strides[2], tiles * BN, BN)
+    fetch_from(k_ring, 1, p_ahead, o_tile, t_k - n_next)
     fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
     fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
     fetched()
@@ -294,10 +307,11 @@ def gluon_forward_kernel(
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
-    n_ahead = wrapped(n_ahead + BN, tiles * BN)
-    fetch(k_ring, 0, p_k, o_tile, n_ahead, t_k, k_strides[2])
+    p_ahead, n_ahead = tile_after(p_ahead, n_next, p_k, k_strides[2], tiles * BN, BN)
+    fetch_from(k_ring, 0, p_ahead, o_tile, t_k - n_ahead)
     fetched()
-    n_ahead = wrapped(n_ahead + BN, tiles * BN)
+    p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_strides[2], tiles * BN, BN)
+    ahead = (p_ahead, n_ahead, n_next)
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
@@ -320,9 +334,9 @@ def gluon_forward_kernel(
         b_bent = b_slope
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
-                b_scaled, b_total, b_largest, b_bent, n_ahead = sums(
+                b_scaled, b_total, b_largest, b_bent, ahead = sums(
                     b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                    full_low, full_high, tiles, n_ahead, 0, has_starts, True, fine, BN, layout,
+                    full_low, full_high, tiles, ahead, 0, has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
@@ -330,9 +344,9 @@ def gluon_forward_kernel(
                 sure = sure & (b_total > LEAST_MEAN * b_counts)
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
-            b_scaled, b_total, b_largest, b_bent, n_ahead = sums(
+            b_scaled, b_total, b_largest, b_bent, ahead = sums(
                 b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
-                full_low, full_high, tiles, n_ahead, first, has_starts, False, fine, BN, layout,
+                full_low, full_high, tiles, ahead, first, has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -360,31 +374,31 @@ def gluon_forward_kernel(
 
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
-    v_slot = gl.to_tensor(0)
+    p_values = opaque(p_v + 2 * BN * v_strides[2].to(gl.int64))
     if has_starts:
-        b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+        b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
             b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-            v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+            v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
             0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
         full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
         far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
         above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, v_slot, n_ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, v_slot, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, n_ahead, first,
+        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])

@@ -33,6 +33,7 @@ from softplus_attention.kernels.triton_common import (
     mask_rows,
     norm_stride,
     raised,
+    row_lift,
     row_power,
     score_factor,
     scores2,
@@ -57,14 +58,15 @@ class PowerMoments(NamedTuple):
 
 @triton.jit
 def dq_pass(
-    b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
+    b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
     n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
     FINE: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
     CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the moments of each row."""
+    """Adds the keys [n_low, n_high) to sum sigmoid g k, sum sigmoid k, sum g and the moments of each row. In float16
+    the sigmoids are multiplied by ``row_lift``."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
@@ -75,6 +77,8 @@ def dq_pass(
         sigma = tl.exp2(t - f)  # the sigmoid
         if not PRECISE:
             sigma = sigma * b_norm[None, :]  # what it multiplies below is the raw k
+            if b_k.dtype == tl.float16:
+                sigma = sigma * b_lift[:, None]
         if MASKED:
             seen = seen_by(o_n, sight, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
@@ -164,12 +168,14 @@ def dq_kernel(
     b_inverse_height = b_share
     if POWER == 0:
         b_ratio = b_counts / (b_weight * LN2)  # N / R
+        b_lift = row_lift(b_weight)
         b_slope = 1.0 / b_weight
         b_alpha = 1.0 / b_least
     else:
         b_total = tl.load(Total + p_row, mask=m_rows, other=1.0)
         b_height = tl.load(Height + p_row, mask=m_rows, other=1.0)
         b_ratio = b_counts / (b_total * LN2)
+        b_lift = row_lift((b_height + b_excess) * b_total / b_least)
         b_flat = b_height == 0
         b_divisor = tl.where(b_flat, 1.0, b_height)
         b_slope = b_counts / b_total
@@ -199,24 +205,24 @@ def dq_kernel(
         needs_care = tl.load(Flat + bh)
     if needs_care > 0:
         b_steep, b_even, b_sum, moments = dq_pass(
-            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
             n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, True, STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, moments = dq_pass(
-                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
+                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening,
                 keys, sight, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, moments = dq_pass(
-                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening,
+                b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening,
                 keys, sight, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, False,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments = dq_pass(
-            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_flat, sharpening, keys, sight,
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
             full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, False,
             STAGES,
         )  # fmt: skip
@@ -226,7 +232,10 @@ def dq_kernel(
     if POWER != 0 and OFFSET:
         b_epsilon = tl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sum)
         b_grad -= b_epsilon[:, None] * b_even
-    b_grad = b_grad * (b_ratio * b_scale)[:, None]
+    b_gain = b_ratio * b_scale
+    if Q.dtype.element_ty == tl.float16:
+        b_gain = b_gain / b_lift
+    b_grad = b_grad * b_gain[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
     b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # whatever a row that sees nothing holds
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)

@@ -29,6 +29,9 @@ LONG = tl.constexpr(1)
 SERIES = tl.constexpr(2)
 LEAST_EXPONENT = tl.constexpr(-126.0)
 LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
+# Squares of norms between these are summed from squares that neither overflow nor vanish.
+SMALLEST_SQUARE = tl.constexpr(2.0**-60)
+LARGEST_SQUARE = tl.constexpr(2.0**100)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -230,13 +233,24 @@ def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.cons
 def inverse_norm(b_x):
     """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares; NaN where x is
     not finite."""
-    size = tl.max(tl.abs(b_x), 1)  # drops a NaN; the sum of squares keeps it
-    # A power of two near 1 / size, 2^-126 at least: the products are exact, and cost less than quotients.
-    exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
-    scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-    x = b_x * scale[:, None]
-    square = tl.sum(x * x, 1)
-    return tl.where(square == 0, 0.0, scale / tl.sqrt(square) + (square - square))
+    square = tl.sum(b_x * b_x, 1)
+    inverse = 1.0 / tl.sqrt(square)
+    if tl.min(((square > SMALLEST_SQUARE) & (square < LARGEST_SQUARE)).to(tl.int32), 0) == 0:
+        size = tl.max(tl.abs(b_x), 1)  # drops a NaN; the sum of squares keeps it
+        # A power of two near 1 / size, 2^-126 at least: the products are exact, and so the result is the same.
+        exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
+        scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        x = b_x * scale[:, None]
+        square = tl.sum(x * x, 1)
+        inverse = tl.where(square == 0, 0.0, scale / tl.sqrt(square) + (square - square))
+    return inverse
+
+
+@triton.jit
+def row_lift(b_largest):
+    """[BM]: what the sigmoids of a row are multiplied by before they are rounded to float16, which has no numbers below
+    6e-8: no sigmoid is above ``b_largest``, a bound of the row's f', or above 1."""
+    return 1.0 / tl.maximum(tl.minimum(b_largest, 1.0), SMALLEST_SQUARE)
 
 
 @triton.jit

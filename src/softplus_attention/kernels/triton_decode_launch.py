@@ -141,7 +141,7 @@ def decode(
     bd, bdv, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
-    fine = exactness(precise, dtype == torch.float16 or shows_short_polynomial(code))
+    fine = exactness(precise, shows_short_polynomial(code, dtype))
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):

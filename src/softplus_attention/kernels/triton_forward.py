@@ -36,18 +36,30 @@ from softplus_attention.kernels.triton_common import (
 @triton.jit
 def key_norms_kernel(
     K, Norms, Flat, t_k, h_kv, k_strides, flags,
-    NORMALIZED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    NORMALIZED: tl.constexpr, BY_TOKEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite.
-    Finite beyond T_k. The first ``flags`` numbers of Flat become 0, since a kernel of its own for that costs more."""
-    if tl.program_id(0) == 0:
+    Finite beyond T_k. The first ``flags`` numbers of Flat become 0, since a kernel of its own for that costs more.
+
+    BY_TOKEN: the heads of a token lie together, and programs that run at the same time read all of them."""
+    program = tl.program_id(0)
+    if program == 0:
         for first in range(0, flags, 128):
             o_flags = first + tl.arange(0, 128)
             tl.store(Flat + o_flags, 0, mask=o_flags < flags)
     blocks = norm_stride(t_k) // BN
-    bh = (tl.program_id(0) // blocks).to(tl.int64)
-    o_n = tl.program_id(0) % blocks * BN + tl.arange(0, BN)
-    p_k = K + (bh // h_kv) * k_strides[0] + (bh % h_kv) * k_strides[1]
+    if BY_TOKEN:
+        head = program % h_kv
+        block = program // h_kv % blocks
+        b = program // h_kv // blocks
+    else:
+        block = program % blocks
+        head = program // blocks % h_kv
+        b = program // blocks // h_kv
+    b, head = b.to(tl.int64), head.to(tl.int64)
+    bh = b * h_kv + head
+    o_n = block * BN + tl.arange(0, BN)
+    p_k = K + b * k_strides[0] + head * k_strides[1]
     b_k = load_rows(p_k, o_n, t_k, k_strides[2], D, BD, True).to(tl.float32)
     if NORMALIZED:
         b_norm = tl.where(tl.sum(b_k - b_k, 1) == 0, 1.0, float("nan"))

@@ -113,10 +113,10 @@ def power_code(sharpen: bool, power: float, power_rows: Tensor | None, power_by_
     return int(power) if plain and power.is_integer() and power <= LARGEST_INTEGER_POWER else -1
 
 
-def shows_short_polynomial(code: int) -> bool:
+def shows_short_polynomial(code: int, dtype: torch.dtype) -> bool:
     """At p = 1 the slope jumps where a key crosses the average, and the gradient of a power adds up over all rows: both
-    would show the error of the short polynomial. Powers that are read per row may be 1."""
-    return code in (1, -1)
+    would show the error of the short polynomial. Powers that are read per row may be 1. And float16 rounds to less."""
+    return code in (1, -1) or dtype == torch.float16
 
 
 def exactness(precise: bool, long: bool) -> int:
@@ -238,7 +238,7 @@ class Problem:
             "HAS_MASK": mask is not None,
             "POWER": self.code,
             "OFFSET": self.offset,
-            "FINE": exactness(self.precise, shows_short_polynomial(self.code)),
+            "FINE": exactness(self.precise, shows_short_polynomial(self.code, self.q.dtype)),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,
             "DV": self.dv,
@@ -253,7 +253,8 @@ def key_norms(problem: Problem, norms: Tensor, flat: Tensor) -> None:
     k, block = problem.k, 64
     grid = (norm_stride(problem.t_k) // block * problem.batch * problem.h_kv, 1, 1)
     numbers = (problem.t_k, problem.h_kv, k.stride()[:3], flags_of(problem.batch, problem.h) + 1)
-    constants = (problem.normalized_keys, problem.d, padded(problem.d), block)
+    by_token = k.stride(1) < k.stride(2)
+    constants = (problem.normalized_keys, by_token, problem.d, padded(problem.d), block)
     tensors = (k, norms, flat)
     addresses = addresses_of(tensors)
     alike = kinds(tensors, addresses, numbers)
