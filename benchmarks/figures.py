@@ -3,7 +3,7 @@
 python benchmarks/figures.py results/attention.json            draws into docs/figures (needs matplotlib)
 python benchmarks/figures.py results/attention.json --table    prints the table again
 python benchmarks/figures.py NEW.json --fill OLD.json --sections decode,compile
-                                                               takes sections of another run into the file
+                                                               takes what it lacks of sections from another run
 """
 
 from __future__ import annotations
@@ -221,17 +221,32 @@ def table(data: Data) -> str:
 
 
 def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
-    """Sections that a run did not come to, or not to their end, as an earlier run has them. Their rows keep its commit
-    and date, and its ratios: no time is divided by one of another run."""
+    """Shapes of these sections that a run did not come to, or not to their end, as an earlier run has them. Their rows
+    keep its commit and date, and its ratios: no time is divided by one of another run."""
     for name in ("machine", "versions"):
         if data[name] != earlier[name]:
             raise ValueError(f"the earlier results have another {name}: {earlier[name]}, not {data[name]}")
     for section in sections:
         if not (rows := rows_in(earlier, section)):
             raise ValueError(f"the earlier results have no rows of {section}")
-        kept = [row for row in data["rows"] if row["section"] != section]
+        there, before = timed_by_shape(rows_in(data, section)), timed_by_shape(rows)
+        lacking = {shape for shape in before if not before[shape] <= there.get(shape, set())}
+        kept = [row for row in data["rows"] if row["section"] != section or shape_of(row) not in lacking]
         origin = {"commit": earlier["commit"], "date": earlier["date"]}
-        data["rows"] = [*kept, *({**origin, **row} for row in rows)]
+        data["rows"] = [*kept, *({**origin, **row} for row in rows if shape_of(row) in lacking)]
+
+
+def shape_of(row: Row) -> tuple[int | None, int | None]:
+    return row.get("head_dim"), row.get("length")
+
+
+def timed_by_shape(rows: Sequence[Row]) -> dict[tuple[int | None, int | None], set[str]]:
+    """The contenders that have a result, by shape."""
+    found: dict[tuple[int | None, int | None], set[str]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            found.setdefault(shape_of(row), set()).add(row["contender"])
+    return found
 
 
 def caption(data: Data, rows: Sequence[Row] = ()) -> str:
@@ -317,7 +332,9 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / "results" / "attention.json")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="the folder to draw into")
     parser.add_argument("--table", action="store_true", help="print the table and draw nothing")
-    parser.add_argument("--fill", type=Path, metavar="EARLIER", help="take --sections from this file, and draw nothing")
+    parser.add_argument(
+        "--fill", type=Path, metavar="EARLIER", help="take what lacks of --sections from this file, and draw nothing"
+    )
     parser.add_argument("--sections", help="with --fill: which, as train,decode")
     chosen = parser.parse_args()
     if (chosen.fill is None) != (chosen.sections is None):

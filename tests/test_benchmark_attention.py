@@ -317,16 +317,24 @@ class TestReport:
         assert figures.panels(time, data) == {}
 
     def test_sections_of_an_earlier_run(self, data: dict[str, Any], tmp_path: Path) -> None:
-        """They replace what the newer run has of them, and say where they are from."""
+        """Where the newer run did not come to them, or lacks a contender, and they say where they are from."""
+
+        def shape(row: dict[str, Any]) -> tuple[Any, ...]:
+            return row["section"], row.get("head_dim"), row.get("length")
+
         new, old = tmp_path / "new.json", tmp_path / "old.json"
-        new.write_text(json.dumps(data | {"commit": "new"}))
+        cut = next(row for row in data["rows"] if row["section"] == "train" and row["status"] == "ok")
+        found = [row for row in data["rows"] if row is not cut and row["section"] != "decode"]
+        new.write_text(json.dumps(data | {"commit": "new", "rows": found}))
         old.write_text(json.dumps(data | {"commit": "old", "date": "then"}))
         fill = ("benchmarks/figures.py", str(new), "--fill", str(old), "--sections")
-        assert python(*fill, "decode,memory").returncode == 0
+        assert python(*fill, "train,decode,memory").returncode == 0
         rows = json.loads(new.read_text())["rows"]
         assert len(rows) == len(data["rows"])
         for row in rows:
-            assert row.get("commit") == ("old" if row["section"] in ("decode", "memory") else None)
+            older = row["section"] == "decode" or shape(row) == shape(cut)
+            assert row.get("commit") == ("old" if older else None)
+        assert {row.get("commit") for row in rows if row["section"] == "memory"} == {None}
         result = python(*fill, "nothing")
         assert result.returncode == 2
         assert "the earlier results have no rows of nothing" in result.stderr
