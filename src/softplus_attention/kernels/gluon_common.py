@@ -237,31 +237,28 @@ def splits_copies(width, power):
 
 
 @gluon.jit
-def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
-    """Starts the copy of the rows from n on into a slot of a ring; zeros beyond ``count`` rows.
-
-    SPLIT: the last rows are masked in a branch of their own, in place of a mask for every copy.
-    """
-    rows: gl.constexpr = o_tile.shape[0]
-    layout: gl.constexpr = gl.SliceLayout(1, o_tile.type.layout)
-    p_tile = p + n.to(gl.int64) * stride
-    if SPLIT:
-        if n + rows <= count:
-            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
-        else:
-            m_rows = n + gl.arange(0, rows, layout=layout) < count
-            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
-    else:
-        m_rows = gl.arange(0, rows, layout=layout) < count - n
-        async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
+def fetch_from(ring, slot, p_tile, o_tile, left):
+    """Starts the copy of the tile at p_tile into a slot of a ring; zeros beyond ``left`` rows."""
+    m_rows = gl.arange(0, o_tile.shape[0], layout=gl.SliceLayout(1, o_tile.type.layout)) < left
+    async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
 
 
 @gluon.jit
-def fetch_from(ring, slot, p_tile, o_tile, left):
-    """Starts the copy of the tile at p_tile into a slot of a ring; zeros beyond ``left`` rows."""
-    rows: gl.constexpr = o_tile.shape[0]
-    m_rows = gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout)) < left
-    async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
+def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
+    """The same of the rows from n on, of ``count`` that there are from p on.
+
+    SPLIT: the last rows are masked in a branch of their own, in place of a mask for every copy.
+    """
+    p_tile = p + n.to(gl.int64) * stride
+    if SPLIT:
+        rows: gl.constexpr = o_tile.shape[0]
+        if n + rows <= count:
+            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
+        else:  # not fetch_from, whose shorter code becomes predicates of both sides
+            m_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout)) < count
+            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
+    else:
+        fetch_from(ring, slot, p_tile, o_tile, count - n)
 
 
 @gluon.jit
