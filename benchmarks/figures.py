@@ -229,7 +229,7 @@ def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
     for section in sections:
         if not (rows := rows_in(earlier, section)):
             raise ValueError(f"the earlier results have no rows of {section}")
-        there, before = timed_by_shape(rows_in(data, section)), timed_by_shape(rows)
+        there, before = by_shape(rows_in(data, section)), by_shape([row for row in rows if row["status"] == "ok"])
         lacking = {shape for shape in before if not before[shape] <= there.get(shape, set())}
         kept = [row for row in data["rows"] if row["section"] != section or shape_of(row) not in lacking]
         origin = {"commit": earlier["commit"], "date": earlier["date"]}
@@ -240,12 +240,11 @@ def shape_of(row: Row) -> tuple[int | None, int | None]:
     return row.get("head_dim"), row.get("length")
 
 
-def timed_by_shape(rows: Sequence[Row]) -> dict[tuple[int | None, int | None], set[str]]:
-    """The contenders that have a result, by shape."""
+def by_shape(rows: Sequence[Row]) -> dict[tuple[int | None, int | None], set[str]]:
+    """The contenders of each shape."""
     found: dict[tuple[int | None, int | None], set[str]] = {}
     for row in rows:
-        if row["status"] == "ok":
-            found.setdefault(shape_of(row), set()).add(row["contender"])
+        found.setdefault(shape_of(row), set()).add(row["contender"])
     return found
 
 
@@ -333,7 +332,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures", help="the folder to draw into")
     parser.add_argument("--table", action="store_true", help="print the table and draw nothing")
     parser.add_argument(
-        "--fill", type=Path, metavar="EARLIER", help="take what lacks of --sections from this file, and draw nothing"
+        "--fill",
+        type=Path,
+        metavar="EARLIER",
+        help="take what is missing of --sections from this file, and draw nothing",
     )
     parser.add_argument("--sections", help="with --fill: which, as train,decode")
     chosen = parser.parse_args()

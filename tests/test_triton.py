@@ -98,6 +98,17 @@ def test_rows_whose_scores_are_all_below_zero(opposite: float, power: int | None
 
 
 @interpreted
+def test_low_scores_of_tiny_keys_are_finite_in_float16() -> None:
+    """What sigmoids are multiplied by leaves room for the norm of a key, by which they are divided."""
+    q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((32, 100, 100)))
+    q, k = 0.3 * q - 1, 1e-5 * torch.nn.functional.normalize(0.3 * k + 1, dim=-1)
+    given = [x.half().requires_grad_() for x in (q, k, v)]
+    out = softplus_attention(*given, power=15, is_causal=True, impl="triton")
+    grads = torch.autograd.grad(out, given, 1e-4 * randn(*out.shape, seed=3, dtype=torch.float16))
+    assert all(x.isfinite().all() for x in grads)
+
+
+@interpreted
 def test_a_power_takes_no_error_from_rounded_weights() -> None:
     """The output is summed with weights in half precision, and the mean gain of a row is taken from it. The gradient of
     a power weighs that mean with the logarithms of all keys: taken as it comes, it is as far off as the reference's."""

@@ -61,8 +61,8 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
 def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(power: int) -> None:
-    assert triton_launch.shows_short_polynomial(power, torch.float16)
-    short = not triton_launch.shows_short_polynomial(power, torch.bfloat16)
+    assert triton_launch.needs_long_polynomial(power, torch.float16)
+    short = not triton_launch.needs_long_polynomial(power, torch.bfloat16)
     assert gluon_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
     assert gluon_common.fineness(gl.float16, power) == triton_common.LONG
 

@@ -176,6 +176,24 @@ def test_rows_whose_scores_are_all_below_zero(
         assert not set().union(*(kernel.called for kernel in late_kernels)) & CAREFUL
 
 
+@pytest.mark.parametrize("above", [False, True])
+def test_the_largest_score_lies_below_zero_in_a_full_tile(above: bool, late_kernels: list[InterpretedKernel]) -> None:
+    """That of the tile at the edge, which is known, is not the row's; where one of it is above 0 it would be."""
+    cosines = torch.linspace(-0.05, -0.017, 130)
+    cosines[[5, 40, 70]] = torch.tensor([-0.004, -0.006, -0.008])
+    if above:
+        cosines[129] = 0.01
+    q, v = randn(1, 1, 2, 64, seed=0), randn(1, 1, 130, 64, seed=1)
+    unit = torch.nn.functional.normalize(q[:, :, :1], dim=-1)
+    across = randn(1, 1, 130, 64, seed=2)
+    across = torch.nn.functional.normalize(across - (across * unit).sum(-1, keepdim=True) * unit, dim=-1)
+    k = 8 * (cosines[:, None] * unit + (1 - cosines.square()).sqrt()[:, None] * across)
+    given = (x.to(torch.bfloat16) for x in (8 * unit.expand(1, 1, 2, 64), k, v))
+    ours, theirs, truth = outcomes(softplus_attention, *given, "triton", 15, as_given, {"is_causal": True})
+    budget = 2 * largest_error(theirs["out"], truth["out"]) + unit_in_the_last_place(truth["out"], torch.bfloat16)
+    assert largest_error(ours["out"], truth["out"]) <= budget
+
+
 @pytest.mark.parametrize(
     ("dtype", "power"),
     [(torch.bfloat16, 3), (torch.bfloat16, 15), (torch.bfloat16, 31), (torch.bfloat16, 3.7), (torch.float16, 15)],

@@ -28,7 +28,7 @@ def note_trouble(Again, trouble):
 @gluon.constexpr_function
 def fineness(dtype, power):
     """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
-    Some powers show it, as ``triton_launch.shows_short_polynomial`` says."""
+    Some powers show it, as ``triton_launch.needs_long_polynomial`` says."""
     return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
 
 
@@ -263,7 +263,8 @@ def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
 
 @gluon.jit
 def opaque(p):
-    """p, of which the compiler forgets how it was computed: it would do it again in every tile to save registers."""
+    """p, of which the compiler forgets how it was computed. It would compute a pointer that only grows anew in every
+    tile, to save registers."""
     address = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [p.to(gl.int64)], gl.int64, is_pure=False, pack=1)
     return gl.multiple_of(address.to(p.dtype), 16)
 
@@ -273,7 +274,7 @@ def tile_after(p_tile, n, p_first, stride, high, BN: gl.constexpr):
     """Where the next tile is in order of use, and its first key: after the last tile comes the first."""
     n += BN
     p_tile = gl.where(n >= high, p_first, p_tile + BN * stride.to(gl.int64))
-    return p_tile, gl.where(n >= high, 0, n)
+    return p_tile, wrapped(n, high)
 
 
 @gluon.jit

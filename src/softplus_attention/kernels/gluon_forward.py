@@ -51,12 +51,11 @@ from softplus_attention.kernels.triton_common import (
 
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
 # The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
-# Where a row's largest excess is far above that, and its scores are not all below 0, it does not show which one a sum
-# has. (With the long polynomial this is more careful than it need be. And of scores that are all below 0 the first pass
-# does not know the largest.)
+# Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
+# sum has. (With the long polynomial this is more careful than it need be.)
 LEAST_HEIGHT = gl.constexpr(0.25)
 LEAST_SHARE = gl.constexpr(2.0**-8)
-LEAST_SCORE = gl.constexpr(0.0)
+LEAST_SCORE = gl.constexpr(-2.0)
 LEAST_MEAN = gl.constexpr(2.0**-10)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
 # Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
@@ -112,18 +111,18 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 
 @gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_largest, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
+    b_scaled, b_product, b_total, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
     t_k, k_stride, tiles, ahead, first, low, high,
-    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
+    BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread. ``ahead`` says what
     comes next: where the tile is that is to be copied, its first key, and that of the tile whose norms are to be read.
 
     BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
-    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product. The largest t is
-    found among the bits of floats, of which an instruction compares three; below 0 their order is another, so that it
-    is 0 where no t is above.
+    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
+
+    BITS: b_top is integers, the bits of floats, of which an instruction compares three. From 0 on they are in order.
     """
     p_ahead, n_ahead, n_next = ahead
     for j in range(low, high):
@@ -141,15 +140,15 @@ def first_loop(
         else:
             f = softplus2(t, FINE)
         b_total += gl.sum(by_thread(f), 1)
-        if BY_PRODUCT:
+        if BITS:
             t = t.to(gl.int32, bitcast=True)
-        b_largest = gl.maximum(b_largest, gl.max(by_thread(t), 1))
+        b_top = gl.maximum(b_top, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
         fetch_from(k_ring, (s + 1) & 1, p_ahead, o_tile, t_k - n_ahead)
         p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_stride, tiles * BN, BN)
         fetched()
-    return b_scaled, b_product, b_total, b_largest, (p_ahead, n_ahead, n_next)
+    return b_scaled, b_product, b_total, b_top, (p_ahead, n_ahead, n_next)
 
 
 @gluon.jit
@@ -169,18 +168,24 @@ def chunked_loop(
 
     A product holds no more. And equal numbers, of which a crowd of equal keys makes thousands, all round to one side:
     so their sum is off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
+
+    Of tiles that are not MASKED, where most of the time goes, only a largest t above 0 is found.
     """
     b_none = gl.sum(by_thread(b_zero), 1)
+    bits: gl.constexpr = BY_PRODUCT and not MASKED
+    b_high = b_none.to(gl.int32) if bits else b_top
     for begin in range(low, high, MOST_FACTORS):
-        b_scaled, b_product, b_part, b_top, ahead = first_loop(
-            b_scaled, b_zero + 1.0, b_none, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile,
+        b_scaled, b_product, b_part, b_high, ahead = first_loop(
+            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile,
             p_norm, t_k, k_stride, tiles, ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
-            MASKED, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+            MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
         )  # fmt: skip
         b_sum += b_part
         if BY_PRODUCT:
             b_logs += logarithms(b_product)
-    return b_scaled, b_sum, b_logs, b_top, ahead
+    if bits:
+        b_high = gl.maximum(b_top, gl.where(b_high > 0, b_high.to(gl.float32, bitcast=True), float("-inf")))
+    return b_scaled, b_sum, b_logs, b_high, ahead
 
 
 @gluon.jit
@@ -189,10 +194,11 @@ def sums(
     tiles, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """[BM] of each row's sum of f', its largest t, and BY_PRODUCT the part of the sum that is logarithms."""
+    """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
+    BY_PRODUCT the part of the sum that is logarithms."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_logs = b_sum
-    b_top = b_sum.to(gl.int32) if BY_PRODUCT else b_sum + float("-inf")
+    b_top = b_sum + float("-inf")
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
             b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
@@ -209,10 +215,7 @@ def sums(
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
     b_bent = gl.convert_layout(gl.sum(b_logs, 1), rows)
-    b_largest = gl.max(b_top, 1)
-    if BY_PRODUCT:
-        b_largest = b_largest.to(gl.float32, bitcast=True)
-    return b_scaled, b_total, gl.convert_layout(b_largest, rows), b_bent, ahead
+    return b_scaled, b_total, gl.convert_layout(gl.max(b_top, 1), rows), b_bent, ahead
 
 
 @gluon.jit
@@ -293,11 +296,11 @@ def gluon_forward_kernel(
     o_values = tile_offsets(v_strides[2], BN, D)
     p_q = Q + b * q_strides[0] + head * q_strides[1]
     fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2])
-    fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2])
+    fetch_from(k_ring, 0, p_k, o_tile, t_k)
     fetched()
     p_ahead, n_next = tile_after(p_k, gl.to_tensor(0), p_k, k_strides[2], tiles * BN, BN)
     fetch_from(k_ring, 1, p_ahead, o_tile, t_k - n_next)
-    fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2])
+    fetch_from(v_ring, 0, p_v, o_values, t_k)
     fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
     fetched()
     arrive(1)
@@ -311,7 +314,7 @@ def gluon_forward_kernel(
     fetch_from(k_ring, 0, p_ahead, o_tile, t_k - n_ahead)
     fetched()
     p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_strides[2], tiles * BN, BN)
-    ahead = (p_ahead, n_ahead, n_next)
+    ahead = (p_ahead, n_ahead, n_next)  # the tiles 3 and, for its norms, 1
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
@@ -341,7 +344,7 @@ def gluon_forward_kernel(
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
                 sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
-                sure = sure & (b_total > LEAST_MEAN * b_counts)
+                sure = sure & (b_total > LEAST_MEAN * b_counts) & ((b_largest > 0) | (full_high == full_low))
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(

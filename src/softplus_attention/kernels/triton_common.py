@@ -29,6 +29,8 @@ LONG = tl.constexpr(1)
 SERIES = tl.constexpr(2)
 LEAST_EXPONENT = tl.constexpr(-126.0)
 LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
+LARGEST_LIFTED = tl.constexpr(0.125)
+LARGEST_LIFT = tl.constexpr(2.0**60)
 # Squares of norms between these are summed from squares that neither overflow nor vanish.
 SMALLEST_SQUARE = tl.constexpr(2.0**-60)
 LARGEST_SQUARE = tl.constexpr(2.0**100)
@@ -247,10 +249,11 @@ def inverse_norm(b_x):
 
 
 @triton.jit
-def row_lift(b_largest):
+def row_lift(b_bound):
     """[BM]: what the sigmoids of a row are multiplied by before they are rounded to float16, which has no numbers below
-    6e-8: no sigmoid is above ``b_largest``, a bound of the row's f', or above 1."""
-    return 1.0 / tl.maximum(tl.minimum(b_largest, 1.0), SMALLEST_SQUARE)
+    6e-8. 1 or more; none is above ``b_bound``, of LSSAR the row's largest f' and of LSSA, which does not know that, the
+    sum, and none that is multiplied by more than 1 comes to be above LARGEST_LIFTED: they are divided by |k| yet."""
+    return tl.minimum(tl.maximum(1.0 / b_bound * LARGEST_LIFTED, 1.0), LARGEST_LIFT)
 
 
 @triton.jit

@@ -12,9 +12,9 @@ from softplus_attention.kernels import triton_decode as kernels
 from softplus_attention.kernels.triton_launch import (
     blocks_of,
     exactness,
+    needs_long_polynomial,
     padded,
     power_code,
-    shows_short_polynomial,
     unit_last_stride,
 )
 from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
@@ -141,7 +141,7 @@ def decode(
     bd, bdv, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
-    fine = exactness(precise, shows_short_polynomial(code, dtype))
+    fine = exactness(precise, needs_long_polynomial(code, dtype))
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):

@@ -113,9 +113,9 @@ def power_code(sharpen: bool, power: float, power_rows: Tensor | None, power_by_
     return int(power) if plain and power.is_integer() and power <= LARGEST_INTEGER_POWER else -1
 
 
-def shows_short_polynomial(code: int, dtype: torch.dtype) -> bool:
-    """At p = 1 the slope jumps where a key crosses the average, and the gradient of a power adds up over all rows: both
-    would show the error of the short polynomial. Powers that are read per row may be 1. And float16 rounds to less."""
+def needs_long_polynomial(code: int, dtype: torch.dtype) -> bool:
+    """Float16 rounds to less than the error of the short one. At p = 1 the slope jumps where a key crosses the average,
+    and the gradient of a power adds up over all rows: both would show it too. Powers that are read per row may be 1."""
     return code in (1, -1) or dtype == torch.float16
 
 
@@ -238,7 +238,7 @@ class Problem:
             "HAS_MASK": mask is not None,
             "POWER": self.code,
             "OFFSET": self.offset,
-            "FINE": exactness(self.precise, shows_short_polynomial(self.code, self.q.dtype)),
+            "FINE": exactness(self.precise, needs_long_polynomial(self.code, self.q.dtype)),
             "HAS_POWER_ROWS": self.power_rows is not None,
             "D": self.d,
             "DV": self.dv,
