@@ -158,7 +158,7 @@ def newton() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    return {"config": {"attention": "lssar"}, "sessions": [{"command": "made up"}], "finished": True}
+    return {"config": {"attention": "lssar"}, "starts": [{"command": "made up"}], "finished": True}
 
 
 def results(name: str, sharp: bool) -> dict[str, dict[str, Any]]:

@@ -94,6 +94,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask-rank": ({"attn_mask": torch.ones(1, 1, 1, T, T, dtype=torch.bool)}, ValueError, r"`attn_mask` must be broad"),
     "mask-device": ({"attn_mask": zeros(T, T, dtype=torch.bool, device="meta")}, ValueError, r"`attn_mask`.*device"),
     "offset-number": ({"offset": 1.0}, TypeError, r"`offset` must be True or False, got 1\.0"),
+    "dropout": ({"dropout_p": 0.1}, ValueError, r"`dropout_p` must be 0: no weights are dropped, got 0.1"),
+    "sdpa-scale": ({"scale": 0.125}, ValueError, r"`scale` must be None: .*`score_scale`.*, got 0.125"),
     "scale-negative": ({"score_scale": -1.0}, ValueError, r"`score_scale` must be a finite number >= 0.*-1"),
     "scale-nan": ({"score_scale": math.nan}, ValueError, r"`score_scale` must be a finite number.*nan"),
     "scale-infinite": ({"score_scale": math.inf}, ValueError, r"`score_scale` must be a finite number.*inf"),
@@ -126,7 +128,10 @@ def test_softplus_attention(changed: dict[str, Any], kind: type[Exception], mess
     assert type(caught.value) is kind
 
 
-FOR_WEIGHTS = {name: case for name, case in WRONG.items() if not name.startswith(("impl", "v-")) and "v" not in case[0]}
+NOT_FOR_WEIGHTS = ("impl", "v-", "dropout", "sdpa-scale")
+FOR_WEIGHTS = {
+    name: case for name, case in WRONG.items() if not name.startswith(NOT_FOR_WEIGHTS) and "v" not in case[0]
+}
 
 
 @pytest.mark.parametrize(("changed", "kind", "message"), FOR_WEIGHTS.values(), ids=FOR_WEIGHTS)
@@ -143,9 +148,9 @@ def test_attention_weights_of_an_unknown_stage() -> None:
         attention_weights(q, k, stage="softmax")
 
 
-def test_options_are_keywords_only() -> None:
+def test_options_that_sdpa_does_not_have_are_keywords_only() -> None:
     with pytest.raises(TypeError, match="positional"):
-        softplus_attention(*tensors().values(), None)
+        softplus_attention(*tensors().values(), None, 0.0, True, 15)  # type: ignore[misc]
 
 
 def test_chunked_refuses_tensors_of_another_device() -> None:

@@ -118,6 +118,8 @@ class TestLengths:
         assert lengths_in("1,2,64", 16) == [16, 32, 1024]
         assert lengths_in("4x, 1x", 16) == [16, 64]
         assert lengths_in("512,16", 16) == [16, 512]
+        with pytest.raises(ValueError, match=r"must be 2x,8x for multiples .* or up to 16 tokens.*, got '2,8'"):
+            lengths_in("2,8", 16)
         for text in ("", "one", "1,-2", "0", "1.5"):
             with pytest.raises(ValueError, match="`--lengths` must be"):
                 lengths_in(text, 16)

@@ -118,6 +118,10 @@ class TestGenerate:
         [
             (["--model", "{}/llama", "--prompt", ""], "`--prompt` must be text of at least one token"),
             (["--model", "{}/none", "--prompt", "a"], "`model` must be a folder with config.json"),
+            (["--model", "{}/run", "--prompt", "a"], "the model of this run is in {}/run/model"),
+            (["--model", "{}/run/checkpoint-4", "--prompt", "a"], "the model of this run is in {}/run/model"),
+            (["--model", "{}/llama", "--prompt", "a", "--device", "cuda:99"], "`--device` must be one of those"),
+            (["--model", "{}/llama", "--prompt-file", "{}/empty"], "`--prompt-file` must be text of at least one"),
             (
                 ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
                 "`--max-new-tokens` must be at least 1",
@@ -126,8 +130,12 @@ class TestGenerate:
         ],
     )
     def test_bad_input(self, saved, capsys, words, message):
-        assert main(["generate", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
-        assert message in capsys.readouterr().err
+        (saved / "run" / "model").mkdir(parents=True)
+        (saved / "run" / "checkpoint-4").mkdir()
+        (saved / "run" / "model" / "config.json").write_text("{}")
+        (saved / "empty").write_text("")
+        assert main(["generate", "--device", "cpu", *(w.format(saved) for w in words)]) == 2
+        assert message.format(saved) in capsys.readouterr().err
 
 
 class Rows(torch.utils.data.Dataset):

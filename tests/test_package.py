@@ -46,6 +46,37 @@ def test_the_module_is_the_command() -> None:
     assert usage.startswith("usage: softplus-attention ")
 
 
+BARE = """
+import sys
+for name in {names}:
+    sys.modules[name] = None  # as if it were not installed
+from softplus_attention.cli import main
+sys.exit(main({arguments}))
+"""
+NOT_TORCH = ["numpy", "transformers", "huggingface_hub", "tokenizers", "accelerate", "safetensors", "matplotlib"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["info"], 0, "torch"),
+        (["--version"], 0, softplus_attention.__version__),
+        (["train", "--help"], 0, "--preset"),
+        (["generate", "--help"], 0, "--prompt"),
+        (["generate", "--model", "x", "--prompt", "y"], 2, "`generate` needs transformers: pip install -e '.[hug"),
+        (["evaluate", "lengths", "x", "--text", "y"], 2, "`evaluate` needs "),
+        (["data", "prepare", "builtin", "--output", "x", "--tokenizer", "bytes"], 2, "`data` needs "),
+    ],
+)
+def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
+    """What needs more says which extra has it."""
+    code = BARE.format(names=NOT_TORCH, arguments=arguments)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert found.returncode == status, found.stderr
+    assert words in (found.stdout if status == 0 else found.stderr)
+    assert "Traceback" not in found.stderr
+
+
 class TestImport:
     def test_brings_torch_only(self, imported: dict[str, Any]) -> None:
         """Nothing but our own modules and the standard library."""

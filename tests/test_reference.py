@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor
 
@@ -493,3 +494,17 @@ def test_counts_of_visible_keys(t_q: int, t_k: int, given: str, is_causal: bool,
     visibility = Visibility(t_q, t_k, torch.device("cpu"), is_causal, window if is_causal else None, **words)
     dense = visibility.dense().sum(-1)
     assert torch.equal(visibility.counts().expand_as(dense).long(), dense)
+
+
+def test_a_call_of_sdpa_stands_as_it_is() -> None:
+    """Its arguments in its order, its defaults said aloud."""
+    q, k, v = (randn(1, 2, 5, 8, seed=seed) for seed in range(3))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = softplus_attention(q, k, v, is_causal=True)
+    for given in ((mask, 0.0, False), (None, 0.0, True)):
+        assert F.scaled_dot_product_attention(q, k, v, *given, scale=None, enable_gqa=False).shape == expected.shape
+        torch.testing.assert_close(softplus_attention(q, k, v, *given, scale=None, enable_gqa=False), expected)
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    ends = torch.tensor([0, 5], dtype=torch.int32)
+    out = softplus_attention_varlen(*packed, ends, ends, 5, 5, is_causal=True)
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected)

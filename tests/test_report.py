@@ -88,6 +88,44 @@ def test_nothing_is_loaded(everything):
     assert "innerHTML" not in page
 
 
+def test_a_training_run(tmp_path):
+    """One that `train` wrote, once finished and once with a log that was cut and repeats a step."""
+    words = ["--preset", "tiny", "--layers", "1", "--width", "16", "--heads", "1", "--global-every", "0"]
+    words += [
+        "--steps",
+        "4",
+        "--batch-size",
+        "2",
+        "--sequence-length",
+        "16",
+        "--log-every",
+        "1",
+        "--evaluate-every",
+        "2",
+    ]
+    (tmp_path / "text.txt").write_text(" ".join(f"some words, number {n}, and others." for n in range(400)))
+    text = ["data", "prepare", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--separator", "others."]
+    assert main([*text, "--validation-fraction", "0.2", "--output", str(tmp_path / "data")]) == 0
+    assert main(["train", "--data", str(tmp_path / "data"), "--output", str(tmp_path / "runs" / "one"), *words]) == 0
+    other = tmp_path / "runs" / "two"
+    other.mkdir()
+    (other / "run.json").write_text((tmp_path / "runs" / "one" / "run.json").read_text())
+    (other / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 9.0}\n{"step": 2, "loss": 4.0}\n'
+    )
+    page, problems = html_of(tmp_path / "runs")
+    assert problems == []
+    assert "Training loss by step" in page
+    charts = {block.title: block for block in blocks_of(tmp_path / "runs")}
+    first, second = charts["Training loss by step"].series
+    assert [first.name, second.name] == ["one (lssar)", "two (lssar)"]
+    assert first.x == [1, 2, 3, 4]
+    assert (second.x, second.y) == ([1, 2], [5.0, 4.0])
+    assert charts["Validation loss by step"].series[0].x == [2, 4]
+    (other / "metrics.jsonl").write_text("{")
+    assert "metrics.jsonl cannot be read" in dict(html_of(tmp_path / "runs")[1])["two/run.json"]
+
+
 def test_stability(tmp_path):
     runs = [
         report_results.stability(0.03, [5, "nan"], None, "stopped"),

@@ -6,10 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from softplus_attention import __version__
+
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
     "numpy": "huggingface",
     "transformers": "huggingface",
+    "huggingface_hub": "huggingface",
     "accelerate": "huggingface",
     "tokenizers": "huggingface",
     "safetensors": "huggingface",
@@ -29,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="softplus-attention", description="Attention that trains short and runs long (LSSA and LSSAR)."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     from softplus_attention.commands import convert, demo, evaluate, generate, info, report
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        extra = f"pip install 'softplus-attention[{EXTRAS[package]}]'"
+        extra = f"pip install -e '.[{EXTRAS[package]}]' in a clone of softplus-attention"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
 

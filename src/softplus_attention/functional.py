@@ -23,7 +23,7 @@ Impl = Literal["auto", "triton", "chunked", "reference"]
 Stage = Literal["scores", "normalised", "sharpened"]
 # The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
 MOST_DECODE_ROWS = 16
-NO_TRITON = "triton is not installed (pip install 'softplus-attention[triton]')"
+NO_TRITON = "triton is not installed (pip install -e '.[triton]')"
 # Looked for once: torch.compile cannot follow the search.
 HAS_TRITON = find_spec("triton") is not None
 IMPLS = ("auto", "triton", "chunked", "reference")
@@ -33,21 +33,23 @@ def softplus_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
     *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
     power: Power = 15,
     score_scale: float | None = None,
     offset: bool = True,
-    is_causal: bool = False,
-    attn_mask: Tensor | None = None,
     window: int | None = None,
     key_start: Tensor | None = None,
     key_end: Tensor | None = None,
-    enable_gqa: bool = False,
     impl: Impl = "auto",
     validate: bool = False,
 ) -> Tensor:
     """Softplus attention with re-weighting (LSSAR), or without (LSSA, ``power=None``): a drop-in for
-    ``torch.nn.functional.scaled_dot_product_attention``.
+    ``torch.nn.functional.scaled_dot_product_attention``, with its arguments in its order.
 
     The scores are cosines scaled by ``score_scale * log(N_i)``, where N_i is the number of keys that row i sees, in
     every mode. Softplus and l1-normalisation make weights of them; relu(N_i * weight - 1)^power, normalised again,
@@ -59,6 +61,8 @@ def softplus_attention(
         power: the sharpening power: None for LSSA; a number >= 1 (ints are fastest); a tensor, (H,) per head or
             broadcastable to (B, H, T_q), which receives its gradient; or ``PowerByLength``.
         score_scale: None means log(D). Not SDPA's ``scale``: it multiplies cosines.
+        scale, dropout_p: as calls of SDPA have them, and nothing but None and 0: the length of q and k does not count,
+            and no weights are dropped.
         offset: False subtracts no 1: the weights are softplus(score)^power, l1-normalised, and no key is cut off. One
             pass over the keys then suffices. It has no meaning for LSSA.
         is_causal: row i sees the keys up to its own. The last row stands on the last key, also where T_q != T_k
@@ -77,6 +81,10 @@ def softplus_attention(
     Returns:
         (B, H, T_q, D_v) in q's dtype. A row that sees no key is 0, with zero gradient.
     """
+    if dropout_p:
+        check.fail("dropout_p", "0: no weights are dropped", repr(dropout_p))
+    if scale is not None:
+        check.fail("scale", "None: scores are cosines, which `score_scale` multiplies", repr(scale))
     q, k, v = autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
@@ -87,11 +95,11 @@ def softplus_attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
     power: Power = 15,
     score_scale: float | None = None,
     offset: bool = True,

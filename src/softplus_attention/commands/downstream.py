@@ -24,7 +24,7 @@ def add_downstream(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         actions,
         "downstream",
         "accuracy on ARC, HellaSwag, PIQA, SciQ, MMLU, LAMBADA, a summary task and others",
-        "Runs lm-evaluation-harness (pip install 'softplus-attention[harness]') on the models. Data comes from the "
+        "Runs lm-evaluation-harness (pip install -e '.[harness]') on the models. Data comes from the "
         "hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task (docs/evaluation.md). A task that "
         "fails is left out with its reason, and the exit status is then 1.",
         run,

@@ -100,7 +100,8 @@ def add_lengths(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--lengths",
         default="1,2,4,8,16,32,64",
-        help="times the training length (1,2,4 or 1x,8x), or tokens (512,4096) (default: %(default)s)",
+        help="times the training length (1,2,4 or 2x,8x), or tokens (512,4096); numbers without an x are tokens unless "
+        "the first is 1 (default: %(default)s)",
     )
     parser.add_argument("--sequences", type=int, default=32, metavar="N", help="texts of the longest length, at most")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
@@ -293,7 +294,8 @@ def common_options(options: argparse.Namespace) -> dict[str, str]:
 def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
     """The models and the length that all of them were trained at."""
     quiet()
-    from softplus_attention.evaluation.models import check_request, device_of, requests_of, training_length_of
+    from softplus_attention.evaluation.models import check_request, requests_of, training_length_of
+    from softplus_attention.huggingface.loading import device_of
 
     check_folder(options.output)
     device_of(options.device)

@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
-        fail("--prompt", "text of at least one token", repr(prompt))
+        name = "--prompt" if options.prompt is not None else "--prompt-file"
+        fail(name, "text of at least one token", repr(prompt))
 
     words: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     if options.temperature > 0:

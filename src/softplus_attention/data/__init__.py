@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from softplus_attention.data.packing import PackedTokens
     from softplus_attention.data.preparation import prepare
 
+IGNORED = -100  # the label of a token that is not to be predicted, torch's own
+
 __all__ = [
+    "IGNORED",
     "DataError",
     "Index",
     "PackedTokens",

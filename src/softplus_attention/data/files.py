@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from softplus_attention import files
-
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from softplus_attention.files import FULL
 
 
 class DataError(ValueError):

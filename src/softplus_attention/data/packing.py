@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from softplus_attention.data import IGNORED
 from softplus_attention.data.dataset import TokenDataset
 from softplus_attention.validation import fail
-
-IGNORED = -100
 
 
 class PackedTokens(Dataset[dict[str, Tensor]]):

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.data.assembly import Assembler
-from softplus_attention.data.files import FULL, DataError, remove_temporary, sha256, write_json
+from softplus_attention.data.files import DataError, remove_temporary, sha256, write_json
 from softplus_attention.data.index import FORMAT, INDEX, PARTIAL, VERSION, Index
 from softplus_attention.data.pieces import (
     Piece,
@@ -36,6 +36,7 @@ from softplus_attention.data.pieces import (
 from softplus_attention.data.progress import Progress
 from softplus_attention.data.sources import Reading, Source, find
 from softplus_attention.data.token_files import TokenFile
+from softplus_attention.files import FULL
 from softplus_attention.validation import fail
 
 PLAN = "plan.json"

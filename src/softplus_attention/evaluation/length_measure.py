@@ -23,9 +23,10 @@ MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def lengths_in(text: str, training_length: int) -> list[int]:
-    """Tokens from "1,2,4" or "1x,2x,4x" (times the training length) or "512,1024" (tokens), in rising order.
+    """Tokens from "1,2,4" or "2x,4x" (times the training length) or "512,1024" (tokens), in rising order.
 
-    A sequence of one token has no loss, so a list that begins with 1 cannot mean tokens.
+    A sequence of one token has no loss, so a list that begins with 1 cannot mean tokens. Another could mean either
+    where all of it is small and below the training length: it is refused.
     """
     expected = "whole numbers such as 1,2,4 or 1x,8x,64x (times the training length) or 512,1024 (tokens)"
     lengths = []
@@ -36,6 +37,10 @@ def lengths_in(text: str, training_length: int) -> list[int]:
         if not number.isdecimal() or int(number) < 1:
             fail("--lengths", expected, repr(text))
         lengths.append(int(number) * (training_length if multiples or part.endswith("x") else 1))
+    if max(lengths) < training_length and max(lengths) <= max(MULTIPLES):
+        times = ",".join(f"{part}x" for part in parts)
+        longest = f"{training_length} tokens, the training length, or more"
+        fail("--lengths", f"{times} for multiples of the training length, or up to {longest}", repr(text))
     if min(lengths) < 2:
         fail("--lengths", "of at least 2 tokens each", repr(text))
     return sorted(set(lengths))

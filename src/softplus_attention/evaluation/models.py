@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from softplus_attention.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import DTYPES, require
+from softplus_attention.huggingface.loading import DTYPES, device_of, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, logarithmic_power
@@ -170,18 +170,6 @@ def check_request(request: Request, training_length: int) -> None:
     changes_of(config, request.options, training_length)
     if not isinstance(config, SoftplusGPTConfig) and "power" in request.options:
         power_in(request.options["power"], training_length)
-
-
-def device_of(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        fail("--device", "such as cpu or cuda:0", repr(name))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
-    return device
 
 
 def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:

@@ -17,7 +17,7 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 def load_model(source: str, *, dtype: str = "auto", device: str | None = None, **config: Any) -> PreTrainedModel:
     """A causal language model in evaluation mode; ``config`` replaces words of its config."""
-    where = torch.device(device) if device is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = device_of(device)
     require("model", source, "config.json")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -37,6 +37,18 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, *
     return model.to(where).eval()
 
 
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        check.fail("--device", "such as cpu or cuda:0", repr(name))
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        check.fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
+    return device
+
+
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source)
@@ -49,4 +61,9 @@ def require(name: str, source: str, file: str) -> None:
     looks_like_path = source.startswith((".", "/", "~")) or Path(source).exists()
     if looks_like_path and not (Path(source) / file).is_file():
         expected = f"a folder with {file}"
-        check.fail(name, expected, f"{source!r}, which {'has none' if Path(source).is_dir() else 'is no folder'}")
+        found = "has none" if Path(source).is_dir() else "is no folder"
+        for finished in (Path(source) / "model", Path(source).parent / "model"):
+            if (finished / file).is_file():
+                found += f"; the model of this run is in {finished}"
+                break
+        check.fail(name, expected, f"{source!r}, which {found}")

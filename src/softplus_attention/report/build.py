@@ -17,6 +17,7 @@ from softplus_attention.report.reading import Found, clean_text, find_results
 from softplus_attention.report.sections import Looks, Section
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
+from softplus_attention.report.training import training_blocks
 from softplus_attention.validation import fail
 
 # Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
@@ -61,6 +62,7 @@ def all_sections(found: Found) -> list[Section]:
     parts = measures.sections(found, looks)
     parts[0].blocks = [*demo, *parts[0].blocks]
     parts.insert(0, Section("The study", study_blocks(found, looks)))
+    parts.append(Section("Training", training_blocks(found, looks)))
     parts.append(Section("Stability", stability_blocks(found, looks)))
     parts.append(Section("Newton from orbits", other.newton_blocks(found, looks)))
     parts.append(Section("Speed", other.speed_blocks(found)))

@@ -270,14 +270,14 @@ def run_record(result: Result) -> RunRecord:
     name = f"{model.get('name')}: {result.kind}" if isinstance(model, dict) else result.kind
     made = data.get("made") if isinstance(data.get("made"), dict) else data
     assert made is not None
-    sessions = data.get("sessions")
-    command = sessions[-1].get("command") if sessions and is_table(sessions) else made.get("command")
+    starts = data.get("starts")
+    command = starts[-1].get("command") if starts and is_table(starts) else made.get("command")
     words = [str(command)] if command else []
     if data.get("complete") is False or data.get("finished") is False:
         words.append("not finished")
     kept = {key: value for key, value in data.items() if key not in MEASUREMENTS and not is_table(value)}
-    if is_table(sessions):
-        kept["sessions"] = sessions
+    if is_table(starts):
+        kept["starts"] = starts
     return f"{name} ({result.path})", "; ".join(words), json.dumps(kept, indent=1, ensure_ascii=False)
 
 

@@ -108,7 +108,7 @@ def kind_of(data: dict[str, Any]) -> str:
         return "study"
     if {"arm", "learning_rate", "largest_score"} <= set(data):
         return "stability"
-    if isinstance(data.get("config"), dict) and is_table(data.get("sessions")):
+    if isinstance(data.get("config"), dict) and is_table(data.get("starts")):
         return "training"
     if {"lengths", "loss", "settings"} <= set(data) and isinstance(data["loss"], dict):
         return "demo"

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from softplus_attention.data import Index, PackedTokens
-from softplus_attention.data.packing import IGNORED
+from softplus_attention.data import IGNORED, Index, PackedTokens
 
 
 class Sequences(Protocol):

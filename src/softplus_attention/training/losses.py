@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softplus_attention.data.packing import IGNORED
+from softplus_attention.data import IGNORED
 from softplus_attention.validation import fail
 
 CHUNK = 4096  # tokens whose logits exist at a time

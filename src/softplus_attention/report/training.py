@@ -1,0 +1,59 @@
+"""The losses of training runs by step, from the log that lies beside each run's record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.report.charts import LineChart, Series
+from softplus_attention.report.reading import LARGEST_FILE, Found, Result, UnreadableError, mapping, number_of
+from softplus_attention.report.sections import Block, Looks, checked
+
+LOG = "metrics.jsonl"
+# By word of the log: title and axis.
+FIGURES = {
+    "loss": ("Training loss by step", "training loss (nats)"),
+    "eval_loss": ("Validation loss by step", "validation loss (nats)"),
+}
+Logged = tuple[str, list[dict[str, Any]]]
+
+
+def training_blocks(found: Found, looks: Looks) -> list[Block]:
+    runs: list[Logged] = checked(found, "training", lambda result: logged(result, found.folder))
+    charts: list[Block] = []
+    for word, (title, axis) in FIGURES.items():
+        series = [line for name, rows in runs if (line := curve(name, rows, word, looks)) is not None]
+        if series:
+            caption = "At the training length, as it was logged; a step that was taken again counts once."
+            charts.append(LineChart(title, "step", axis, series, caption))
+    return charts
+
+
+def logged(result: Result, folder: Path) -> Logged:
+    """A run's name, and the rows of its log; none where it has no log yet."""
+    attention = str(mapping(result.data, "config").get("attention"))
+    place = Path(result.path).parent
+    name = attention if str(place) == "." else f"{place} ({attention})"
+    path = folder / place / LOG
+    try:
+        if not path.is_file():
+            return name, []
+        if path.stat().st_size > LARGEST_FILE:
+            raise UnreadableError(f"{LOG} is larger than {LARGEST_FILE >> 20} MiB")
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UnreadableError(f"{LOG} cannot be read: {str(error)[:200]}") from None
+    if not all(isinstance(row, dict) for row in rows):
+        raise UnreadableError(f"{LOG} must hold a JSON object in each line")
+    return name, rows
+
+
+def curve(name: str, rows: list[dict[str, Any]], word: str, looks: Looks) -> Series | None:
+    """The last word on every step: a run that was cut repeats some."""
+    points: dict[float, float | None] = {}
+    for row in rows:
+        if word in row and (step := number_of(row, "step")) is not None:
+            points[step] = number_of(row, word)
+    steps = sorted(points)
+    return Series(name, steps, [points[step] for step in steps], None, looks.of(name)) if steps else None
