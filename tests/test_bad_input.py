@@ -148,6 +148,14 @@ def test_attention_weights_of_an_unknown_stage() -> None:
         attention_weights(q, k, stage="softmax")
 
 
+@pytest.mark.parametrize(
+    ("factor", "kind"), [(0, ValueError), (101, ValueError), (math.nan, ValueError), (True, TypeError)]
+)
+def test_a_factor_of_log_n(factor: float, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"`factor` must be a number from 0.01 to 100, got"):
+        PowerByLength.log_n(factor)
+
+
 def test_options_that_sdpa_does_not_have_are_keywords_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         softplus_attention(*tensors().values(), None, 0.0, True, 15)  # type: ignore[misc]

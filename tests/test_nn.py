@@ -280,7 +280,7 @@ def test_learned_power() -> None:
 def test_learned_factor_of_log_n() -> None:
     """Starts as 0.6 log N in every row of a window, in steps over a cache as in one pass, and moves by its gradient."""
     layer, x = module(power="learned-log", window=9), tokens()
-    constant = module(power=PowerByLength(1, 0.6, math.exp(1 / 0.6)), window=9)
+    constant = module(power=PowerByLength.log_n(0.6), window=9)
     assert_close(layer(x), constant(x))
     with torch.no_grad():
         assert_close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))

@@ -41,6 +41,15 @@ class PowerByLength:
             if not least <= value < float("inf"):
                 raise ValueError(expected)
 
+    @classmethod
+    def log_n(cls, factor: float) -> PowerByLength:
+        """p(N) = factor * log N, and 1 where that is less."""
+        if isinstance(factor, bool) or not isinstance(factor, int | float):
+            raise TypeError(f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}")
+        if not 0.01 <= factor <= 100:
+            raise ValueError(f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}")
+        return cls(1, factor, math.exp(1 / factor))
+
     def at(self, counts: Tensor) -> Tensor:
         """The power of rows that see ``counts`` keys, in the dtype of ``counts``."""
         return self.base + self.slope * (counts.clamp(min=self.n0) / self.n0).log()

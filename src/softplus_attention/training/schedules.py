@@ -90,7 +90,7 @@ def logarithmic_power(text: str | float) -> PowerByLength | None:
     slope = number_in(text.removeprefix(LOGARITHMIC), text)
     if not 0.01 <= slope <= 100:
         fail("power", "log: with a factor from 0.01 to 100", repr(text))
-    return PowerByLength(1, slope, math.exp(1 / slope))
+    return PowerByLength.log_n(slope)
 
 
 def ramp(text: str, rounded: bool) -> PowerSchedule:
