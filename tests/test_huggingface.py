@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from huggingface_models import FAMILIES, small_model, token_rows
-from transformers import AutoModelForCausalLM, BloomConfig, CodeGenConfig, DynamicCache, LlamaConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
+    DynamicCache,
+    LlamaConfig,
+    OPTConfig,
+    StaticCache,
+)
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -311,10 +319,26 @@ class TestRefusals:
         model(token_rows(1, 8))
 
     def test_scaling_of_the_host(self):
-        model = small_model("llama")
+        """It is that of scores whose length counts; of cosines it changes nothing."""
+        model = small_model("llama", "sigmoid")
         model.model.layers[1].self_attn.scaling = 0.1
         with pytest.raises(ValueError, match=r"`scaling` must be head_dim \*\* -0.5 = 0.25.*got 0.1"):
             model(token_rows(1, 8))
+        model = small_model("llama")
+        before = model(token_rows(1, 8)).logits
+        model.model.layers[1].self_attn.scaling = 0.1
+        assert model(token_rows(1, 8)).logits.equal(before)
+        model.model.layers[1].self_attn.scaling = -0.1
+        with pytest.raises(ValueError, match=r"`scaling` must be above 0 .*got -0.1"):
+            model(token_rows(1, 8))
+
+    def test_a_host_that_scales_queries_itself(self):
+        size = {"hidden_size": 32, "num_hidden_layers": 2, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 128}
+        config = OPTConfig(**size, word_embed_proj_dim=32, max_position_embeddings=64, attention_dropout=0.0)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="lssar").eval()
+        whole = model(token_rows(1, 12)).logits
+        torch.testing.assert_close(model(token_rows(1, 12)[:, :7]).logits, whole[:, :7])
 
     @pytest.mark.parametrize("word", ["softcap", "s_aux", "position_bias", "cache", "block_indices"])
     @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])

@@ -450,6 +450,21 @@ def test_loaded_with_its_code_and_saved_again(family, tmp_path):
 
 
 class TestPipeline:
+    def test_generation_beyond_the_training_length_warns_of_nothing(self, caplog):
+        """Its own warning is transformers', for models whose positions end there."""
+        torch.manual_seed(0)
+        model = SoftplusGPTForCausalLM(
+            SoftplusGPTConfig(
+                vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8
+            )
+        )
+        with caplog.at_level("WARNING"):
+            out = model.generate(
+                torch.ones(1, 12, dtype=torch.long), max_new_tokens=3, do_sample=False, eos_token_id=None
+            )
+        assert out.shape == (1, 15)
+        assert "maximum length" not in caplog.text
+
     def test_text_generation(self, tmp_path):
         tokenizer = byte_tokenizer()
         model = tiny(vocab_size=257, eos_token_id=256, bos_token_id=256)

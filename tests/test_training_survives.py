@@ -301,6 +301,9 @@ class TestChangedSettings:
         assert run.wait() == 1
         assert "width was 32 and is 64" in run.words()
         assert "power was '3,7@0.25,15@0.5' and is '3,15@0.5'" in run.words()
+        assert "--accept-changes" not in run.words()  # the weights of another width cannot go on
+        run.start(power="3,15@0.5")
+        assert run.wait() == 1
         assert "--accept-changes" in run.words()
         run.finish(keep=1, micro_batch_size=4, save_every=5)
         assert run.checkpoints() == [24]

@@ -136,7 +136,10 @@ def check_host(
         expected = f"0 with attn_implementation={chosen.name!r}, which has no dropout (attention_dropout or attn_pdrop)"
         check.fail("dropout of the attention weights", expected, dropout)
     usual = query.shape[-1] ** -0.5
-    if scaling is not None and abs(scaling - usual) > 1e-6 * usual:
+    if scaling is not None and chosen.spec.qk_norm:
+        if not scaling > 0:  # any other changes nothing: the length of q does not count
+            check.fail("scaling", f"above 0 with attn_implementation={chosen.name!r}", scaling)
+    elif scaling is not None and abs(scaling - usual) > 1e-6 * usual:
         expected = f"head_dim ** -0.5 = {usual:.6g} with attn_implementation={chosen.name!r}, which has its own scale"
         check.fail("scaling", expected, scaling)
     refuse_options(chosen.name, others)

@@ -24,9 +24,8 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, *
             source, dtype=DTYPES[dtype], output_loading_info=True, **config
         )
     except OSError as error:
-        check.fail(
-            "model", "a folder with a saved model, or a name on the hub that can be reached", f"{source!r}: {error}"
-        )
+        expected = "a folder with a saved model (there is none of that name here), or a name on the hub, which"
+        check.fail("model", f"{expected} must be reached", f"{source!r}: {error}")
     except SafetensorError as error:
         check.fail("model", "a folder with whole weights", f"{source!r}: {error}")
     for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -306,6 +306,14 @@ class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def _get_stopping_criteria(self, *given: Any, **named: Any) -> StoppingCriteriaList:
+        """transformers' own, without its warning beyond ``max_position_embeddings``, which limits nothing here."""
+        criteria = super()._get_stopping_criteria(*given, **named)
+        for one in criteria:
+            if isinstance(one, MaxLengthCriteria):
+                one.max_position_embeddings = None
+        return criteria
 
     @can_return_tuple
     def forward(

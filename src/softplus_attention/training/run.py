@@ -32,6 +32,7 @@ from softplus_attention.validation import fail
 MODEL = "model"
 # The place in the data is counted in sequences of a run, and the state is that of its optimizer.
 FIXED = ("batch_size", "sequence_length", "optimizer")
+SHAPE = ("layers", "width", "heads", "vocab_size", "bias")  # of the weights
 LOCK = ".lock"
 
 
@@ -93,10 +94,13 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
         if before["data"] != now["data"]:
             changed["data"] = f"the data in {config.data} is not what the run was started with"
         if changed and not accept_changes:
+            others = "choose another --output for a new run"
+            others += (
+                "" if set(changed) & {*FIXED, *SHAPE} else ", or say --accept-changes to continue with the new ones"
+            )
             raise OtherSettings(
                 f"{run} holds a run with other settings: {'; '.join(changed.values())}. Put them back to continue it, "
-                "choose another --output for a new run, or say --accept-changes to continue with the new ones. Nothing "
-                "was changed"
+                f"{others}. Nothing was changed"
             )
         fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
