@@ -34,6 +34,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q-no-tensor": ({"q": [[1.0]]}, TypeError, r"`q` must be a tensor.*list"),
     "k-no-tensor": ({"k": None}, TypeError, r"`k` must be a tensor.*NoneType"),
     "v-no-tensor": ({"v": 3.0}, TypeError, r"`v` must be a tensor.*float"),
+    "q-nested": (
+        {"q": torch.nested.nested_tensor([zeros(H, T, D), zeros(H, 2, D)], layout=torch.jagged)},
+        TypeError,
+        r"`q` must be a dense tensor \(B, H, T, D\), or packed documents for softplus_attention_varlen.*nested",
+    ),
     "q-rank-3": ({"q": zeros(H, T, D)}, ValueError, r"`q` must be a tensor \(B, H, T, D\)"),
     "k-rank-5": ({"k": zeros(1, B, H, T, D)}, ValueError, r"`k` must be a tensor \(B, H, T, D\)"),
     "v-rank-2": ({"v": zeros(T, D)}, ValueError, r"`v` must be a tensor \(B, H, T, D\)"),
@@ -265,9 +270,17 @@ WRONG_CACHED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 for name, low, high in (("cache_seqlens", 2, 13), ("cache_starts", -1, 13)):
     WRONG_CACHED |= {
-        f"{name}-no-tensor": ({name: 12}, TypeError, rf"`{name}` must be an int32 tensor.*int"),
-        f"{name}-float": ({name: torch.tensor([3.0, 12.0])}, TypeError, rf"`{name}` must be an int32 tensor.*float"),
-        f"{name}-bool": ({name: torch.tensor([True, True])}, TypeError, rf"`{name}` must be an int32 tensor.*bool"),
+        f"{name}-no-tensor": ({name: 12}, TypeError, rf"`{name}` must be an int32 or int64 tensor.*int"),
+        f"{name}-float": (
+            {name: torch.tensor([3.0, 12.0])},
+            TypeError,
+            rf"`{name}` must be an int32 or int64 tensor.*float",
+        ),
+        f"{name}-bool": (
+            {name: torch.tensor([True, True])},
+            TypeError,
+            rf"`{name}` must be an int32 or int64 tensor.*bool",
+        ),
         f"{name}-batch": ({name: integers(3, 12, 12)}, ValueError, rf"`{name}` must be of shape \(B,\) = \(2,\)"),
         f"{name}-rank": ({name: integers(3, 12)[:, None]}, ValueError, rf"`{name}` must be of shape"),
         f"{name}-device": ({name: integers(3, 12, device="meta")}, ValueError, rf"`{name}` must be on the device"),

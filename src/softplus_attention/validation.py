@@ -31,6 +31,9 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             fail(name, f"a tensor {layout}", type(x).__name__, TypeError)
+        if x.is_nested:
+            expected = f"a dense tensor {layout}, or packed documents for softplus_attention_varlen"
+            fail(name, expected, "a nested tensor", TypeError)
         if x.dim() != rank:
             fail(name, f"a tensor {layout}", described(x))
         if x.dtype not in FLOATS:
@@ -174,9 +177,9 @@ def check_cache_lengths(
     name: str, lengths: Tensor, batch: int, least: int, most: int, device: torch.device, validate: bool
 ) -> None:
     if not isinstance(lengths, Tensor):
-        fail(name, f"an int32 tensor (B,) = ({batch},)", type(lengths).__name__, TypeError)
+        fail(name, f"an int32 or int64 tensor (B,) = ({batch},)", type(lengths).__name__, TypeError)
     if lengths.dtype not in (torch.int32, torch.int64):
-        fail(name, "an int32 tensor", described(lengths), TypeError)
+        fail(name, "an int32 or int64 tensor", described(lengths), TypeError)
     if lengths.dim() != 1 or lengths.shape[0] != batch:
         fail(name, f"of shape (B,) = ({batch},)", described(lengths))
     if lengths.device != device:
