@@ -47,7 +47,8 @@ class Index:
         if not path.is_file():
             if (folder / PARTIAL).is_dir():
                 raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
-            fail("directory", "a folder written by `softplus-attention data prepare`", repr(str(folder)), DataError)
+            found = f"{str(folder)!r}, which " + ("has no index.json" if folder.is_dir() else "is no folder")
+            fail("data", "a folder written by `softplus-attention data prepare`", found, DataError)
         try:
             return cls.parsed(folder, json.loads(path.read_text()))
         except DataError:
@@ -61,7 +62,7 @@ class Index:
     def parsed(cls, folder: Path, data: Mapping[str, Any]) -> Index:
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             found = f"{data['format']!r}, version {data['version']}"
-            fail("directory", f"of format {FORMAT!r}, version {VERSION}", found, DataError)
+            fail("data", f"of format {FORMAT!r}, version {VERSION}", found, DataError)
         return cls(
             folder=folder,
             dtype=np.dtype(data["dtype"]),

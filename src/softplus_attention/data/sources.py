@@ -64,10 +64,11 @@ class Source(Protocol):
         """Where the last document given by ``documents`` ends."""
 
 
-def find(names: Sequence[str], reading: Reading, output: Path) -> list[Source]:
-    """The sources in the order given, the files of a folder in the order of their paths."""
+def find(names: Sequence[str], reading: Reading, output: Path, argument: str = "SOURCE") -> list[Source]:
+    """The sources in the order given, the files of a folder in the order of their paths. ``argument`` is what errors
+    call them."""
     if not names:
-        fail("SOURCE", EXPECTED, "nothing", DataError)
+        fail(argument, EXPECTED, "nothing", DataError)
     found: list[Source] = []
     seen: set[Path] = set()
     for name in names:
@@ -77,23 +78,23 @@ def find(names: Sequence[str], reading: Reading, output: Path) -> list[Source]:
         if name.startswith(HUB) or (name.partition(":")[0] == FINEWEB and not Path(name).exists()):
             found.append(hub_source(name, reading))
             continue
-        for path in files_of(name, output):
+        for path in files_of(name, output, argument):
             if path.resolve() in seen:
-                fail("SOURCE", "files named once", f"{path} twice", DataError)
+                fail(argument, "files named once", f"{path} twice", DataError)
             seen.add(path.resolve())
             found.append(file_source(path, reading))
     if len({source.holds_tokens for source in found}) > 1:
-        fail("SOURCE", "either text or token files (the split goes by content)", "both", DataError)
+        fail(argument, "either text or token files (the split goes by content)", "both", DataError)
     return found
 
 
-def files_of(name: str, output: Path) -> list[Path]:
+def files_of(name: str, output: Path, argument: str) -> list[Path]:
     path = Path(name)
     if not path.exists():
-        fail("SOURCE", EXPECTED, f"{name!r}, which does not exist", DataError)
+        fail(argument, EXPECTED, f"{name!r}, which does not exist", DataError)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            fail("SOURCE", EXPECTED, f"{name!r}", DataError)
+            fail(argument, EXPECTED, f"{name!r}", DataError)
         return [path]
     if output.resolve().is_relative_to(path.resolve()):
         fail("--output", f"outside the folder that is read, {name!r}", f"{str(output)!r}", DataError)
@@ -105,7 +106,7 @@ def files_of(name: str, output: Path) -> list[Path]:
         and file.is_file()
     )
     if not files:
-        fail("SOURCE", EXPECTED, f"the folder {name!r}, which holds none of these files", DataError)
+        fail(argument, EXPECTED, f"the folder {name!r}, which holds none of these files", DataError)
     return files
 
 

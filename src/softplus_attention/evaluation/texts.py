@@ -54,7 +54,7 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
         if name == BUILTIN and not Path(name).exists():
             texts += builtin_text()[0 if to_train else 1]
             continue
-        for found in find([name], Reading(), Path("/nonexistent")):
+        for found in find([name], Reading(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
                 fail("--text", "text (tokens are read by --data)", repr(found.name))
             texts += [text for text in found.documents(None) if isinstance(text, str) and text]
