@@ -314,8 +314,8 @@ class TestDamage:
             with pytest.raises(DataError, match=r"index\.json is damaged"):
                 TokenDataset.open(folder, "train")
         (folder / "index.json").write_text(json.dumps({**whole, "version": 99}))
-        with pytest.raises(DataError, match=r"`data` must be of format .*version 1, got .*version 99"):
+        with pytest.raises(DataError, match=r"`directory` must be of format .*version 1, got .*version 99"):
             TokenDataset.open(folder, "train")
         (folder / "index.json").unlink()
-        with pytest.raises(DataError, match=r"`data` must be a folder written by"):
+        with pytest.raises(DataError, match=r"`directory` must be a folder written by"):
             TokenDataset.open(folder, "train")

@@ -150,8 +150,12 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
     [
         (["lengths", "nowhere/at/all", "--text", "text.txt"], "MODEL"),
         (["lengths", "./nowhere", "--text", "text.txt"], "`MODEL` must be a folder with config.json"),
+        (["lengths", "lssar/model", "--text", "none.txt"], "got 'none.txt', which does not exist"),
         (["lengths", "lssar/model", "--text", "none.txt"], "`--text` must be"),
-        (["lengths", "lssar/model", "--data", "none"], "a folder written by `softplus-attention data prepare`"),
+        (
+            ["lengths", "lssar/model", "--data", "none"],
+            "`--data` must be a folder written by `softplus-attention data prep",
+        ),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document has 900 tokens"),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),
         (

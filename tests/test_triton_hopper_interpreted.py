@@ -177,7 +177,8 @@ def test_rows_whose_scores_are_all_below_zero(
 
 
 @pytest.mark.parametrize("above", [False, True])
-def test_the_largest_score_lies_below_zero_in_a_full_tile(above: bool, late_kernels: list[InterpretedKernel]) -> None:
+@pytest.mark.usefixtures("late_kernels")
+def test_the_largest_score_lies_below_zero_in_a_full_tile(above: bool) -> None:
     """That of the tile at the edge, which is known, is not the row's; where one of it is above 0 it would be."""
     cosines = torch.linspace(-0.05, -0.017, 130)
     cosines[[5, 40, 70]] = torch.tensor([-0.004, -0.006, -0.008])

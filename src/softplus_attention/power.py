@@ -44,10 +44,11 @@ class PowerByLength:
     @classmethod
     def log_n(cls, factor: float) -> PowerByLength:
         """p(N) = factor * log N, and 1 where that is less."""
+        expected = f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}"
         if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TypeError(f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}")
+            raise TypeError(expected)
         if not 0.01 <= factor <= 100:
-            raise ValueError(f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}")
+            raise ValueError(expected)
         return cls(1, factor, math.exp(1 / factor))
 
     def at(self, counts: Tensor) -> Tensor:

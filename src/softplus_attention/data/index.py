@@ -41,16 +41,17 @@ class Index:
     tokenizer_files: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def load(cls, folder: str | Path) -> Index:
+    def load(cls, folder: str | Path, argument: str = "directory") -> Index:
+        """``argument`` is what errors call the folder."""
         folder = Path(folder)
         path = folder / INDEX
         if not path.is_file():
             if (folder / PARTIAL).is_dir():
                 raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
-            found = f"{str(folder)!r}, which " + ("has no index.json" if folder.is_dir() else "is no folder")
-            fail("data", "a folder written by `softplus-attention data prepare`", found, DataError)
+            found = f"{str(folder)!r}, which " + (f"has no {INDEX}" if folder.is_dir() else "is no folder")
+            fail(argument, "a folder written by `softplus-attention data prepare`", found, DataError)
         try:
-            return cls.parsed(folder, json.loads(path.read_text()))
+            return cls.parsed(folder, json.loads(path.read_text()), argument)
         except DataError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -59,10 +60,10 @@ class Index:
             ) from None
 
     @classmethod
-    def parsed(cls, folder: Path, data: Mapping[str, Any]) -> Index:
+    def parsed(cls, folder: Path, data: Mapping[str, Any], argument: str = "directory") -> Index:
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             found = f"{data['format']!r}, version {data['version']}"
-            fail("data", f"of format {FORMAT!r}, version {VERSION}", found, DataError)
+            fail(argument, f"of format {FORMAT!r}, version {VERSION}", found, DataError)
         return cls(
             folder=folder,
             dtype=np.dtype(data["dtype"]),

@@ -35,10 +35,11 @@ class Documents:
 
 
 def folder_documents(folder: str, split: str = "validation") -> Documents:
+    index = Index.load(folder, "--data")
     dataset = TokenDataset.open(folder, split)
     if not dataset.total_documents:
         fail("--split", f"a split of {folder} that holds documents", repr(split))
-    records = [(record["file"], record["sha256"]) for record in Index.load(folder).files()]
+    records = [(record["file"], record["sha256"]) for record in index.files()]
     source = {
         "data": str(folder),
         "split": split,

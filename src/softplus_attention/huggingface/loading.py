@@ -61,8 +61,6 @@ def require(name: str, source: str, file: str) -> None:
     if looks_like_path and not (Path(source) / file).is_file():
         expected = f"a folder with {file}"
         found = "has none" if Path(source).is_dir() else "is no folder"
-        for finished in (Path(source) / "model", Path(source).parent / "model"):
-            if (finished / file).is_file():
-                found += f"; the model of this run is in {finished}"
-                break
-        check.fail(name, expected, f"{source!r}, which {found}")
+        near = (Path(source) / "model", Path(source).parent / "model")  # of a run, or of one of its checkpoints
+        of_run = next((f"; the model of this run is in {place}" for place in near if (place / file).is_file()), "")
+        check.fail(name, expected, f"{source!r}, which {found}{of_run}")

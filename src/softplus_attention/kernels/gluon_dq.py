@@ -306,10 +306,10 @@ def dq_block(
         b_sums = gl.convert_layout(gl.sum(b_sum, 1), rows)
         b_epsilon = gl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sums)
         b_grad -= gl.convert_layout(b_epsilon, out_rows)[:, None] * b_even
-    b_gain = b_ratio * b_scale
+    b_chain = b_ratio * b_scale
     if dtype == gl.float16:
-        b_gain = b_gain / b_lift
-    b_grad = b_grad * gl.convert_layout(b_gain, out_rows)[:, None]
+        b_chain = b_chain / b_lift
+    b_grad = b_grad * gl.convert_layout(b_chain, out_rows)[:, None]
     b_length = gl.convert_layout(b_inverse, out_rows)[:, None]
     b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
     b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
@@ -318,9 +318,9 @@ def dq_block(
 
     if POWER_GRAD:
         b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)
-        b_gained = gl.convert_layout(gl.sum(moments[1], 1), rows)
+        b_gain = gl.convert_layout(gl.sum(moments[1], 1), rows)
         b_log = gl.convert_layout(gl.sum(moments[2], 1), rows)
-        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gained * b_log) * LN2), mask=m_rows)
+        gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gain * b_log) * LN2), mask=m_rows)
 
     b_outer = b_ratio * b_scale * b_inverse
     # Rows beyond the last too: they multiply zeros.

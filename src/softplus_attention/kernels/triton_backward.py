@@ -232,10 +232,10 @@ def dq_kernel(
     if POWER != 0 and OFFSET:
         b_epsilon = tl.where(b_flat, 0.0, b_excess / b_least * b_alpha * b_sum)
         b_grad -= b_epsilon[:, None] * b_even
-    b_gain = b_ratio * b_scale
+    b_chain = b_ratio * b_scale
     if Q.dtype.element_ty == tl.float16:
-        b_gain = b_gain / b_lift
-    b_grad = b_grad * b_gain[:, None]
+        b_chain = b_chain / b_lift
+    b_grad = b_grad * b_chain[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
     b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # whatever a row that sees nothing holds
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)

@@ -72,7 +72,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.index = Index.load(path)
+        self.index = Index.load(path, "data")
 
     def sequences(self, split: str, length: int, *, seed: int, document_mask: bool) -> PackedTokens:
         return PackedTokens(self.path, split, length, seed=seed, document_mask=document_mask)

@@ -33,6 +33,7 @@ MODEL = "model"
 # The place in the data is counted in sequences of a run, and the state is that of its optimizer.
 FIXED = ("batch_size", "sequence_length", "optimizer")
 SHAPE = ("layers", "width", "heads", "vocab_size", "bias")  # of the weights
+ACCEPT = ", or say --accept-changes to continue with the new ones"
 LOCK = ".lock"
 
 
@@ -94,13 +95,10 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
         if before["data"] != now["data"]:
             changed["data"] = f"the data in {config.data} is not what the run was started with"
         if changed and not accept_changes:
-            others = "choose another --output for a new run"
-            others += (
-                "" if set(changed) & {*FIXED, *SHAPE} else ", or say --accept-changes to continue with the new ones"
-            )
+            can_go_on = not set(changed) & {*FIXED, *SHAPE}
             raise OtherSettings(
                 f"{run} holds a run with other settings: {'; '.join(changed.values())}. Put them back to continue it, "
-                f"{others}. Nothing was changed"
+                f"choose another --output for a new run{ACCEPT if can_go_on else ''}. Nothing was changed"
             )
         fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
