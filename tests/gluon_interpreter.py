@@ -8,7 +8,9 @@ to the GPU tests. What is kept of the hardware:
   ``late_products=False`` products read their tiles when they are issued. Between the two, a tile that is read before
   it has come or overwritten while it is still read shows. (NaN would not: kernels have a second look where they meet
   it.)
-- The tensor cores see what was written to shared memory only after a fence.
+- What the copy engine brings has come when its barrier was waited for; a barrier waits for as many bytes as were
+  announced, and one that is never told of any would be waited for in vain, which is an error.
+- The tensor cores see what threads wrote to shared memory only after a fence.
 - A load or store outside of the tensor that its pointer came from is an error.
 - The maximum of NaN and a number is the number. Integers do not overflow, and are divided as Python does it.
 """
@@ -27,6 +29,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction
+
+from softplus_attention.kernels.gluon_tiles import Tiles
 
 NAN = float("nan")
 GARBAGE = 777.0
@@ -95,6 +99,41 @@ class Pointer:
         self.memory[offsets[mask]] = x[mask]
 
 
+class Described:
+    """A tensor as the copy engine knows it, from a descriptor."""
+
+    layout = None
+
+    def __init__(self, tiles: Tiles) -> None:
+        self.tensor = tiles.base.detach()
+        self.block_shape = tiles.block_shape
+        self.dtype = tiles.base.dtype
+
+    def tile(self, place: Sequence[Any]) -> Tensor:
+        """Zeros beyond the tensor."""
+        found = torch.zeros(self.block_shape, dtype=self.dtype)
+        first = [int(x) for x in place]
+        shape = zip(first, self.block_shape, self.tensor.shape, strict=True)
+        part = self.tensor[tuple(slice(min(at, n), min(at + size, n)) for at, size, n in shape)]
+        found[tuple(slice(0, n) for n in part.shape)] = part
+        return found
+
+
+class Barrier:
+    """In shared memory: waits for the copies of one phase after the other."""
+
+    def __init__(self) -> None:
+        self.phase = 0
+        self.announced: int | None = None  # bytes
+        self.arriving: list[Callable[[], int]] = []
+
+    def complete(self) -> None:
+        assert self.announced is not None, "a barrier is waited for that no copy was announced to"
+        came = sum(arrive() for arrive in self.arriving)
+        assert came == self.announced, f"{self.announced} bytes were announced, and {came} came"
+        self.phase, self.announced, self.arriving = self.phase + 1, None, []
+
+
 class Shared:
     """A piece of shared memory. ``allocation`` is that of the whole: a fence is known for all of it."""
 
@@ -115,6 +154,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.permute(*order), self.allocation, self.awaited)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        return Shared(self.data.view(*shape), self.allocation, self.awaited)
 
     def slice(self, start: int, length: int) -> Shared:
         assert 0 <= start <= start + length <= self.data.shape[0], "a slice goes beyond its tile"
@@ -163,24 +205,69 @@ class Program:
         self.copies: list[Callable[[], None]] = []  # since the last commit
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[Product] = []
+        self.barriers: dict[int, Barrier] = {}  # by the address of the number that stands for one
+        self.mbarrier = SimpleNamespace(
+            MBarrierLayout=lambda: None,
+            init=self.init_barrier,
+            expect=self.expect,
+            wait=self.wait_for_barrier,
+        )
+        self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_tile)
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
         self.allocations.append({"fenced": True})
-        return Shared(torch.full(tuple(shape), GARBAGE, dtype=dtype), self.allocations[-1], self.awaited)
+        return Shared(torch.full(tuple(shape), int(GARBAGE), dtype=dtype), self.allocations[-1], self.awaited)
 
-    def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
-        arriving = pointer.load(mask, other=0.0)
+    def init_barrier(self, place: Shared, count: int) -> None:
+        assert count == 1, "one thread announces"
+        self.barriers[place.data.data_ptr()] = Barrier()
+
+    def expect(self, place: Shared, announced: int, pred: Any = True) -> None:
+        if pred:
+            barrier = self.barriers[place.data.data_ptr()]
+            assert barrier.announced is None, "copies are announced before those of the last phase were waited for"
+            barrier.announced = int(announced)
+
+    def wait_for_barrier(self, place: Shared, phase: Any) -> None:
+        barrier = self.barriers[place.data.data_ptr()]
+        if int(phase) == barrier.phase & 1:  # else that phase is over
+            barrier.complete()
+
+    def copy_tile(self, source: Described, at: Sequence[Any], place: Shared, tile: Shared, pred: Any = True) -> None:
+        if not pred:
+            return
+        waiting = self.barriers[place.data.data_ptr()]
+        assert waiting.announced is not None, "a copy that was not announced"
+        arriving = source.tile(at)
+        arrive = self.on_its_way(tile, arriving)
+
+        def bytes_of() -> int:
+            arrive()
+            return arriving.numel() * arriving.element_size()
+
+        waiting.arriving.append(bytes_of)
+
+    def on_its_way(self, tile: Shared, arriving: Tensor) -> Callable[[], None]:
+        """What ends a copy into a tile."""
         place = tile.data.data_ptr()
         assert place not in self.awaited, "a second copy into a tile before the first has come"
         self.awaited.add(place)
         tile.data.fill_(GARBAGE)
 
         def arrive() -> None:
-            tile.data.copy_(arriving.as_subclass(Tensor))
-            tile.allocation["fenced"] = False
+            tile.data.copy_(arriving)
             self.awaited.discard(place)
 
-        self.copies.append(arrive)
+        return arrive
+
+    def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
+        arrive = self.on_its_way(tile, pointer.load(mask, other=0.0).as_subclass(Tensor))
+
+        def by_threads() -> None:
+            arrive()
+            tile.allocation["fenced"] = False
+
+        self.copies.append(by_threads)
 
     def commit_group(self) -> None:
         self.groups.append(self.copies)
@@ -400,9 +487,10 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
     functions that it calls go to ``called``."""
     language = Language(program)
     replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": counted}
+    replaced |= {"mbarrier": program.mbarrier, "tma": program.tma}
     replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
     # Nothing but their being there means something, to the compiler alone.
-    replaced |= {"warpgroup_mma_init": lambda x: x, "opaque": lambda x: x}
+    replaced |= {"warpgroup_mma_init": lambda x: x}
     replaced |= {"assigned": assigned}
     done: dict[FunctionType, FunctionType] = {}
 
@@ -465,6 +553,8 @@ class InterpretedKernel:
 
 
 def argument(x: Any) -> Any:
+    if isinstance(x, Tiles):
+        return Described(x)
     if isinstance(x, Tensor):
         return Pointer.to(x)
     if isinstance(x, tuple):

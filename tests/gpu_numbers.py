@@ -55,6 +55,17 @@ def check_repeats(name: str) -> str:
     return f"5 runs of {len(first)} tensors, {sum(x.numel() for x in first):,} numbers"
 
 
+def check_expanded(d: int) -> str:
+    """Keys and values that all sequences and heads share without a copy: strides of 0 in the copy engine."""
+    t = 500 if ON_GPU else 70
+    q, k, v = (x.detach() for x in qkv(t, batch=3, heads=4, kv_heads=1, d=d))
+    shared = [x[:1].expand(3, 2, t, d) for x in (k, v)]
+    attend = partial(softplus_attention, is_causal=True, enable_gqa=True, impl="triton")
+    found = step(attend, [x.requires_grad_() for x in (q.clone(), *shared)])
+    assert_same(step(attend, [x.requires_grad_() for x in (q, *(x.contiguous() for x in shared))]), found)
+    return f"{len(found)} tensors as with copies"
+
+
 def check_decode_repeats() -> str:
     q, k, v = (x.detach() for x in qkv(20_000 if ON_GPU else 300, batch=3, heads=8))
     lengths = torch.tensor([k.shape[2], k.shape[2] // 2, 5], device=DEVICE)
@@ -333,6 +344,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"some equal scores {x}": partial(check_some_equal, x) for x in DTYPES},
     **{f"one above a crowd {x}": partial(check_crowd, x) for x in DTYPES},
     **{f"repeats {x}": partial(check_repeats, x) for x in REPEATED},
+    **{f"expanded keys D{d}": partial(check_expanded, d) for d in (64, 128)},
     "repeats decode": check_decode_repeats,
     **{f"poison {x} {y} p={p}": partial(check_poison, x, y, p) for x, y, p in POISONED},
     **{f"poison {x} {y} p={p} without offset": partial(check_poison, x, y, p, False) for x, y, p in BARE},

@@ -17,6 +17,7 @@ from triton.runtime import driver
 
 from softplus_attention import functional, softplus_attention
 from softplus_attention.kernels import gluon_launch
+from softplus_attention.kernels.gluon_tiles import Tiles
 
 asked: list[str] = []  # kernels whose launch Triton itself prepared
 launched: list[tuple[str, tuple[Any, ...]]] = []
@@ -71,6 +72,13 @@ def inputs(length: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(3, 1, 2, length, 64, dtype=torch.bfloat16).unbind()
 
 
+def described(tiles: Tiles) -> tuple[Any, ...]:
+    """What the driver makes a descriptor of; addresses other than the inputs' may be new ones."""
+    address = tiles.base.data_ptr()
+    given = any(address == x.data_ptr() for x in inputs(256))
+    return address if given else None, tiles.shape, tiles.strides, tiles.block_shape, tiles.layout, tiles.padding
+
+
 def host_microseconds(calls: int = 300) -> None:
     """Prints what a forward and a training step of p = 15 take until they return, the medians of five rounds."""
     q, k, v = inputs(256)
@@ -120,6 +128,8 @@ def main() -> None:
                 assert type(y) is int, f"{name}: argument {place} is {y!r}"
                 same = any(x.data_ptr() == given.data_ptr() for given in inputs(256))
                 assert not same or x.data_ptr() == y, f"{name}: argument {place} is another tensor"
+            elif isinstance(x, Tiles):
+                assert described(x) == described(y), f"{name}: argument {place} was {x!r} and is {y!r}"
             else:
                 assert x == y, f"{name}: argument {place} was {x!r} and is {y!r}"
     other = launches(320)

@@ -1,5 +1,9 @@
 """What the Hopper kernels share: copies into rings of tiles, loads along columns, sums that stay in a thread.
 
+Tiles are brought by the copy engine (TMA), which knows a tensor from a descriptor. One thread starts a copy, rows
+beyond the tensor's last come as zeros, and a barrier in shared memory says when all is there. Copies that belong
+together have a number, s; of the two barriers ``copied`` theirs is s & 1.
+
 Names as in ``triton_common``; *_ring is shared memory for several tiles of keys or rows, *_tile for one.
 """
 
@@ -7,7 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride, row_power
 
@@ -56,20 +60,6 @@ def block_of_rows(place, t_q, shared, h_kv, BM: gl.constexpr):
     # They are multiplied by strides of 32 bits.
     b, kv_head, head = b.to(gl.int64), (head // shared).to(gl.int64), head.to(gl.int64)
     return m, b * (shared * h_kv) + head, b, head, kv_head
-
-
-@gluon.jit
-def from_key(K, V, Norms, t_k, h_kv, b, kv_head, first_key, k_strides, v_strides, HAS_STARTS: gl.constexpr):
-    """Where the keys, values and norms of a head are from ``first_key`` on, and how many."""
-    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
-    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
-    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k)
-    if HAS_STARTS:
-        p_k += first_key.to(gl.int64) * k_strides[2]
-        p_v += first_key.to(gl.int64) * v_strides[2]
-        p_norm += first_key
-        t_k -= first_key
-    return p_k, p_v, p_norm, t_k
 
 
 @gluon.jit
@@ -128,16 +118,15 @@ def keys_in_sight(
 
 @gluon.jit
 def rows_and_keys(
-    place, K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides, range_stride,
-    power_strides,
+    place, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Of a block of rows; ``shared`` query heads have a key head:
 
-    - its first row, head among all, sequence and head,
+    - its first row, head among all, sequence, head and key head,
     - [BM]: its rows, how many keys each sees, its power,
-    - what ``keys_in_sight`` and ``from_key`` say of the keys.
+    - what ``keys_in_sight`` says of the keys, and where the norms are from the first of them on.
     """
     m, bh, b, head, kv_head = block_of_rows(place, t_q, shared, h_kv, BM)
     o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
@@ -145,13 +134,13 @@ def rows_and_keys(
         m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
         CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
     )  # fmt: skip
-    keys = from_key(K, V, Norms, t_k, h_kv, b, kv_head, sight[0], k_strides, v_strides, HAS_WINDOW or HAS_RANGES)
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k) + sight[0]
     b_counts = (sight[2] - sight[1]).to(gl.float32)
     b_p = b_counts * 0.0 + POWER
     if POWER < 0:
         p_power = Power + b * power_strides[0] + head * power_strides[1]
         b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
-    return (m, bh, b, head), (o_m, b_counts, b_p), sight, keys
+    return (m, bh, b, head, kv_head), (o_m, b_counts, b_p), sight, p_norm
 
 
 @gluon.jit
@@ -230,64 +219,62 @@ def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
     return o_rows[:, None] * stride + gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
 
 
-@gluon.constexpr_function
-def splits_copies(width, power):
-    """Whether a loop of the backward is faster with a branch for the last rows: measured, for want of a reason."""
-    return width == 64 and power != 0
+@gluon.jit
+def rows_of(X, b, head, first, strides):
+    """Where a head's rows are, from ``first`` on."""
+    return X + b * strides[0] + head * strides[1] + first.to(gl.int64) * strides[2]
 
 
 @gluon.jit
-def fetch_from(ring, slot, p_tile, o_tile, left):
-    """Starts the copy of the tile at p_tile into a slot of a ring; zeros beyond ``left`` rows."""
-    m_rows = gl.arange(0, o_tile.shape[0], layout=gl.SliceLayout(1, o_tile.type.layout)) < left
-    async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
+def read_tile(p, left, stride, ROWS: gl.constexpr, D: gl.constexpr):
+    """[ROWS, D] from p on, zeros beyond ``left`` rows. For the few blocks that are looked at twice."""
+    o_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
+    return gl.load(p + tile_offsets(stride, ROWS, D), mask=(o_rows < left)[:, None], other=0.0)
 
 
 @gluon.jit
-def fetch(ring, slot, p, o_tile, n, count, stride, SPLIT: gl.constexpr = False):
-    """The same of the rows from n on, of ``count`` that there are from p on.
-
-    SPLIT: the last rows are masked in a branch of their own, in place of a mask for every copy.
-    """
-    p_tile = p + n.to(gl.int64) * stride
-    if SPLIT:
-        rows: gl.constexpr = o_tile.shape[0]
-        if n + rows <= count:
-            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile)
-        else:  # not fetch_from, whose shorter code becomes predicates of both sides
-            m_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, o_tile.type.layout)) < count
-            async_copy.async_copy_global_to_shared(ring.index(slot), p_tile + o_tile, mask=m_rows[:, None])
-    else:
-        fetch_from(ring, slot, p_tile, o_tile, count - n)
+def barriers():
+    """``copied``, before any copy."""
+    copied = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(copied.index(0), count=1)
+    mbarrier.init(copied.index(1), count=1)
+    return copied
 
 
 @gluon.jit
-def opaque(p):
-    """p, of which the compiler forgets how it was computed. It would compute a pointer that only grows anew in every
-    tile, to save registers."""
-    address = gl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [p.to(gl.int64)], gl.int64, is_pure=False, pack=1)
-    return gl.multiple_of(address.to(p.dtype), 16)
+def barrier():
+    """That of copies 0 alone."""
+    copied = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(copied.index(0), count=1)
+    return copied
 
 
 @gluon.jit
-def tile_after(p_tile, n, p_first, stride, high, BN: gl.constexpr):
-    """Where the next tile is in order of use, and its first key: after the last tile comes the first."""
-    n += BN
-    p_tile = gl.where(n >= high, p_first, p_tile + BN * stride.to(gl.int64))
-    return p_tile, wrapped(n, high)
+def announce(copied, s, ring, TILES: gl.constexpr, wanted=True):
+    """Tells the barrier of copies s how many tiles of the ring's size will come, and has to come before them."""
+    mbarrier.expect(copied.index(s & 1), TILES * ring.shape[3] * ring.shape[4] * 2, pred=wanted)
 
 
 @gluon.jit
-def fetched():
-    """Ends the group of copies that ``arrive`` waits for."""
-    async_copy.commit_group()
+def copy_tile(copied, s, ring, slot, X, at, wanted=True):
+    """Starts the copy of a tile of X into a slot of a ring, as one of the copies s: that ``at`` a sequence, head and
+    first row."""
+    place = [at[0].to(gl.int32), at[1].to(gl.int32), at[2], 0]
+    tma.async_copy_global_to_shared(X, place, copied.index(s & 1), ring.index(slot), pred=wanted)
 
 
 @gluon.jit
-def arrive(PENDING: gl.constexpr):
-    """Waits until all groups of copies but the last PENDING are there, and visible to the tensor cores."""
-    async_copy.wait_group(PENDING)
-    fence_async_shared()
+def arrived(copied, s):
+    """Waits for the copies s. Those of s + 2, which have the same barrier, must not have been announced before."""
+    mbarrier.wait(copied.index(s & 1), (s >> 1) & 1)
+
+
+@gluon.jit
+def tile_of(ring, slot):
+    """[ROWS, D]: a slot of a ring [SLOTS, 1, 1, ROWS, D], which has the axes of the tensors that tiles are copied
+    from."""
+    tile = ring.index(slot)
+    return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
 @gluon.jit
@@ -297,11 +284,10 @@ def wrapped(n, high):
 
 
 @gluon.jit
-def store_tile(p, x, tile, n, count, stride):
-    """Writes x [ROWS, D] to the rows from n on, by way of a tile of shared memory, 16 bytes to a thread."""
+def store_tile(p, x, tile, left, stride):
+    """Writes x [ROWS, D] from p on, but for rows from ``left`` on, by way of a tile of shared memory, 16 bytes to a
+    thread."""
     tile.store(x.to(tile.dtype))
-    rows: gl.constexpr = x.shape[0]
     layout: gl.constexpr = load_layout(x.shape[1], gl.num_warps())
-    o_rows = n + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
-    o_tile = tile_offsets(stride, rows, x.shape[1])
-    gl.store(p + n.to(gl.int64) * stride + o_tile, tile.load(layout), mask=(o_rows < count)[:, None])
+    o_rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))
+    gl.store(p + tile_offsets(stride, x.shape[0], x.shape[1]), tile.load(layout), mask=(o_rows < left)[:, None])

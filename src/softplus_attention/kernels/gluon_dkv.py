@@ -14,19 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
-    arrive,
-    fetch,
-    fetched,
+    announce,
+    arrived,
+    barrier,
+    barriers,
+    copy_tile,
     fineness,
-    load_layout,
     not_finite,
     note_trouble,
     noted_place,
     own_place,
     product_layout,
-    splits_copies,
+    read_tile,
+    rows_of,
     store_tile,
-    tile_offsets,
+    tile_of,
 )
 from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
 
@@ -73,10 +75,20 @@ def ranged_rows(o_n, b_start, b_end):
 
 
 @gluon.jit
-def fetch_terms(ring, slot, Rows, row, TERMS: gl.constexpr, BM: gl.constexpr):
-    """Starts the copy of what ``gluon_dq_kernel`` left of a block of rows, whose first is ``row``."""
-    o = gl.arange(0, ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    async_copy.async_copy_global_to_shared(ring.index(slot), Rows + row * TERMS + o, mask=o < TERMS * BM)
+def copy_rows(
+    copied, s, q_ring, do_ring, term_ring, Q, GradOut, place, Rows, first_row, i, wanted,
+    TERMS: gl.constexpr, BM: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies s: the i-th tile of a head's queries and of the gradients of its output, if it is wanted, and
+    what ``gluon_dq_kernel`` left of its rows. That is read by threads, and copied by them."""
+    at = (place[0], place[1], i * BM)
+    announce(copied, s, q_ring, 2, wanted)
+    copy_tile(copied, s, q_ring, s & 1, Q, at, wanted)
+    copy_tile(copied, s, do_ring, s & 1, GradOut, at, wanted)
+    o = gl.arange(0, term_ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    p_terms = Rows + (first_row + i * BM) * TERMS + o
+    async_copy.async_copy_global_to_shared(term_ring.index(s & 1), p_terms, mask=(o < TERMS * BM) & wanted)
+    async_copy.commit_group()
 
 
 @gluon.jit
@@ -87,27 +99,29 @@ def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def dkv_loop(
-    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q, o_do,
-    Rows, first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q, GradOut, place,
+    Rows, first_row, t_q, t_k, window, first, low, high, end,
     MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``."""
+    """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``. The
+    copies of tile i have the number first + i; the last tile of all is that before ``end``."""
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = k_tile.dtype
-    split: gl.constexpr = splits_copies(o_q.shape[1], POWER)
     for i in range(low, high):
-        slot = i & 1
-        arrive(0)
-        scores = warpgroup_mma(k_tile, q_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        g = warpgroup_mma(v_tile, do_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        s = first + i
+        async_copy.wait_group(0)
+        arrived(copied, s)
+        q_tile = tile_of(q_ring, s & 1)
+        do_tile = tile_of(do_ring, s & 1)
+        scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(v_tile, do_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
-        fetch(q_ring, 1 - slot, p_q, o_q, (i + 1) * BM, t_q, q_stride, split)
-        fetch(do_ring, 1 - slot, p_do, o_do, (i + 1) * BM, t_q, do_stride, split)
-        fetch_terms(term_ring, 1 - slot, Rows, first_row + gl.minimum((i + 1) * BM, kept_rows(t_q) - BM), count, BM)
-        fetched()
-        terms = term_ring.index(slot)
+        copy_rows(
+            copied, s + 1, q_ring, do_ring, term_ring, Q, GradOut, place, Rows, first_row, i + 1, i + 1 < end, count, BM
+        )
+        terms = term_ring.index(s & 1)
         o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
         if HAS_RANGES:
             seen = ranged_rows(o_n, term(terms, count - 2, BM, LAYOUT), term(terms, count - 1, BM, LAYOUT))
@@ -122,21 +136,21 @@ def dkv_loop(
             seen, POWER, fineness(dtype, POWER), MASKED, False,
         )  # fmt: skip
         b_w = gl.convert_layout(weight.to(dtype), operand, assert_trivial=True)
-        b_dv = warpgroup_mma(b_w, do_ring.index(slot), b_dv, is_async=True)
+        b_dv = warpgroup_mma(b_w, do_tile, b_dv, is_async=True)
         g = warpgroup_mma_wait(1, deps=[g])
         ds = dkv_gradient(
             g, sigma, steepness, term(terms, 3, BM, LAYOUT), term(terms, 4, BM, LAYOUT), term(terms, 5, BM, LAYOUT),
             POWER,
         )  # fmt: skip
         b_ds = gl.convert_layout(ds.to(dtype), operand, assert_trivial=True)
-        b_dk = warpgroup_mma(b_ds, q_ring.index(slot), b_dk, is_async=True)
+        b_dk = warpgroup_mma(b_ds, q_tile, b_dk, is_async=True)
     return b_dk, b_dv, b_w, b_ds
 
 
 @gluon.jit
 def dkv_carefully(
-    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, o_q, o_do, Rows,
-    first_row, t_q, t_k, window, q_stride, do_stride, low, high,
+    b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, p_q, p_do, Rows, first_row, t_q, t_k, window,
+    q_stride, do_stride, low, high,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr,
     BM: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -146,15 +160,14 @@ def dkv_carefully(
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     for i in range(low, high):
         m = i * BM
-        o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
-        m_rows = (o_rows < t_q)[:, None]
-        b_q = gl.load(p_q + m.to(gl.int64) * q_stride + o_q, mask=m_rows, other=0.0)
-        q_ring.index(0).store(b_q)
-        q_ring.index(1).store(finite_rows(b_q))
-        do_ring.index(0).store(gl.load(p_do + m.to(gl.int64) * do_stride + o_do, mask=m_rows, other=0.0))
+        b_q = read_tile(p_q + m.to(gl.int64) * q_stride, t_q - m, q_stride, BM, D)
+        q_tile, finite_tile, do_tile = tile_of(q_ring, 0), tile_of(q_ring, 1), tile_of(do_ring, 0)
+        q_tile.store(b_q)
+        finite_tile.store(finite_rows(b_q))
+        do_tile.store(read_tile(p_do + m.to(gl.int64) * do_stride, t_q - m, do_stride, BM, D))
         fence_async_shared()
-        scores = warpgroup_mma(k_tile, q_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        g = warpgroup_mma(v_tile, do_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(v_tile, do_tile.permute([1, 0]), b_zero, use_acc=False)
         o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
         p = Rows + place_of_terms(first_row + o_m, count, BM)
         seen = (o_m < t_q)[None, :] & (o_n < t_k)[:, None]
@@ -175,8 +188,8 @@ def dkv_carefully(
             g = gl.where(steepness == 0, b_delta[None, :], g)
         ds = dkv_gradient(g, sigma, steepness, gl.load(p + 3 * BM), b_delta, gl.load(p + 5 * BM), POWER)
         ds = gl.where(seen, ds, 0.0)
-        b_dv = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), do_ring.index(0), b_dv)
-        b_dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), q_ring.index(1), b_dk)
+        b_dv = warpgroup_mma(gl.convert_layout(weight.to(dtype), operand), do_tile, b_dv)
+        b_dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), operand), finite_tile, b_dk)
     return b_dk, b_dv
 
 
@@ -188,12 +201,12 @@ def dkv_block(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys; what is not AGAIN notes the blocks that need it."""
+    """One block of keys; what is not AGAIN notes the blocks that need it. Q, K, V and GradOut are descriptors, or AGAIN
+    pointers."""
     BN: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BM)
     out_layout: gl.constexpr = product_layout(D)
-    dtype: gl.constexpr = Q.dtype.element_ty
-    split: gl.constexpr = splits_copies(D, POWER)
+    dtype: gl.constexpr = GradK.dtype.element_ty
 
     block, kv_head, b = place
     n = block * BN  # the first keys are seen by the most rows
@@ -224,74 +237,75 @@ def dkv_block(
         full_low = high
         full_high = high
 
-    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
-    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
+    of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, D], dtype)
+    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BN, D], dtype)
     of_terms: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)  # the keys, and the values
-    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
-    do_ring = gl.allocate_shared_memory(dtype, [2, BM, D], of_rows)
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], of_keys)  # the keys, and the values
+    q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], of_rows)
+    do_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], of_rows)
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     term_ring = gl.allocate_shared_memory(gl.float32, [2, (8 if count <= 8 else 16) * BM], of_terms)
-    k_tile = k_ring.index(0)
-    v_tile = k_ring.index(1)
-    p_k = K + b * k_strides[0] + kv_head * k_strides[1]
-    p_v = V + b * v_strides[0] + kv_head * v_strides[1]
-    fetch(k_ring, 0, p_k, tile_offsets(k_strides[2], BN, D), n, t_k, k_strides[2], split)
-    fetch(k_ring, 1, p_v, tile_offsets(v_strides[2], BN, D), n, t_k, v_strides[2], split)
-    o_q = tile_offsets(q_strides[2], BM, D)
-    o_do = tile_offsets(grad_out_strides[2], BM, D)
+    k_tile = tile_of(k_ring, 0)
+    v_tile = tile_of(k_ring, 1)
 
     b_zero = gl.zeros([BN, BM], gl.float32, layout)
     b_none = gl.zeros([BN, BM], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_dk = gl.zeros([BN, D], gl.float32, out_layout)
     b_dv = gl.zeros([BN, D], gl.float32, out_layout)
     if AGAIN:
-        fetched()
-        arrive(0)
+        k_tile.store(read_tile(rows_of(K, b, kv_head, n, k_strides), t_k - n, k_strides[2], BN, D))
+        v_tile.store(read_tile(rows_of(V, b, kv_head, n, v_strides), t_k - n, v_strides[2], BN, D))
         for i in range(0, shared):
             head = kv_head * shared + i
             b_dk, b_dv = dkv_carefully(
                 b_dk, b_dv, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring,
                 Q + b * q_strides[0] + head * q_strides[1],
                 GradOut + b * grad_out_strides[0] + head * grad_out_strides[1],
-                o_q, o_do, Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
+                Rows, (b * h + head) * kept_rows(t_q), t_q, t_k, window, q_strides[2], grad_out_strides[2],
                 low, high, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
     else:
+        copied = barriers()
+        keys_copied = barrier()
+        announce(keys_copied, 0, k_ring, 2)
+        copy_tile(keys_copied, 0, k_ring, 0, K, (b, kv_head, n))
+        copy_tile(keys_copied, 0, k_ring, 1, V, (b, kv_head, n))
+        arrived(keys_copied, 0)
         trouble = 0
+        first = gl.to_tensor(0) - low
         for i in range(0, shared):
             head = kv_head * shared + i
             if POWER != 0:
                 trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
-            p_q = Q + b * q_strides[0] + head * q_strides[1]
-            p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
+            of_head = (b, head)
             first_row = (b * h + head) * kept_rows(t_q)
-            fetch(q_ring, low & 1, p_q, o_q, low * BM, t_q, q_strides[2], split)
-            fetch(do_ring, low & 1, p_do, o_do, low * BM, t_q, grad_out_strides[2], split)
-            fetch_terms(term_ring, low & 1, Rows, first_row + gl.minimum(low * BM, kept_rows(t_q) - BM), count, BM)
-            fetched()
+            copy_rows(
+                copied, first + low, q_ring, do_ring, term_ring, Q, GradOut, of_head, Rows, first_row, low, low < high,
+                count, BM,
+            )  # fmt: skip
             t_dk = warpgroup_mma_init(b_dk)
             t_dv = warpgroup_mma_init(b_dv)
             b_w = b_none
             b_ds = b_none
             t_dk, t_dv, b_w, b_ds = dkv_loop(
-                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], low, full_low,
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
+                GradOut, of_head, Rows, first_row, t_q, t_k, window, first, low, full_low, high,
                 True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
             )  # fmt: skip
             t_dk, t_dv, b_w, b_ds = dkv_loop(
-                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do, o_q,
-                o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_low, full_high,
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
+                GradOut, of_head, Rows, first_row, t_q, t_k, window, first, full_low, full_high, high,
                 False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
             )  # fmt: skip
             if HAS_WINDOW:
                 t_dk, t_dv, b_w, b_ds = dkv_loop(
-                    t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, p_q, p_do,
-                    o_q, o_do, Rows, first_row, t_q, t_k, window, q_strides[2], grad_out_strides[2], full_high, high,
+                    t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
+                    GradOut, of_head, Rows, first_row, t_q, t_k, window, first, full_high, high, high,
                     True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
                 )  # fmt: skip
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
-            arrive(0)
+            async_copy.wait_group(0)
+            first += high - low
         note_trouble(Again, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:
@@ -301,8 +315,8 @@ def dkv_block(
         nobody = gl.sum(gl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
         b_dk = (b_dk - b_unit * gl.sum(b_unit * b_dk, 1)[:, None]) * b_length
         b_dk = gl.where(nobody[:, None], 0.0, b_dk)
-    store_tile(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, k_tile, n, t_k, dk_strides[2])
-    store_tile(GradV + b * dv_strides[0] + kv_head * dv_strides[1], b_dv, v_tile, n, t_k, dv_strides[2])
+    store_tile(rows_of(GradK, b, kv_head, n, dk_strides), b_dk, k_tile, t_k - n, dk_strides[2])
+    store_tile(rows_of(GradV, b, kv_head, n, dv_strides), b_dv, v_tile, t_k - n, dv_strides[2])
 
 
 @gluon.jit

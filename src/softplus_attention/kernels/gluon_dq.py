@@ -13,10 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
-    arrive,
+    announce,
+    arrived,
+    barrier,
+    barriers,
     by_thread,
-    fetch,
-    fetched,
+    copy_tile,
     fineness,
     load_columns,
     load_layout,
@@ -26,11 +28,12 @@ from softplus_attention.kernels.gluon_common import (
     noted_place,
     own_place,
     product_layout,
+    read_tile,
     rows_and_keys,
+    rows_of,
     seen_keys,
-    splits_copies,
     store_tile,
-    tile_offsets,
+    tile_of,
 )
 from softplus_attention.kernels.triton_common import (
     AGAIN_PROGRAMS,
@@ -83,10 +86,18 @@ def with_moments(moments, u, g, steepness, log_u):
 
 
 @gluon.jit
+def copy_keys(copied, j, k_ring, v_ring, K, V, place, n, wanted):
+    """Starts the copies of the j-th tile of keys and of values, from the n-th key in sight on, if it is wanted."""
+    at = (place[0], place[1], place[2] + n)
+    announce(copied, j, k_ring, 2, wanted)
+    copy_tile(copied, j, k_ring, j & 1, K, at, wanted)
+    copy_tile(copied, j, v_ring, j & 1, V, at, wanted)
+
+
+@gluon.jit
 def dq_loop(
     b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat,
-    b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, low,
-    high,
+    b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place, p_norm, tiles, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -97,20 +108,18 @@ def dq_loop(
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     fine: gl.constexpr = fineness(q_tile.dtype, POWER)
-    split: gl.constexpr = splits_copies(o_tile.shape[1], POWER)
     for j in range(low, high):
         slot = j & 1
-        arrive(0)
+        arrived(copied, j)
+        k_tile = tile_of(k_ring, slot)
         b_norm = load_columns(p_norm + j * BN, BN, LAYOUT)
-        scores = warpgroup_mma(q_tile, k_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        g = warpgroup_mma(do_tile, v_ring.index(slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(do_tile, tile_of(v_ring, slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         if POWER != 0:
             scores, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(1, deps=[scores, b_steep, b_even, b_a, b_b])
         else:
             scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
-        fetch(k_ring, 1 - slot, p_k, o_tile, (j + 1) * BN, t_k, k_stride, split)
-        fetch(v_ring, 1 - slot, p_v, o_values, (j + 1) * BN, t_k, v_stride, split)
-        fetched()
+        copy_keys(copied, j + 1, k_ring, v_ring, K, V, place, (j + 1) * BN, j + 1 < tiles)
         seen = seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
             scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
@@ -118,7 +127,7 @@ def dq_loop(
         )  # fmt: skip
         if POWER != 0:
             b_b = gl.convert_layout(sigma.to(q_tile.dtype), operand, assert_trivial=True)
-            b_even = warpgroup_mma(b_b, k_ring.index(slot), b_even, is_async=True)
+            b_even = warpgroup_mma(b_b, k_tile, b_even, is_async=True)
             g = warpgroup_mma_wait(1, deps=[g])
         else:
             g = warpgroup_mma_wait(0, deps=[g])
@@ -128,14 +137,14 @@ def dq_loop(
         if POWER_GRAD:
             moments = with_moments(moments, u, g, steepness, log_u)
         b_a = gl.convert_layout((sigma * g).to(q_tile.dtype), operand, assert_trivial=True)
-        b_steep = warpgroup_mma(b_a, k_ring.index(slot), b_steep, is_async=True)
+        b_steep = warpgroup_mma(b_a, k_tile, b_steep, is_async=True)
     return b_steep, b_even, b_sum, moments, b_a, b_b
 
 
 @gluon.jit
 def dq_carefully(
     b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring,
-    p_k, p_v, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    p_k, p_v, p_norm, count, k_stride, v_stride, tiles,
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -150,15 +159,14 @@ def dq_carefully(
     moments = (b_sum, b_sum, b_sum)
     for j in range(0, tiles):
         n = j * BN
-        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
-        m_rows = (o_rows < t_k)[:, None]
-        b_k = gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0)
-        k_ring.index(0).store(b_k)
-        k_ring.index(1).store(finite_rows(b_k))  # its rows are NaN through their sums
-        v_ring.index(0).store(gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0))
+        b_k = read_tile(p_k + n.to(gl.int64) * k_stride, count - n, k_stride, BN, D)
+        k_tile, finite_tile, v_tile = tile_of(k_ring, 0), tile_of(k_ring, 1), tile_of(v_ring, 0)
+        k_tile.store(b_k)
+        finite_tile.store(finite_rows(b_k))  # its rows are NaN through their sums
+        v_tile.store(read_tile(p_v + n.to(gl.int64) * v_stride, count - n, v_stride, BN, D))
         fence_async_shared()
-        scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        g = warpgroup_mma(do_tile, v_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False)
+        g = warpgroup_mma(do_tile, v_tile.permute([1, 0]), b_zero, use_acc=False)
         seen = seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
@@ -172,21 +180,22 @@ def dq_carefully(
         b_sum += gl.sum(by_thread(g), 1)
         if POWER_GRAD:
             moments = with_moments(moments, u, g, steepness, log_u)
-        b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), k_ring.index(1), b_even)
-        b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), k_ring.index(1), b_steep)
+        b_even = warpgroup_mma(gl.convert_layout(sigma.to(dtype), operand), finite_tile, b_even)
+        b_steep = warpgroup_mma(gl.convert_layout((sigma * g).to(dtype), operand), finite_tile, b_steep)
     return b_steep, b_even, b_sum, moments
 
 
 @gluon.jit
 def dq_block(
-    place, Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
+    place, Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
     Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows; what is not AGAIN notes the blocks that need it."""
+    """One block of rows; what is not AGAIN notes the blocks that need it. Q, K, V and GradOut are descriptors, or AGAIN
+    pointers."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -194,40 +203,34 @@ def dq_block(
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     by_row: gl.constexpr = load_layout(D, gl.num_warps())
-    dtype: gl.constexpr = Q.dtype.element_ty
-    split: gl.constexpr = splits_copies(D, POWER)
+    dtype: gl.constexpr = Out.dtype.element_ty
 
-    place, of_rows, sight, keys = rows_and_keys(
-        place, K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides,
-        range_stride, power_strides,
+    place, of_rows, sight, p_norm = rows_and_keys(
+        place, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
-    m, bh, b, head = place
+    m, bh, b, head, kv_head = place
     o_m, b_counts, b_p = of_rows
     first_key, b_start, b_end, full_low, full_high, tiles = sight
-    p_k, p_v, p_norm, t_k = keys
+    place_of_keys = (b, kv_head, first_key)
     m_rows = o_m < t_q
     b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
     p_row = bh * t_q + o_m
 
-    row_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, D], dtype)
-    key_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
-    q_ring = gl.allocate_shared_memory(dtype, [2, BM, D], row_tiles)  # q, and the gradient of the output
-    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], key_tiles)
-    v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], key_tiles)
-    q_tile = q_ring.index(0)
-    do_tile = q_ring.index(1)
-    o_tile = tile_offsets(k_strides[2], BN, D)
-    o_values = tile_offsets(v_strides[2], BN, D)
-    p_q = Q + b * q_strides[0] + head * q_strides[1]
-    p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
-    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2], split)
-    fetch(q_ring, 1, p_do, tile_offsets(grad_out_strides[2], BM, D), m, t_q, grad_out_strides[2], split)
-    fetched()
+    row_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, D], dtype)
+    key_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BN, D], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], row_tiles)  # q, and the gradient of the output
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], key_tiles)
+    v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], key_tiles)
+    q_tile = tile_of(q_ring, 0)
+    do_tile = tile_of(q_ring, 1)
     if not AGAIN:
-        fetch(k_ring, 0, p_k, o_tile, gl.to_tensor(0), t_k, k_strides[2], split)
-        fetch(v_ring, 0, p_v, o_values, gl.to_tensor(0), t_k, v_strides[2], split)
-        fetched()
+        copied = barriers()
+        rows_copied = barrier()
+        announce(rows_copied, 0, q_ring, 2)
+        copy_tile(rows_copied, 0, q_ring, 0, Q, (b, head, m))
+        copy_tile(rows_copied, 0, q_ring, 1, GradOut, (b, head, m))
+        copy_keys(copied, 0, k_ring, v_ring, K, V, place_of_keys, 0, tiles > 0)
 
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
     o_out = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
@@ -235,7 +238,11 @@ def dq_block(
     m_out = (o_out < t_q)[:, None]
     b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
     b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
-    arrive(0 if AGAIN else 1)
+    if AGAIN:
+        q_tile.store(read_tile(rows_of(Q, b, head, m, q_strides), t_q - m, q_strides[2], BM, D))
+        do_tile.store(read_tile(rows_of(GradOut, b, head, m, grad_out_strides), t_q - m, grad_out_strides[2], BM, D))
+    else:
+        arrived(rows_copied, 0)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
     b_inverse = gl.convert_layout(inverse_norm(q_tile.load(norm_layout(D, gl.num_warps())).to(gl.float32)), rows)
     b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
@@ -266,7 +273,8 @@ def dq_block(
     if AGAIN:
         b_steep, b_even, b_sum, moments = dq_carefully(
             b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring,
-            v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles,
+            v_ring, rows_of(K, b, kv_head, first_key, k_strides), rows_of(V, b, kv_head, first_key, v_strides), p_norm,
+            t_k - first_key, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
     else:
@@ -281,22 +289,20 @@ def dq_block(
         if has_starts:
             b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
                 b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below,
-                b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm,
-                t_k, k_strides[2], v_strides[2], 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+                b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys,
+                p_norm, tiles, 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
             b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
-            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
-            k_strides[2], v_strides[2], full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout,
-            out_layout,
+            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys, p_norm, tiles,
+            full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
             b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
-            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, p_k, p_v, o_tile, o_values, p_norm, t_k,
-            k_strides[2], v_strides[2], full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
+            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys, p_norm, tiles,
+            full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
-        arrive(0)
         trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
         note_trouble(Again, trouble)
 
@@ -314,7 +320,7 @@ def dq_block(
     b_unit = q_tile.load(out_layout).to(gl.float32) * b_length
     b_grad = (b_grad - b_unit * gl.sum(b_unit * b_grad, 1)[:, None]) * b_length
     b_grad = gl.where(gl.convert_layout(b_counts, out_rows)[:, None] > 0, b_grad, 0.0)
-    store_tile(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, do_tile, m, t_q, dq_strides[2])
+    store_tile(rows_of(GradQ, b, head, m, dq_strides), b_grad, do_tile, t_q - m, dq_strides[2])
 
     if POWER_GRAD:
         b_product = gl.convert_layout(gl.sum(moments[0], 1), rows)
@@ -341,7 +347,7 @@ def dq_block(
 
 @gluon.jit
 def gluon_dq_kernel(
-    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
+    Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
     t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
     dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -356,14 +362,14 @@ def gluon_dq_kernel(
         for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
             dq_block(
                 noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, ROW_BLOCK), shared * h_kv),
-                Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+                Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End,
                 Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides,
                 k_strides, v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
                 CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, True,
             )  # fmt: skip
     else:
         dq_block(
-            own_place(), Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Again, Start, End,
+            own_place(), Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End,
             Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides,
             v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, False,

@@ -15,25 +15,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from softplus_attention.kernels.gluon_common import (
-    arrive,
+    announce,
+    arrived,
+    barriers,
     by_thread,
-    fetch,
-    fetch_from,
-    fetched,
+    copy_tile,
     fineness,
     load_columns,
     norm_layout,
     not_finite,
     note_trouble,
-    opaque,
     own_place,
     product_layout,
     rows_and_keys,
+    rows_of,
     saturated,
     seen_keys,
     store_tile,
-    tile_after,
-    tile_offsets,
+    tile_of,
     wrapped,
 )
 from softplus_attention.kernels.triton_common import (
@@ -110,25 +109,32 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 
 
 @gluon.jit
+def at_key(place, n):
+    """Where ``copy_tile`` finds the tile from the n-th key in sight on."""
+    return place[0], place[1], place[2] + n
+
+
+@gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm,
-    t_k, k_stride, tiles, ahead, first, low, high,
+    b_scaled, b_product, b_total, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
+    tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread. ``ahead`` says what
-    comes next: where the tile is that is to be copied, its first key, and that of the tile whose norms are to be read.
+    comes next: the first keys of the tile that is to be copied and of that whose norms are to be read.
 
     BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
     instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
 
     BITS: b_top is integers, the bits of floats, of which an instruction compares three. From 0 on they are in order.
     """
-    p_ahead, n_ahead, n_next = ahead
+    n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrive(1)
-        scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        arrived(copied, s + 1)
+        k_tile = tile_of(k_ring, (s + 1) & 1)
+        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, tiles * BN)
         t = b_scaled * b_factor[:, None]  # [BM, BN]
@@ -145,10 +151,10 @@ def first_loop(
         b_top = gl.maximum(b_top, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch_from(k_ring, (s + 1) & 1, p_ahead, o_tile, t_k - n_ahead)
-        p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_stride, tiles * BN, BN)
-        fetched()
-    return b_scaled, b_product, b_total, b_top, (p_ahead, n_ahead, n_next)
+        announce(copied, s + 1, k_ring, 1)  # s + 3, which has the same barrier and the same slot
+        copy_tile(copied, s + 1, k_ring, (s + 1) & 1, K, at_key(place, n_ahead))
+        n_ahead = wrapped(n_ahead + BN, tiles * BN)
+    return b_scaled, b_product, b_total, b_top, (n_ahead, n_next)
 
 
 @gluon.jit
@@ -159,8 +165,8 @@ def logarithms(b_product):
 
 @gluon.jit
 def chunked_loop(
-    b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-    k_stride, tiles, ahead, first, low, high,
+    b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
+    tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -176,8 +182,8 @@ def chunked_loop(
     b_high = b_none.to(gl.int32) if bits else b_top
     for begin in range(low, high, MOST_FACTORS):
         b_scaled, b_product, b_part, b_high, ahead = first_loop(
-            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile,
-            p_norm, t_k, k_stride, tiles, ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
+            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K,
+            place, p_norm, tiles, ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
             MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
         )  # fmt: skip
         b_sum += b_part
@@ -190,7 +196,7 @@ def chunked_loop(
 
 @gluon.jit
 def sums(
-    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_stride, full_low, full_high,
+    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm, full_low, full_high,
     tiles, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -201,16 +207,16 @@ def sums(
     b_top = b_sum + float("-inf")
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-            b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-            k_stride, tiles, ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
+            b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
+            tiles, ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
+        tiles, ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k,
-        k_stride, tiles, ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
+        tiles, ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
@@ -221,7 +227,7 @@ def sums(
 @gluon.jit
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
-    p_values, p_k, o_tile, o_values, p_norm, t_k, k_stride, v_stride, tiles, ahead, first, low, high,
+    copied, K, V, place, p_norm, tiles, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -229,11 +235,12 @@ def second_loop(
 
     ABOVE: where not 0, the terms of ``softplus_above``. No key whose f' is below ``least_mean`` has any weight then.
     """
-    p_ahead, n_ahead, n_next = ahead
+    n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrive(1)
-        scores = warpgroup_mma(q_tile, k_ring.index((s + 1) & 1).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        arrived(copied, s + 1)
+        k_tile = tile_of(k_ring, (s + 1) & 1)
+        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, tiles * BN)
         t = b_scaled * b_factor[:, None]
@@ -246,15 +253,15 @@ def second_loop(
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
         b_w = gl.convert_layout(w.to(q_tile.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
-        b_out = warpgroup_mma(b_w, v_ring.index(j & 3), b_out, is_async=True)
+        b_out = warpgroup_mma(b_w, tile_of(v_ring, j & 3), b_out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        fetch_from(k_ring, (s + 1) & 1, p_ahead, o_tile, t_k - n_ahead)
-        p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_stride, tiles * BN, BN)
-        fetch_from(v_ring, (j + 2) & 3, p_values, o_values, t_k - (j + 2) * BN)
-        p_values += BN * v_stride.to(gl.int64)
-        fetched()
-    return b_scaled, b_out, b_w, b_weight, p_values, (p_ahead, n_ahead, n_next)
+        wanted = j + 2 < tiles
+        announce(copied, s + 1, k_ring, 2, wanted)
+        copy_tile(copied, s + 1, k_ring, (s + 1) & 1, K, at_key(place, n_ahead), wanted)
+        n_ahead = wrapped(n_ahead + BN, tiles * BN)
+        copy_tile(copied, s + 1, v_ring, (j + 2) & 3, V, at_key(place, (j + 2) * BN), wanted)
+    return b_scaled, b_out, b_w, b_weight, (n_ahead, n_next)
 
 
 @gluon.jit
@@ -265,56 +272,53 @@ def gluon_forward_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does. POWER 0 is LSSA, -1 a power per row. Blocks with rows of equal
+    """Reads and writes what ``forward_kernel`` does; Q, K and V are descriptors, their strides for the
+    other kernel alone. POWER 0 is LSSA, -1 a power per row. Blocks with rows of equal
     scores or with values that are not finite are left to ``gluon_forward_again_kernel``."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
-    dtype: gl.constexpr = Q.dtype.element_ty
+    dtype: gl.constexpr = Q.dtype
     fine: gl.constexpr = fineness(dtype, POWER)
 
-    place, of_rows, sight, keys = rows_and_keys(
-        own_place(), K, V, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides,
-        range_stride, power_strides,
+    place, of_rows, sight, p_norm = rows_and_keys(
+        own_place(), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
-    m, bh, b, head = place
+    m, bh, b, head, kv_head = place
     o_m, b_counts, b_p = of_rows
-    _, b_start, b_end, full_low, full_high, tiles = sight
-    p_k, p_v, p_norm, t_k = keys
+    first_key, b_start, b_end, full_low, full_high, tiles = sight
+    place_of_keys = (b, kv_head, first_key)
     m_rows = o_m < t_q
     p_row = bh * t_q + o_m
 
-    of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
-    q_ring = gl.allocate_shared_memory(dtype, [1, BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
-    k_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
-    v_ring = gl.allocate_shared_memory(dtype, [4, BN, D], of_keys)
-    q_tile = q_ring.index(0)
-    o_tile = tile_offsets(k_strides[2], BN, D)
-    o_values = tile_offsets(v_strides[2], BN, D)
-    p_q = Q + b * q_strides[0] + head * q_strides[1]
-    fetch(q_ring, 0, p_q, tile_offsets(q_strides[2], BM, D), m, t_q, q_strides[2])
-    fetch_from(k_ring, 0, p_k, o_tile, t_k)
-    fetched()
-    p_ahead, n_next = tile_after(p_k, gl.to_tensor(0), p_k, k_strides[2], tiles * BN, BN)
-    fetch_from(k_ring, 1, p_ahead, o_tile, t_k - n_next)
-    fetch_from(v_ring, 0, p_v, o_values, t_k)
-    fetch(v_ring, 1, p_v, o_values, gl.to_tensor(BN), t_k, v_strides[2])
-    fetched()
-    arrive(1)
+    q_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BM, D], Q.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], K.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, BN, D], V.layout)
+    copied = barriers()
+    q_tile = tile_of(q_ring, 0)
+    n_next = wrapped(gl.to_tensor(BN), tiles * BN)
+    announce(copied, 0, k_ring, 2)
+    copy_tile(copied, 0, q_ring, 0, Q, (b, head, m))
+    copy_tile(copied, 0, k_ring, 0, K, at_key(place_of_keys, 0))
+    announce(copied, 1, k_ring, 3)
+    copy_tile(copied, 1, k_ring, 1, K, at_key(place_of_keys, n_next))
+    copy_tile(copied, 1, v_ring, 0, V, at_key(place_of_keys, 0))
+    copy_tile(copied, 1, v_ring, 1, V, at_key(place_of_keys, BN))
+    arrived(copied, 0)
     b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
     b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
 
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
-    scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
+    scores = warpgroup_mma(q_tile, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
-    p_ahead, n_ahead = tile_after(p_ahead, n_next, p_k, k_strides[2], tiles * BN, BN)
-    fetch_from(k_ring, 0, p_ahead, o_tile, t_k - n_ahead)
-    fetched()
-    p_ahead, n_ahead = tile_after(p_ahead, n_ahead, p_k, k_strides[2], tiles * BN, BN)
-    ahead = (p_ahead, n_ahead, n_next)  # the tiles 3 and, for its norms, 1
+    n_ahead = wrapped(n_next + BN, tiles * BN)
+    announce(copied, 2, k_ring, 1)
+    copy_tile(copied, 2, k_ring, 0, K, at_key(place_of_keys, n_ahead))
+    n_ahead = wrapped(n_ahead + BN, tiles * BN)
+    ahead = (n_ahead, n_next)  # the tiles 3 and, for its norms, 1
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
@@ -338,7 +342,7 @@ def gluon_forward_kernel(
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
                 b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place_of_keys, p_norm,
                     full_low, full_high, tiles, ahead, 0, has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
@@ -348,7 +352,7 @@ def gluon_forward_kernel(
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, p_k, o_tile, p_norm, t_k, k_strides[2],
+                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place_of_keys, p_norm,
                 full_low, full_high, tiles, ahead, first, has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
@@ -377,35 +381,35 @@ def gluon_forward_kernel(
 
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
-    p_values = opaque(p_v + 2 * BN * v_strides[2].to(gl.int64))
     if has_starts:
-        b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
+        b_scaled, b_out, b_w, b_partial, ahead = second_loop(
             b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-            v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
+            v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
             0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
+        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
         full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
+        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
         far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
+        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
         above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
-    b_scaled, b_out, b_w, b_partial, p_values, ahead = second_loop(
+    b_scaled, b_out, b_w, b_partial, ahead = second_loop(
         b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, p_values, p_k, o_tile, o_values, p_norm, t_k, k_strides[2], v_strides[2], tiles, ahead, first,
+        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
-    arrive(0)
+    for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
+        arrived(copied, s)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     trouble = not_finite(b_out)
@@ -422,8 +426,7 @@ def gluon_forward_kernel(
     if POWER == 0:
         b_weight = gl.where(b_total == 0, 1.0, b_total)
     gl.store(Weight + p_row, b_weight, mask=m_rows)
-    p_out = Out + b * out_strides[0] + head * out_strides[1]
-    store_tile(p_out, b_out, q_tile, m, t_q, out_strides[2])
+    store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
     if HAS_REST:
         rest = b_out - b_out.to(dtype).to(gl.float32)
-        store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m, t_q, out_strides[2])
+        store_tile(rows_of(Rest, b, head, m, out_strides), rest, q_tile, t_q - m, out_strides[2])

@@ -10,14 +10,14 @@ from softplus_attention.kernels.gluon_common import (
     by_thread,
     fineness,
     load_columns,
-    load_layout,
     norm_layout,
     noted_place,
     product_layout,
+    read_tile,
     rows_and_keys,
+    rows_of,
     seen_keys,
     store_tile,
-    tile_offsets,
 )
 from softplus_attention.kernels.triton_common import (
     AGAIN_PROGRAMS,
@@ -31,8 +31,8 @@ from softplus_attention.kernels.triton_common import (
 
 @gluon.jit
 def careful_pass(
-    b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-    o_values, p_norm, t_k, k_stride, v_stride, tiles,
+    b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, p_norm, count,
+    k_stride, v_stride, tiles,
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -45,10 +45,8 @@ def careful_pass(
     dtype: gl.constexpr = q_tile.dtype
     for j in range(0, tiles):
         n = j * BN
-        o_rows = n + gl.arange(0, BN, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
-        m_rows = (o_rows < t_k)[:, None]
-        k_ring.index(0).store(gl.load(p_k + n.to(gl.int64) * k_stride + o_tile, mask=m_rows, other=0.0))
-        b_v = gl.load(p_v + n.to(gl.int64) * v_stride + o_values, mask=m_rows, other=0.0)
+        k_ring.index(0).store(read_tile(p_k + n.to(gl.int64) * k_stride, count - n, k_stride, BN, D))
+        b_v = read_tile(p_v + n.to(gl.int64) * v_stride, count - n, v_stride, BN, D)
         finite = (b_v - b_v) == 0
         v_ring.index(0).store(gl.where(finite, b_v, 0.0).to(dtype))
         v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
@@ -84,31 +82,25 @@ def gluon_forward_again_kernel(
     out_layout: gl.constexpr = product_layout(D)
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     dtype: gl.constexpr = Q.dtype.element_ty
-    by_row: gl.constexpr = load_layout(D, num_warps)
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, D], dtype)
     q_tile = gl.allocate_shared_memory(dtype, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     k_ring = gl.allocate_shared_memory(dtype, [1, BN, D], of_keys)
     v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
-    o_tile = tile_offsets(k_strides[2], BN, D)
-    o_values = tile_offsets(v_strides[2], BN, D)
-    o_queries = tile_offsets(q_strides[2], BM, D)
     for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
-        place, of_rows, sight, keys = rows_and_keys(
-            noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, BM), shared * h_kv), K, V, Norms, Start, End, Power,
-            t_q, t_k, shared, h_kv, window, growth, k_strides, v_strides, range_stride, power_strides,
+        place, of_rows, sight, p_norm = rows_and_keys(
+            noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, BM), shared * h_kv), Norms, Start, End, Power,
+            t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
         )  # fmt: skip
-        m, bh, b, head = place
+        m, bh, b, head, kv_head = place
         o_m, b_counts, b_p = of_rows
-        _, b_start, b_end, _, _, tiles = sight
-        p_k, p_v, p_norm, count = keys
+        first_key, b_start, b_end, _, _, tiles = sight
+        p_k = rows_of(K, b, kv_head, first_key, k_strides)
+        p_v = rows_of(V, b, kv_head, first_key, v_strides)
         m_rows = o_m < t_q
         p_row = bh * t_q + o_m
 
-        o_rows = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
-        p_q = Q + b * q_strides[0] + head * q_strides[1] + m.to(gl.int64) * q_strides[2]
-        b_q = gl.load(p_q + o_queries, mask=(o_rows < t_q)[:, None], other=0.0)
-        q_tile.store(b_q)
+        q_tile.store(read_tile(rows_of(Q, b, head, m, q_strides), t_q - m, q_strides[2], BM, D))
         b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
         b_inverse = gl.convert_layout(b_inverse, rows)
         b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), b_inverse)  # [BM]
@@ -126,8 +118,8 @@ def gluon_forward_again_kernel(
             b_offset = gl.where(b_counts > 3, 1.0, 0.0) / b_divisor
         b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
         b_out, b_partial = careful_pass(
-            b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, o_tile,
-            o_values, p_norm, count, k_strides[2], v_strides[2], tiles,
+            b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, p_norm,
+            t_k - first_key, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, fineness(dtype, POWER), D, BM, BN, layout, out_layout,
         )  # fmt: skip
         b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
@@ -135,8 +127,7 @@ def gluon_forward_again_kernel(
         b_out = b_out * gl.convert_layout(1.0 / b_weight, gl.SliceLayout(1, out_layout))[:, None]
         if POWER != 0:
             gl.store(Weight + p_row, b_weight, mask=m_rows)
-        p_out = Out + b * out_strides[0] + head * out_strides[1]
-        store_tile(p_out, b_out, q_tile, m, t_q, out_strides[2])
+        store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
         if HAS_REST:
             rest = b_out - b_out.to(dtype).to(gl.float32)
-            store_tile(Rest + b * out_strides[0] + head * out_strides[1], rest, q_tile, m, t_q, out_strides[2])
+            store_tile(rows_of(Rest, b, head, m, out_strides), rest, q_tile, t_q - m, out_strides[2])

@@ -79,20 +79,28 @@ def launch_twice(
     kernel: Any,
     again: Any,
     grid: tuple[int, int, int],
+    tiled: tuple[tuple[Tensor, int], ...],
     tensors: tuple[Tensor, ...],
     numbers: tuple[Any, ...],
     constants: tuple[tuple[Any, ...], tuple[Any, ...]],
     registers: int | None = None,
 ) -> None:
-    """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants."""
-    device, addresses = tensors[0].device, addresses_of(tensors)
+    """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants.
+
+    Of the tensors that come first ``kernel`` copies tiles, of so many rows, and takes descriptors in their place.
+    """
+    from softplus_attention.kernels.gluon_tiles import Tiles
+
+    device, tensors = tensors[0].device, (*[x for x, _ in tiled], *tensors)
+    addresses = addresses_of(tensors)
     stream, alike = current_stream(device), kinds(tensors, addresses, numbers)
-    for one, programs, given, options in (
-        (kernel, grid, constants[0], {"maxnreg": registers}),
-        (again, (min(math.prod(grid), AGAIN), 1, 1), constants[1], {}),
-    ):
-        key = None if alike is None else (one.__name__, device, given, alike)
-        launch(one, programs, tensors, (*numbers, *given, WARPS), options, key, stream, addresses)
+    tiles = [Tiles(x, rows) for x, rows in tiled]
+    key = None if alike is None else (kernel.__name__, device, constants[0], alike)
+    described, places = (*tiles, *tensors[len(tiles) :]), [*tiles, *addresses[len(tiles) :]]
+    launch(kernel, grid, described, (*numbers, *constants[0], WARPS), {"maxnreg": registers}, key, stream, places)
+    key = None if alike is None else (again.__name__, device, constants[1], alike)
+    grid = (min(math.prod(grid), AGAIN), 1, 1)
+    launch(again, grid, tensors, (*numbers, *constants[1], WARPS), {}, key, stream, addresses)
 
 
 def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
@@ -109,9 +117,10 @@ def forward(problem: Problem, kept: Kept) -> None:
     keys, registers = FORWARD_TILES[problem.d]
     grid = (blocks_of(problem.t_q), problem.h, problem.batch)
     again = flat[-1 - math.prod(grid) :]
+    tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys))
     tensors = (
-        problem.q, problem.k, problem.v, out, rest, norms, *stats.unbind(), flat, again,
-        problem.start_pointer, problem.end_pointer, problem.power_pointer,
+        out, rest, norms, *stats.unbind(), flat, again, problem.start_pointer, problem.end_pointer,
+        problem.power_pointer,
     )  # fmt: skip
     numbers = (
         problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.score_scale,
@@ -119,9 +128,8 @@ def forward(problem: Problem, kept: Kept) -> None:
         problem.range_stride, problem.power_strides,
     )  # fmt: skip
     constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
-    launch_twice(
-        gluon_forward_kernel, gluon_forward_again_kernel, grid, tensors, numbers, (constants, constants), registers
-    )
+    both = (constants, constants)
+    launch_twice(gluon_forward_kernel, gluon_forward_again_kernel, grid, tiled, tensors, numbers, both, registers)
 
 
 def backward(
@@ -159,9 +167,9 @@ def backward_of_queries(
     out, rest, stats, _, norms = kept
     keys, registers = DQ_TILES[problem.d]
     grid = (blocks_of(problem.t_q), problem.h, problem.batch)
+    tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys), (grad_out, ROWS))
     tensors = (
-        problem.q, problem.k, problem.v, out, rest, grad_out, norms, *stats.unbind(), again,
-        problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
+        out, rest, norms, *stats.unbind(), again, problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
     )  # fmt: skip
     numbers = (
@@ -173,7 +181,7 @@ def backward_of_queries(
         *sight(problem), problem.power_rows is not None, grad_power is not None, problem.d, keys, DKV_ROWS[problem.d],
     )  # fmt: skip
     both = ((*constants, False), (*constants, True))
-    launch_twice(gluon_dq_kernel, gluon_dq_kernel, grid, tensors, numbers, both, registers)
+    launch_twice(gluon_dq_kernel, gluon_dq_kernel, grid, tiled, tensors, numbers, both, registers)
 
 
 def backward_of_keys(
@@ -184,10 +192,9 @@ def backward_of_keys(
 
     grid = (blocks_of(problem.t_k), problem.h_kv, problem.batch)
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
-    tensors = (
-        problem.q, problem.k, problem.v, grad_out, kept.norms, kept.flat, again, rows,
-        first_row, last_row, dk, dv,
-    )  # fmt: skip
+    of_rows = DKV_ROWS[problem.d]
+    tiled = ((problem.q, of_rows), (problem.k, ROWS), (problem.v, ROWS), (grad_out, of_rows))
+    tensors = (kept.norms, kept.flat, again, rows, first_row, last_row, dk, dv)
     numbers = (
         problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
         problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
@@ -195,4 +202,4 @@ def backward_of_keys(
     )  # fmt: skip
     constants = (*sight(problem), problem.normalized_keys, problem.d, DKV_ROWS[problem.d])
     both = ((*constants, False), (*constants, True))
-    launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, grid, tensors, numbers, both)
+    launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, grid, tiled, tensors, numbers, both)

@@ -30,19 +30,20 @@ _here = nullcontext()
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Any, ...],
     numbers: tuple[Any, ...],
     options: Mapping[str, Any],
     key: Hashable,
     stream: int | None,
-    addresses: list[int] | None = None,
+    addresses: list[Any] | None = None,
 ) -> None:
     """``kernel[grid](*tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
 
     Two launches of one ``key`` must agree in whatever Triton specialises on: kernel, device, options, constants,
     dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond 32 bits.
     None says nothing, and Triton looks for itself. ``stream`` is ``current_stream`` of the tensors' device, which is
-    the current one; ``addresses`` are those of the tensors, where the caller has asked for them.
+    the current one; ``addresses`` are those of the tensors, where the caller has asked for them. A descriptor among the
+    tensors stays one among the addresses.
     """
     binary = None if key is None else _binaries.get(key)
     if binary is None:
