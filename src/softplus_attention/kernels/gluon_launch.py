@@ -91,16 +91,16 @@ def launch_twice(
     """
     from softplus_attention.kernels.gluon_tiles import Tiles
 
-    device, tensors = tensors[0].device, (*[x for x, _ in tiled], *tensors)
-    addresses = addresses_of(tensors)
-    stream, alike = current_stream(device), kinds(tensors, addresses, numbers)
-    tiles = [Tiles(x, rows) for x, rows in tiled]
+    device, both = tensors[0].device, (*[x for x, _ in tiled], *tensors)
+    addresses = addresses_of(both)
+    stream, alike = current_stream(device), kinds(both, addresses, numbers)
+    tiles = tuple([Tiles(x, rows) for x, rows in tiled])
     key = None if alike is None else (kernel.__name__, device, constants[0], alike)
-    described, places = (*tiles, *tensors[len(tiles) :]), [*tiles, *addresses[len(tiles) :]]
-    launch(kernel, grid, described, (*numbers, *constants[0], WARPS), {"maxnreg": registers}, key, stream, places)
+    arguments, others = (*numbers, *constants[0], WARPS), addresses[len(tiles) :]
+    launch(kernel, grid, tensors, arguments, {"maxnreg": registers}, key, stream, others, tiles)
     key = None if alike is None else (again.__name__, device, constants[1], alike)
     grid = (min(math.prod(grid), AGAIN), 1, 1)
-    launch(again, grid, tensors, (*numbers, *constants[1], WARPS), {}, key, stream, addresses)
+    launch(again, grid, both, (*numbers, *constants[1], WARPS), {}, key, stream, addresses)
 
 
 def sight(problem: Problem) -> tuple[bool, bool, bool, int]:

@@ -7,8 +7,9 @@ alike; ``kinds`` makes one of all arguments.
 
 from __future__ import annotations
 
+import inspect
 import marshal
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +24,7 @@ ALIGNMENT = 16
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
 MOST_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
+_described: dict[Hashable, Callable[..., None]] = {}
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
 _here = nullcontext()
 
@@ -30,33 +32,72 @@ _here = nullcontext()
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],
-    tensors: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
     numbers: tuple[Any, ...],
     options: Mapping[str, Any],
     key: Hashable,
     stream: int | None,
-    addresses: list[Any] | None = None,
+    addresses: list[int] | None = None,
+    tiles: tuple[Any, ...] = (),
 ) -> None:
-    """``kernel[grid](*tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
+    """``kernel[grid](*tiles, *tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
 
     Two launches of one ``key`` must agree in whatever Triton specialises on: kernel, device, options, constants,
     dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond 32 bits.
     None says nothing, and Triton looks for itself. ``stream`` is ``current_stream`` of the tensors' device, which is
-    the current one; ``addresses`` are those of the tensors, where the caller has asked for them. A descriptor among the
-    tensors stays one among the addresses.
+    the current one; ``addresses`` are those of the tensors, where the caller has asked for them. ``tiles`` are
+    descriptors (``gluon_tiles.Tiles``).
     """
     binary = None if key is None else _binaries.get(key)
     if binary is None:
-        binary = kernel[grid](*tensors, *numbers, **options)
+        binary = kernel[grid](*tiles, *tensors, *numbers, **options)
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
+            if tiles and KNOWN_BINARIES:
+                _described[key] = behind(binary)
     elif KNOWN_BINARIES and not has_hooks():
         # An address is taken as it is; of a tensor the driver is asked whether it may be read.
         addresses = addresses_of(tensors) if addresses is None else addresses
-        no_hooks = (None, None, None)
-        binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
+        if tiles:
+            _described[key](grid, stream, tiles, addresses, numbers)
+        else:
+            no_hooks = (None, None, None)
+            binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
     else:
-        binary[grid](*tensors, *numbers)
+        binary[grid](*tiles, *tensors, *numbers)
+
+
+def behind(binary: Any) -> Callable[..., None]:
+    """What launches a binary whose first arguments are descriptors, behind the Python that makes them anew for every
+    launch and looks at all other arguments for more of them: that takes as long as the launch. Here they are kept."""
+    from softplus_attention.kernels.gluon_tiles import for_driver
+
+    run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
+    wrapped = inspect.getclosurevars(run.launch).nonlocals
+    call, kinds_of_tiles = wrapped["launcher"], wrapped["tensordesc_meta"]
+    assert run.global_scratch_size == run.profile_scratch_size == 0, "the Hopper kernels need no memory of their own"
+    of_binary = (binary.function, run.launch_cooperative_grid, run.launch_pdl)
+    one_by_one = triton.__version__.startswith("3.6.")
+    before: tuple[Any, ...]
+    if one_by_one:
+        before = (*of_binary, *no_scratch, binary.packed_metadata, *no_hooks)
+    else:
+        types = (run.arg_annotations, run.kernel_signature)
+        before = (*of_binary, binary.packed_metadata, *no_hooks, *no_scratch, *types)
+
+    def relaunch(
+        grid: tuple[int, int, int], stream: int, tiles: tuple[Any, ...], addresses: list[int], numbers: tuple[Any, ...]
+    ) -> None:
+        described = []
+        for x, kind in zip(tiles, kinds_of_tiles, strict=True):
+            described += for_driver(x, kind)
+        arguments = (*described, *addresses, *numbers)
+        if one_by_one:
+            call(*grid, stream, *before, *arguments)
+        else:
+            call(*grid, stream, *before, arguments)
+
+    return relaunch
 
 
 def addresses_of(tensors: tuple[Tensor, ...]) -> list[int]:
