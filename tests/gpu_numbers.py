@@ -55,6 +55,41 @@ def check_repeats(name: str) -> str:
     return f"5 runs of {len(first)} tensors, {sum(x.numel() for x in first):,} numbers"
 
 
+def check_replays(d: int) -> str:
+    """Calls that are launched as a whole after the first: other tensors of the same kind, one given twice, other
+    strides, another stream; equal to the op's, which asks anew."""
+    attend = partial(softplus_attention, is_causal=True, enable_gqa=True, impl="triton")
+    options = (None, None, None, True, None, True, 15.0, None, None, True, math.log(d), False, True)
+
+    def by_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.ops.softplus_attention.triton_forward(q, k, v, *options)[0]
+
+    t, count = (300, 0) if ON_GPU else (70, 0)
+    for seed in range(4):
+        q, k, v = qkv(t, batch=2, heads=2, kv_heads=2, d=d, seed=seed)
+        packed = fresh(2, 3, 2, t, d, seed=seed, dtype=HALF).requires_grad_()
+        for leaves in ([q, k, v], [k, q, v], [x.contiguous().detach().requires_grad_() for x in (q, k, v)]):
+            assert_same(step(attend, leaves), step(by_op, leaves), f"draw {seed}")
+            count += 1
+        for given in (lambda x: (x, x, x), lambda x: (x, x + 1, x), lambda x: (x, x + 1, x + 2)):
+            alone = [
+                step(lambda x, call=call, given=given: call(*given(x)), [packed[:, 0].detach().requires_grad_()])
+                for call in (attend, by_op)
+            ]
+            assert_same(*alone, f"one tensor, draw {seed}")
+            count += 1
+        parts = [step(lambda x, call=call: call(*x.unbind(1)), [packed]) for call in (attend, by_op)]
+        assert_same(*parts, f"packed, draw {seed}")
+    if ON_GPU:
+        expected = step(by_op, [q, k, v])
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = step(attend, [q, k, v])
+        torch.cuda.synchronize()
+        assert_same(found, expected, "another stream")
+    return f"{count + 4} calls and their gradients equal"
+
+
 def check_expanded(d: int) -> str:
     """Keys and values that all sequences and heads share without a copy: strides of 0 in the copy engine."""
     t = 500 if ON_GPU else 70
@@ -344,6 +379,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"some equal scores {x}": partial(check_some_equal, x) for x in DTYPES},
     **{f"one above a crowd {x}": partial(check_crowd, x) for x in DTYPES},
     **{f"repeats {x}": partial(check_repeats, x) for x in REPEATED},
+    **{f"replays D{d}": partial(check_replays, d) for d in (64, 128)},
     **{f"expanded keys D{d}": partial(check_expanded, d) for d in (64, 128)},
     "repeats decode": check_decode_repeats,
     **{f"poison {x} {y} p={p}": partial(check_poison, x, y, p) for x, y, p in POISONED},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import timeit
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from triton.knobs import HookChain
 from triton.runtime import driver
 
 from softplus_attention import functional, softplus_attention
-from softplus_attention.kernels import gluon_launch
+from softplus_attention.kernels import gluon_launch, triton_replay
 
 asked: list[str] = []  # kernels whose launch Triton itself prepared
 launched: list[tuple[str, tuple[Any, ...]]] = []
@@ -61,13 +62,16 @@ class Launcher(CudaLauncher):
         self.name = metadata.name
         asked.append(self.name)
         self.num_ctas = 1
-        note = (lambda *_: None) if "--time" in sys.argv else self.note
+        note = self.nothing if "--time" in sys.argv else self.note
         self.launch = wrap_handle_tensordesc(note, source.signature, metadata.tensordesc_meta)
         self.global_scratch_size = metadata.global_scratch_size
         self.profile_scratch_size = metadata.profile_scratch_size
         self.global_scratch_align = self.profile_scratch_align = 1
         self.launch_cooperative_grid, self.launch_pdl = metadata.launch_cooperative_grid, metadata.launch_pdl
         self.arg_annotations, self.kernel_signature = "annotations", "signature"
+
+    def nothing(self, *_: Any) -> None:
+        pass
 
     def note(self, *arguments: Any) -> None:
         *others, last = arguments  # since 3.7 the kernel's are one argument
@@ -97,6 +101,12 @@ def training_step(length: int) -> None:
     end = torch.arange(1, length + 1, dtype=torch.int32)[None]
     options: dict[str, Any] = {"key_start": end - 1, "key_end": end, "power": power, "impl": "triton"}
     softplus_attention(q, k, v, **options).sum().backward()
+
+
+def plain_step(length: int) -> None:
+    """One that is launched as a whole the second time."""
+    q, k, v = (x.requires_grad_() for x in inputs(length))
+    torch.autograd.grad(softplus_attention(q, k, v, is_causal=True, impl="triton"), (q, k, v), v.detach())
 
 
 @cache
@@ -135,8 +145,32 @@ def main() -> None:
     if "--time" in sys.argv:
         host_microseconds()
         return
-    train = "--train" in sys.argv
-    call, kernels = (training_step, FORWARD + BACKWARD) if train else (forward_of_lssa, FORWARD)
+    if "--train" in sys.argv:
+        compare(training_step, FORWARD + BACKWARD, remembered=0)
+        compare(plain_step, FORWARD + BACKWARD, remembered=2, known=FORWARD[:1])
+    else:
+        compare(forward_of_lssa, FORWARD, remembered=1)
+        one_tensor_twice()
+    print("as Triton launches them")
+
+
+def one_tensor_twice() -> None:
+    """Keys that are the queries are no others' keys the next time."""
+    q, k, v = inputs(256)
+    for keys in (q, q, k, k, q):
+        launched.clear()
+        softplus_attention(q, keys, v, is_causal=True, power=None, impl="triton")
+        [arguments] = [x for name, x in launched if name == "gluon_forward_kernel"]
+        found = [x.address for x in arguments if isinstance(x, Descriptor)]
+        assert found == [x.data_ptr() for x in (q, keys, v)], "the tiles are another tensor's"
+
+
+def compare(call: Callable[[int], None], kernels: list[str], remembered: int, known: Sequence[str] = ()) -> None:
+    """What Triton launches for a call with what we do for its second. So many of its two directions are remembered as a
+    whole; ``known`` are the kernels that an earlier one has made."""
+    new = [x for x in kernels if x not in known]
+    asked.clear()
+    triton_replay._calls.clear()
 
     def launches(length: int) -> list[tuple[str, tuple[Any, ...]]]:
         launched.clear()
@@ -145,22 +179,24 @@ def main() -> None:
 
     theirs, ours = launches(256), launches(256)
     assert [name for name, _ in theirs] == [name for name, _ in ours] == kernels, ours
-    assert asked == kernels, "one binary of each"
+    assert asked == new, "one binary of each"
+    assert len(triton_replay._calls) == remembered
     for (name, first), (_, again) in zip(theirs, ours, strict=True):
         assert len(first) == len(again), name
         for place, (x, y) in enumerate(zip(first, again, strict=True)):
-            if isinstance(x, torch.Tensor):  # by Triton tensors, by us addresses
+            if name in known and isinstance(x, int) and x > 2**32:  # an address the first time too
+                assert type(y) is int, f"{name}: argument {place} is {y!r}"
+            elif isinstance(x, torch.Tensor):  # by Triton tensors, by us addresses
                 assert type(y) is int, f"{name}: argument {place} is {y!r}"
                 same = any(x.data_ptr() == given.data_ptr() for given in inputs(256))
                 assert not same or x.data_ptr() == y, f"{name}: argument {place} is another tensor"
             else:
                 assert x == y, f"{name}: argument {place} was {x!r} and is {y!r}"
     other = launches(320)
-    assert asked == kernels, "a length of the same kind needs no binary of its own"
+    assert asked == new, "a length of the same kind needs no binary of its own"
     assert dict(other)["gluon_forward_kernel"][:3] == (5, 2, 1)  # blocks of rows, heads, sequences
     launches(321)
-    assert len(asked) > len(kernels), "a length that is no multiple of 16 does"
-    print("as Triton launches them")
+    assert len(asked) > len(new), "a length that is no multiple of 16 does"
 
 
 if __name__ == "__main__":

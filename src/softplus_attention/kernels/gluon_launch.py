@@ -15,12 +15,15 @@ from torch import Tensor
 
 from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK
 from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
+from softplus_attention.kernels.triton_replay import Scratch
 
 if TYPE_CHECKING:
     from softplus_attention.kernels.triton_launch import Kept, Problem
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
+FORWARD_LAUNCHES = 3  # that of the norms included
+BACKWARD_LAUNCHES = 4
 WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
@@ -138,7 +141,7 @@ def backward(
     kept: Kept,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
-) -> None:
+) -> Scratch:
     """As ``triton_launch.backward``."""
     from softplus_attention.kernels.gluon_backward import terms_of_a_row
 
@@ -150,6 +153,7 @@ def backward(
     again = kept.flat.new_zeros(of_queries + 1 + problem.batch * problem.h_kv * blocks_of(problem.t_k))
     backward_of_queries(problem, grad_out, kept, dq, grad_power, rows, again)
     backward_of_keys(problem, grad_out, kept, rows, dk, dv, again[of_queries:])
+    return Scratch((rows,), (again,))
 
 
 def backward_of_queries(

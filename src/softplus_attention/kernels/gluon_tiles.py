@@ -6,12 +6,8 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
-from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-MOST_KEPT = 4096  # descriptors, of 128 bytes
-_made: dict[Any, list[Any]] = {}
 
 
 class Tiles(TensorDescriptor):  # type: ignore[misc]
@@ -27,17 +23,9 @@ class Tiles(TensorDescriptor):  # type: ignore[misc]
         self.strides = x.stride()
         self.block_shape, self.layout = of_tiles(rows, x.shape[3])
 
-
-def for_driver(tiles: Tiles, kind: Any) -> list[Any]:
-    """What the driver gets of a descriptor, made once for every place, shape and strides: a training step comes by the
-    same memory again. ``kind`` is what Triton keeps of it with the binary."""
-    key = (tiles.base.data_ptr(), tiles.base.dtype, tiles.shape, tiles.strides, tiles.block_shape[2])
-    made = _made.get(key)
-    if made is None:
-        if len(_made) >= MOST_KEPT:
-            _made.clear()
-        made = _made[key] = make_tensordesc_arg(tiles, kind)
-    return made
+    def described(self) -> tuple[Any, ...]:
+        """Address, dtype, shape, strides, rows: all that one differs in from another."""
+        return self.base.data_ptr(), self.base.dtype, self.shape, self.strides, self.block_shape[2]
 
 
 @cache

@@ -13,6 +13,7 @@ from softplus_attention.kernels import triton_backward as bwd
 from softplus_attention.kernels import triton_common as common
 from softplus_attention.kernels import triton_forward as fwd
 from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
+from softplus_attention.kernels.triton_replay import Scratch
 from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
@@ -284,13 +285,12 @@ def backward(
     kept: Kept,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
-) -> None:
+) -> Scratch:
     """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
     if gluon_launch.fits(problem, kept.out, grad_out, *grads):
-        gluon_launch.backward(problem, grad_out, kept, grads, grad_power)
-        return
+        return gluon_launch.backward(problem, grad_out, kept, grads, grad_power)
     out, rest, stats, flat, norms = kept
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q
@@ -315,3 +315,4 @@ def backward(
         seen_stride=problem.seen_stride(first_row), NORMALIZED_KEYS=problem.normalized_keys,
         **shared, **blocks.options(),
     )  # fmt: skip
+    return Scratch((rows,))

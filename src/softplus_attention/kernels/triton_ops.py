@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import triton_launch
+from softplus_attention.kernels import gluon_launch, triton_launch
 from softplus_attention.kernels.onlookers import traced_backward
 from softplus_attention.kernels.ops import no_double_backward
 from softplus_attention.kernels.triton_relaunch import current_device
+from softplus_attention.kernels.triton_replay import Scratch, key_of, replay
 
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 
@@ -46,13 +48,21 @@ def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Ten
     )
 
 
-def _triton_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _triton_forward(
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, eagerly: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = triton_launch.Kept(*_forward_shapes(q, k, v, *options))
+
+    def launch_all() -> Scratch:
+        problem = triton_launch.Problem(q, k, v, *options[:-1])
+        triton_launch.key_norms(problem, kept.norms, kept.flat)
+        triton_launch.forward(problem, kept)
+        return Scratch()
+
     if kept.out.numel() and k.shape[2]:
+        key = key_of("forward", (q, k, v), options) if eagerly else None
         with current_device(q):
-            problem = triton_launch.Problem(q, k, v, *options[:-1])
-            triton_launch.key_norms(problem, kept.norms, kept.flat)
-            triton_launch.forward(problem, kept)
+            replay(key, (q, k, v, *kept), launch_all, gluon_launch.FORWARD_LAUNCHES)
     else:
         for x in (kept.out, kept.rest, kept.flat):
             x.zero_()
@@ -88,14 +98,20 @@ def _triton_backward(
     k: Tensor,
     v: Tensor,
     *options: Any,
+    eagerly: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, d_power = _backward_shapes(grad_out, out, rest, stats, flat, norms, q, k, v, *options)
-    if out.numel() and k.shape[2]:
+    kept = triton_launch.Kept(out, rest, stats, flat, norms)
+
+    def launch_all() -> Scratch:
+        problem = triton_launch.Problem(q, k, v, *options)
         wanted = d_power if options[_POWER_ROWS] is not None else None
+        return triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), wanted)
+
+    if out.numel() and k.shape[2]:
+        key = key_of("backward", (grad_out, q, k, v, out), options) if eagerly else None
         with current_device(q):
-            problem = triton_launch.Problem(q, k, v, *options)
-            kept = triton_launch.Kept(out, rest, stats, flat, norms)
-            triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), wanted)
+            replay(key, (grad_out, q, k, v, *kept, dq, dk, dv), launch_all, gluon_launch.BACKWARD_LAUNCHES)
     else:
         for x in (dq, dk, dv, d_power):
             x.zero_()
@@ -140,19 +156,19 @@ class SoftplusAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _triton_forward(*inputs)
+        output = _triton_forward(*inputs, eagerly=True)
         _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         by_op = grad_out is not None and traced_backward(grad_out)
-        return _grad(ctx, grad_out) if by_op else _grad_by(_triton_backward, ctx, grad_out)
+        return _grad(ctx, grad_out) if by_op else _grad_by(partial(_triton_backward, eagerly=True), ctx, grad_out)
 
 
 def eager(*inputs: Any) -> Tensor:
     """The output of ``triton_forward`` for plain tensors."""
-    return SoftplusAttention.apply(*inputs) if inputs[-1] else _triton_forward(*inputs)[0]
+    return SoftplusAttention.apply(*inputs) if inputs[-1] else _triton_forward(*inputs, eagerly=True)[0]
 
 
 torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import marshal
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,11 +24,24 @@ from triton import knobs
 ALIGNMENT = 16
 # Versions whose binaries were seen to take addresses for tensors from `run`; another is asked in its own way.
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
+Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
 MOST_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
-_described: dict[Hashable, Callable[..., None]] = {}
+_relaunches: dict[Hashable, Relaunch] = {}
+_descriptors: dict[tuple[Any, ...], list[Any]] = {}
+_of_thread = threading.local()  # ``launches``: a list, where somebody wants to know of them
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
 _here = nullcontext()
+
+
+class Launch(NamedTuple):
+    """One that was made; without a key where no binary is kept."""
+
+    key: Hashable
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Any, ...]
+    tiles: tuple[Any, ...]
 
 
 def launch(
@@ -53,29 +68,39 @@ def launch(
         binary = kernel[grid](*tiles, *tensors, *numbers, **options)
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
-            if tiles and KNOWN_BINARIES:
-                _described[key] = behind(binary)
-    elif KNOWN_BINARIES and not has_hooks():
-        # An address is taken as it is; of a tensor the driver is asked whether it may be read.
+    elif launches_itself():
         addresses = addresses_of(tensors) if addresses is None else addresses
-        if tiles:
-            _described[key](grid, stream, tiles, addresses, numbers)
-        else:
-            no_hooks = (None, None, None)
-            binary.run(*grid, stream, binary.function, binary.packed_metadata, *no_hooks, *addresses, *numbers)
+        relaunch_of(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
     else:
         binary[grid](*tiles, *tensors, *numbers)
+    launches = getattr(_of_thread, "launches", None)
+    if launches is not None:
+        launches.append(Launch(None if binary is None else key, grid, tensors, numbers, tiles))
 
 
-def behind(binary: Any) -> Callable[..., None]:
-    """What launches a binary whose first arguments are descriptors, behind the Python that makes them anew for every
-    launch and looks at all other arguments for more of them: that takes as long as the launch. Here they are kept."""
-    from softplus_attention.kernels.gluon_tiles import for_driver
+def launches_itself() -> bool:
+    """Whether kept binaries are launched by what is behind Triton's launcher."""
+    return KNOWN_BINARIES and not has_hooks()
 
+
+def relaunch_of(key: Hashable) -> Relaunch:
+    """What launches the binary of a key, given a grid, a stream, what ``Tiles.described`` says, addresses and numbers.
+    An address is taken as it is; of a tensor the driver would be asked whether it may be read."""
+    found = _relaunches.get(key)
+    if found is None:
+        found = _relaunches[key] = behind(_binaries[key])
+    return found
+
+
+def behind(binary: Any) -> Relaunch:
+    """What Triton's launcher calls in the end. Before that it makes every descriptor anew and looks for more of them
+    among all other arguments, which takes as long as the launch."""
     run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
-    wrapped = inspect.getclosurevars(run.launch).nonlocals
-    call, kinds_of_tiles = wrapped["launcher"], wrapped["tensordesc_meta"]
-    assert run.global_scratch_size == run.profile_scratch_size == 0, "the Hopper kernels need no memory of their own"
+    assert run.global_scratch_size == run.profile_scratch_size == 0, "these kernels need no memory of their own"
+    call, kinds_of_tiles = run.launch, list[Any]()
+    if inspect.isfunction(call):  # it makes descriptors
+        inside = inspect.getclosurevars(call).nonlocals
+        call, kinds_of_tiles = inside["launcher"], inside["tensordesc_meta"]
     of_binary = (binary.function, run.launch_cooperative_grid, run.launch_pdl)
     one_by_one = triton.__version__.startswith("3.6.")
     before: tuple[Any, ...]
@@ -85,19 +110,44 @@ def behind(binary: Any) -> Callable[..., None]:
         types = (run.arg_annotations, run.kernel_signature)
         before = (*of_binary, binary.packed_metadata, *no_hooks, *no_scratch, *types)
 
-    def relaunch(
-        grid: tuple[int, int, int], stream: int, tiles: tuple[Any, ...], addresses: list[int], numbers: tuple[Any, ...]
-    ) -> None:
-        described = []
-        for x, kind in zip(tiles, kinds_of_tiles, strict=True):
-            described += for_driver(x, kind)
-        arguments = (*described, *addresses, *numbers)
+    def relaunch(grid: Any, stream: Any, tiles: list[Any], addresses: list[int], numbers: tuple[Any, ...]) -> None:
+        given: list[Any] = []
+        for tile, kind in zip(tiles, kinds_of_tiles, strict=True):
+            given += descriptor(tile, kind)
         if one_by_one:
-            call(*grid, stream, *before, *arguments)
+            call(*grid, stream, *before, *given, *addresses, *numbers)
         else:
-            call(*grid, stream, *before, arguments)
+            call(*grid, stream, *before, (*given, *addresses, *numbers))
 
     return relaunch
+
+
+def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
+    """What the driver gets of a descriptor, made once for every place, shape and strides: a training step comes by the
+    same memory again. ``kind`` is what Triton keeps of it with the binary."""
+    made = _descriptors.get(tile)
+    if made is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        address, _, shape, strides, _ = tile
+        if len(_descriptors) >= MOST_KINDS:
+            _descriptors.clear()
+        base = SimpleNamespace(data_ptr=lambda: address)
+        of_zeros = {"padding": "zero", "round_f32_to_tf32": False}
+        made = make_tensordesc_arg(SimpleNamespace(base=base, shape=shape, strides=strides, **of_zeros), kind)
+        _descriptors[tile] = made
+    return made
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """A list that is told of every launch of this thread."""
+    launches: list[Launch] = []
+    _of_thread.launches = launches
+    try:
+        yield launches
+    finally:
+        _of_thread.launches = None
 
 
 def addresses_of(tensors: tuple[Tensor, ...]) -> list[int]:
