@@ -534,6 +534,12 @@ def options() -> argparse.Namespace:
     return chosen
 
 
+def keep(data: dict[str, Any], path: Path, began: float, complete: bool) -> None:
+    data |= {"complete": complete, "seconds": round(time.monotonic() - began, 1)}
+    derive(data)
+    write(data, path)
+
+
 def main() -> None:
     began, chosen = time.monotonic(), options()
     torch._functorch.config.donated_buffer = False  # the backward of a compiled contender is timed on a retained graph
@@ -549,11 +555,11 @@ def main() -> None:
         for row in SECTIONS[section](inputs):
             data["rows"].append(row)
             say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
-            if late := time.monotonic() - began > chosen.time_limit:
+            late = time.monotonic() - began > chosen.time_limit
+            keep(data, chosen.output, began, complete=False)  # a run that is killed loses nothing
+            if late:
                 break
-        data |= {"complete": section == sections[-1] and not late, "seconds": round(time.monotonic() - began, 1)}
-        derive(data)
-        write(data, chosen.output)
+        keep(data, chosen.output, began, complete=section == sections[-1] and not late)
         if late:
             say(f"stopped by --time-limit in section {section}")
             break

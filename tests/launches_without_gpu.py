@@ -109,6 +109,13 @@ def plain_step(length: int) -> None:
     torch.autograd.grad(softplus_attention(q, k, v, is_causal=True, impl="triton"), (q, k, v), v.detach())
 
 
+def step_with_powers(length: int) -> None:
+    q, k, v = (x.requires_grad_() for x in inputs(length))
+    power = torch.full((2,), 3.0, requires_grad=True)
+    out = softplus_attention(q, k, v, is_causal=True, power=power, impl="triton")
+    torch.autograd.grad(out, (q, k, v, power), v.detach())
+
+
 @cache
 def inputs(length: int) -> tuple[torch.Tensor, ...]:
     return torch.zeros(3, 1, 2, length, 64, dtype=torch.bfloat16).unbind()
@@ -148,6 +155,7 @@ def main() -> None:
     if "--train" in sys.argv:
         compare(training_step, FORWARD + BACKWARD, remembered=0)
         compare(plain_step, FORWARD + BACKWARD, remembered=2, known=FORWARD[:1])
+        compare(step_with_powers, FORWARD + BACKWARD, remembered=2, known=FORWARD[:1])
     else:
         compare(forward_of_lssa, FORWARD, remembered=1)
         one_tensor_twice()

@@ -60,9 +60,11 @@ def _triton_forward(
         return Scratch()
 
     if kept.out.numel() and k.shape[2]:
-        key = key_of("forward", (q, k, v), options) if eagerly else None
+        powers = options[_POWER_ROWS]
+        key = key_of("forward", (q, k, v), powers, options) if eagerly else None
         with current_device(q):
-            replay(key, (q, k, v, *kept), launch_all, gluon_launch.FORWARD_LAUNCHES)
+            tensors = (q, k, v, *kept, *(() if powers is None else (powers,)))
+            replay(key, tensors, launch_all, gluon_launch.FORWARD_LAUNCHES)
     else:
         for x in (kept.out, kept.rest, kept.flat):
             x.zero_()
@@ -103,15 +105,18 @@ def _triton_backward(
     dq, dk, dv, d_power = _backward_shapes(grad_out, out, rest, stats, flat, norms, q, k, v, *options)
     kept = triton_launch.Kept(out, rest, stats, flat, norms)
 
+    powers = options[_POWER_ROWS]
+
     def launch_all() -> Scratch:
         problem = triton_launch.Problem(q, k, v, *options)
-        wanted = d_power if options[_POWER_ROWS] is not None else None
-        return triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), wanted)
+        return triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), None if powers is None else d_power)
 
     if out.numel() and k.shape[2]:
-        key = key_of("backward", (grad_out, q, k, v, out), options) if eagerly else None
+        key = key_of("backward", (grad_out, q, k, v, out), powers, options) if eagerly else None
         with current_device(q):
-            replay(key, (grad_out, q, k, v, *kept, dq, dk, dv), launch_all, gluon_launch.BACKWARD_LAUNCHES)
+            of_powers = () if powers is None else (powers, d_power)
+            tensors = (grad_out, q, k, v, *kept, dq, dk, dv, *of_powers)
+            replay(key, tensors, launch_all, gluon_launch.BACKWARD_LAUNCHES)
     else:
         for x in (dq, dk, dv, d_power):
             x.zero_()

@@ -53,23 +53,26 @@ class Call(NamedTuple):
 _calls: dict[Hashable, Call] = {}
 
 
-def key_of(name: str, given: tuple[Tensor, ...], options: tuple[Any, ...]) -> Hashable:
+def key_of(name: str, given: tuple[Tensor, ...], powers: Tensor | None, options: tuple[Any, ...]) -> Hashable:
     """Equal for calls that launch the same; None where one may differ in more than is looked at here: in tensors among
-    the options, in addresses that are not aligned, or in copies that are made first. None also where one tensor is
-    given twice: which of the two a launch takes would not be known."""
+    the options other than ``powers``, in addresses that are not aligned, or in copies that are made first. None also
+    where one tensor is given twice: which of the two a launch takes would not be known."""
     if not KNOWN_BINARIES or len({id(x) for x in given}) < len(given):
         return None
     of_options: list[Any] = []
     for x in options:
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and x is not powers:
             return None
-        of_options.append(tuple(x) if isinstance(x, list) else x)
+        of_options.append(tuple(x) if isinstance(x, list) else None if x is powers else x)
     bits = 0
     of_tensors: list[Any] = [name, given[0].device]
     for tensor in given:
         strides = tensor.stride()
         bits |= tensor.data_ptr() if strides[-1] == 1 else 1
         of_tensors += (tensor.dtype, tensor.shape, strides)
+    if powers is not None:
+        bits |= powers.data_ptr()
+        of_tensors += (powers.dtype, powers.shape, powers.stride())
     return (*of_tensors, *of_options) if bits % ALIGNMENT == 0 else None
 
 
