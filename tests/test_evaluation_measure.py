@@ -21,7 +21,7 @@ from softplus_attention.evaluation.memory import TooLongError, in_batches, seque
 from softplus_attention.evaluation.models import request_of, requests_of, training_length_of
 from softplus_attention.evaluation.results import file_name, plain, read, results_in
 from softplus_attention.evaluation.texts import folder_documents, raw_texts, text_documents
-from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
@@ -360,6 +360,19 @@ class TestModels:
             training_length_of(request_of(str(tmp_path / "none")))
         with pytest.raises(ValueError, match="which has none"):
             open_saved(tmp_path)
+
+    def test_a_slip_in_a_folder_is_named_before_the_hub_is_asked(self, tmp_path, monkeypatch, capsys):
+        (tmp_path / "runs" / "small-1").mkdir(parents=True)
+        (tmp_path / "runs" / "small-1" / "config.json").write_text("{}")
+        (tmp_path / "runs" / "small-2").mkdir()  # holds no model
+        monkeypatch.chdir(tmp_path)
+        require("MODEL", "runs/smal", "config.json")
+        assert capsys.readouterr().err == (
+            "there is no folder runs/smal here, but runs/small-1; looking for runs/smal on the hub\n"
+        )
+        for source in ("runs/other", "elsewhere/small-1", "small-1"):
+            require("MODEL", source, "config.json")
+        assert capsys.readouterr().err == ""
 
     def test_foreign(self, tmp_path, folder):
         size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

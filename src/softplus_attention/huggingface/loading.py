@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +66,10 @@ def require(name: str, source: str, file: str) -> None:
         near = (Path(source) / "model", Path(source).parent / "model")  # of a run, or of one of its checkpoints
         of_run = next((f"; the model of this run is in {place}" for place in near if (place / file).is_file()), "")
         check.fail(name, expected, f"{source!r}, which {found}{of_run}")
+    parent = Path(source).parent
+    if not looks_like_path and len(parent.parts) and parent.is_dir():
+        # Perhaps a slip, and perhaps a name on the hub like that of a folder here.
+        folders = sorted(x.parent.name for x in parent.glob(f"*/{file}"))
+        for folder in get_close_matches(Path(source).name, folders, n=1):
+            note = f"there is no folder {source} here, but {parent / folder}; looking for {source} on the hub"
+            print(note, file=sys.stderr, flush=True)
