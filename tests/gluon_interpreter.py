@@ -407,6 +407,10 @@ class Language:
         return value(torch.zeros(tuple(shape), dtype=dtype))
 
     @staticmethod
+    def static_assert(holds: bool) -> None:
+        assert holds
+
+    @staticmethod
     def cdiv(a: Any, b: Any) -> Any:
         return (a + b - 1) // b
 

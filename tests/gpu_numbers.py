@@ -64,7 +64,7 @@ def check_replays(d: int) -> str:
     def by_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.softplus_attention.triton_forward(q, k, v, *options)[0]
 
-    t, count = (300, 0) if ON_GPU else (70, 0)
+    t, count = 300 if ON_GPU else 70, 0
     for seed in range(4):
         q, k, v = qkv(t, batch=2, heads=2, kv_heads=2, d=d, seed=seed)
         packed = fresh(2, 3, 2, t, d, seed=seed, dtype=HALF).requires_grad_()
@@ -81,6 +81,9 @@ def check_replays(d: int) -> str:
         parts = [step(lambda x, call=call: call(*x.unbind(1)), [packed]) for call in (attend, by_op)]
         assert_same(*parts, f"packed, draw {seed}")
     if ON_GPU:
+        from softplus_attention.kernels import triton_replay
+
+        assert triton_replay._calls, "nothing was remembered"
         expected = step(by_op, [q, k, v])
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -96,9 +99,11 @@ def check_expanded(d: int) -> str:
     q, k, v = (x.detach() for x in qkv(t, batch=3, heads=4, kv_heads=1, d=d))
     shared = [x[:1].expand(3, 2, t, d) for x in (k, v)]
     attend = partial(softplus_attention, is_causal=True, enable_gqa=True, impl="triton")
-    found = step(attend, [x.requires_grad_() for x in (q.clone(), *shared)])
-    assert_same(step(attend, [x.requires_grad_() for x in (q, *(x.contiguous() for x in shared))]), found)
-    return f"{len(found)} tensors as with copies"
+    of_one_key = [x[:, :, :1].expand(3, 1, t, d) for x in (k, v)]
+    for given in (shared, of_one_key):
+        found = step(attend, [x.detach().requires_grad_() for x in (q, *given)])
+        assert_same(step(attend, [x.contiguous().detach().requires_grad_() for x in (q, *given)]), found)
+    return f"twice {len(found)} tensors as with copies"
 
 
 def check_decode_repeats() -> str:

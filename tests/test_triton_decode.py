@@ -9,7 +9,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import decode_cases
@@ -18,6 +17,7 @@ import torch
 from decode_cases import POWERS, assert_agrees, caches, decode
 from helpers import randn, transposed
 from huggingface_models import small_model, token_rows
+from stub_kernel import Kernel
 
 from softplus_attention import functional, softplus_attention
 from softplus_attention.catalog import attention
@@ -389,32 +389,6 @@ class TestOfAModel:
 @interpreted
 def test_unit_vectors() -> None:
     decode_cases.check_unit_vectors("cpu", [torch.float32, torch.float16])
-
-
-class Kernel:
-    """What Triton's kernels are to ``launch``: compiled by the first call, which gives back the binary."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-        self.runs: list[Any] = []
-        no_scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
-        types = {"arg_annotations": "annotations", "kernel_signature": "signature"}
-        flags = {"launch_cooperative_grid": False, "launch_pdl": False}
-        self.run = SimpleNamespace(launch=self.launch, **no_scratch, **types, **flags)
-
-    def launch(self, *arguments: Any) -> None:
-        *others, last = arguments  # since 3.7 those of the kernel are one
-        self.runs.append((*others, *last) if isinstance(last, tuple) else arguments)
-
-    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def run(*arguments: Any, **options: Any) -> Kernel:
-            self.calls.append((grid, arguments, options))
-            self.binary = Kernel()
-            return self.binary
-
-        return run
 
 
 @interpreted

@@ -180,6 +180,7 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
     assert run.returncode == 0, run.stderr[-2000:]
     again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # are not hurried
     assert "each product is waited for" not in re.sub(again, "", run.stdout)
+    assert "that a product may still read" not in run.stdout
     found = re.findall(
         r"(hopper-[\w-]+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score",
         run.stdout,

@@ -24,6 +24,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,6 +41,7 @@ from softplus_attention.kernels import (
     triton_common,
 )
 from softplus_attention.kernels.gluon_forward import least_mean, softplus_above, terms_above
+from softplus_attention.kernels.gluon_tiles import Tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 
@@ -485,3 +488,62 @@ def test_the_interpreter_sees_addresses_outside() -> None:
     x = randn(63, 64, seed=0, dtype=torch.float16)
     with pytest.raises(IndexError, match=r"offset 4032 of 4032 elements"):
         kernel[1, 1, 1](x, torch.empty(64, 64), 64, True, True, 0, True, 4)
+
+
+@gluon.jit
+def squared_kernel(
+    X, Y, ANNOUNCED: gl.constexpr, WAITED: gl.constexpr, PHASE: gl.constexpr, REFILL: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Y = X X^T of 64 x 64 numbers, by the copy engine. Right with 8,192 bytes announced, WAITED, PHASE 0 and no
+    REFILL."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    o_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    o_tile = o_rows[:, None] * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
+    ring = gl.allocate_shared_memory(X.dtype, [1, 1, 1, 64, 64], X.layout)
+    copied = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(copied.index(0), count=1)
+    mbarrier.expect(copied.index(0), ANNOUNCED, pred=ANNOUNCED > 0)
+    tma.async_copy_global_to_shared(X, [0, 0, 0, 0], copied.index(0), ring.index(0), pred=ANNOUNCED > 0)
+    if WAITED:
+        mbarrier.wait(copied.index(0), PHASE)
+    tile = ring.index(0).reshape([64, 64])
+    zero = gl.zeros([64, 64], gl.float32, layout)
+    running = warpgroup_mma(tile, tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    if REFILL:
+        mbarrier.expect(copied.index(0), 8192)
+        tma.async_copy_global_to_shared(X, [0, 0, 0, 0], copied.index(0), ring.index(0))
+    y = warpgroup_mma_wait(0, deps=[running])
+    if REFILL:
+        mbarrier.wait(copied.index(0), 1)
+    gl.store(Y + o_tile, y)
+
+
+def squared(rows: int = 64, announced: int = 8192, waited: bool = True, phase: int = 0, refill: bool = False) -> Any:
+    x, y = randn(1, 1, rows, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
+    kernel = InterpretedKernel(squared_kernel, late_products=True)
+    kernel[1, 1, 1](Tiles(x, 64), y, announced, waited, phase, refill, 4)
+    x = torch.nn.functional.pad(x[0, 0].float(), (0, 0, 0, 64 - rows))
+    return y, x @ x.T
+
+
+def test_the_interpreter_brings_tiles_by_the_copy_engine() -> None:
+    for rows in (64, 40):  # beyond the last row there are zeros
+        torch.testing.assert_close(*squared(rows))
+    found, expected = squared(refill=True)  # while the tile is read
+    assert (found - expected).abs().min() > 100
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ({"waited": False}, "copies that nobody waits for"),
+        ({"phase": 1}, "copies that nobody waits for"),  # which counts as over
+        ({"announced": 4096}, "4096 bytes were announced, and 8192 came"),
+        ({"announced": 0}, "a barrier is waited for that no copy was announced to"),
+        ({"waited": False, "refill": True}, "copies are announced before those of the last phase were waited for"),
+    ],
+)
+def test_the_interpreter_knows_barriers(mistake: dict[str, Any], words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        squared(**mistake)

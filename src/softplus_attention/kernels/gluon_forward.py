@@ -298,6 +298,7 @@ def gluon_forward_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], K.layout)
     v_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, BN, D], V.layout)
     copied = barriers()
+    gl.static_assert(BM == BN)  # a tile of queries is as large as one of keys
     q_tile = tile_of(q_ring, 0)
     n_next = wrapped(gl.to_tensor(BN), tiles * BN)
     announce(copied, 0, k_ring, 2)

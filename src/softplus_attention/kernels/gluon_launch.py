@@ -33,6 +33,7 @@ DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
 MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
+LARGEST_STRIDE_OF_HEADS = 1 << 39  # and of sequences: a descriptor has 40 bits for the bytes
 MOST_OF_A_GRID = 65535  # programs along its second and third axis: heads and sequences
 
 
@@ -47,14 +48,15 @@ def available(device: torch.device) -> bool:
 
 
 def copyable(x: Tensor) -> bool:
-    """Whether rows can be copied 16 bytes at a time."""
+    """Whether a descriptor can have it, and threads can write its rows 16 bytes at a time."""
     batch, head, token, _ = x.stride()
-    return x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0 and token < LARGEST_STRIDE
+    aligned = x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0
+    return aligned and token < LARGEST_STRIDE and max(batch, head) < LARGEST_STRIDE_OF_HEADS
 
 
 def fits(problem: Problem, *others: Tensor) -> bool:
-    """Half precision, no mask, the offset, heads of 64 or 128. One row or key would be a constant to Triton, with which
-    the copies do not compile."""
+    """Half precision, no mask, the offset, heads of 64 or 128; not one row or key, which is a constant to Triton and
+    has binaries of its own."""
     return (
         problem.d in WIDTHS
         and min(problem.t_q, problem.t_k) > 1

@@ -112,7 +112,8 @@ def _triton_backward(
         return triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), None if powers is None else d_power)
 
     if out.numel() and k.shape[2]:
-        key = key_of("backward", (grad_out, q, k, v, out), powers, options) if eagerly else None
+        others = (rest, stats, flat, norms)
+        key = key_of("backward", (grad_out, q, k, v, out), powers, options, others) if eagerly else None
         with current_device(q):
             of_powers = () if powers is None else (powers, d_power)
             tensors = (grad_out, q, k, v, *kept, dq, dk, dv, *of_powers)

@@ -22,12 +22,12 @@ from triton import knobs
 
 # What Triton specialises pointers and strides on.
 ALIGNMENT = 16
-# Versions whose binaries were seen to take addresses for tensors from `run`; another is asked in its own way.
+# Versions of which is known what their launcher calls, with which arguments; another is asked in its own way.
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
 Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
 MOST_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
-_relaunches: dict[Hashable, Relaunch] = {}
+_relaunches: dict[Hashable, Relaunch | None] = {}
 _descriptors: dict[tuple[Any, ...], list[Any]] = {}
 _of_thread = threading.local()  # ``launches``: a list, where somebody wants to know of them
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
@@ -68,9 +68,9 @@ def launch(
         binary = kernel[grid](*tiles, *tensors, *numbers, **options)
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
-    elif launches_itself():
+    elif launches_itself() and (relaunch := relaunch_of(key)) is not None:
         addresses = addresses_of(tensors) if addresses is None else addresses
-        relaunch_of(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
+        relaunch(grid, stream, [x.described() for x in tiles], addresses, numbers)
     else:
         binary[grid](*tiles, *tensors, *numbers)
     launches = getattr(_of_thread, "launches", None)
@@ -83,20 +83,21 @@ def launches_itself() -> bool:
     return KNOWN_BINARIES and not has_hooks()
 
 
-def relaunch_of(key: Hashable) -> Relaunch:
+def relaunch_of(key: Hashable) -> Relaunch | None:
     """What launches the binary of a key, given a grid, a stream, what ``Tiles.described`` says, addresses and numbers.
     An address is taken as it is; of a tensor the driver would be asked whether it may be read."""
-    found = _relaunches.get(key)
-    if found is None:
-        found = _relaunches[key] = behind(_binaries[key])
-    return found
+    if key not in _relaunches:
+        _relaunches[key] = behind(_binaries[key])
+    return _relaunches[key]
 
 
-def behind(binary: Any) -> Relaunch:
+def behind(binary: Any) -> Relaunch | None:
     """What Triton's launcher calls in the end. Before that it makes every descriptor anew and looks for more of them
-    among all other arguments, which takes as long as the launch."""
+    among all other arguments, which takes as long as the launch. None where it would also allocate memory, as for
+    Triton's sanitizer."""
     run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
-    assert run.global_scratch_size == run.profile_scratch_size == 0, "these kernels need no memory of their own"
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
     call, kinds_of_tiles = run.launch, list[Any]()
     if inspect.isfunction(call):  # it makes descriptors
         inside = inspect.getclosurevars(call).nonlocals

@@ -53,10 +53,17 @@ class Call(NamedTuple):
 _calls: dict[Hashable, Call] = {}
 
 
-def key_of(name: str, given: tuple[Tensor, ...], powers: Tensor | None, options: tuple[Any, ...]) -> Hashable:
+def key_of(
+    name: str,
+    given: tuple[Tensor, ...],
+    powers: Tensor | None,
+    options: tuple[Any, ...],
+    others: tuple[Tensor, ...] = (),
+) -> Hashable:
     """Equal for calls that launch the same; None where one may differ in more than is looked at here: in tensors among
     the options other than ``powers``, in addresses that are not aligned, or in copies that are made first. None also
-    where one tensor is given twice: which of the two a launch takes would not be known."""
+    where one tensor is given twice: which of the two a launch takes would not be known. Of ``others`` nothing but the
+    address is free."""
     if not KNOWN_BINARIES or len({id(x) for x in given}) < len(given):
         return None
     of_options: list[Any] = []
@@ -70,6 +77,8 @@ def key_of(name: str, given: tuple[Tensor, ...], powers: Tensor | None, options:
         strides = tensor.stride()
         bits |= tensor.data_ptr() if strides[-1] == 1 else 1
         of_tensors += (tensor.dtype, tensor.shape, strides)
+    for tensor in others:
+        bits |= tensor.data_ptr()
     if powers is not None:
         bits |= powers.data_ptr()
         of_tensors += (powers.dtype, powers.shape, powers.stride())
@@ -92,29 +101,42 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
         return
     with noted() as made:
         empty, zeros = launch_all()
-    if key is None or len(made) != launches or None in [x.key for x in made] or not launches_itself():
+    if key is None or len(made) != launches or not launches_itself():
+        return
+    steps = [step for x in made if (step := step_of(x, (*tensors, *empty, *zeros))) is not None]
+    if len(steps) < launches:
         return
     if len(_calls) >= MOST_CALLS:
         _calls.clear()
-    steps = [step_of(x, (*tensors, *empty, *zeros)) for x in made]
     _calls[key] = Call(steps, *([(x.shape, x.dtype) for x in scratch] for scratch in (empty, zeros)))
 
 
-def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> Step:
-    tiles = [(place_of(x.base, tensors)[0], x.described()[1:]) for x in launch.tiles]
-    places = [place_of(x, tensors) for x in launch.tensors]
-    return Step(relaunch_of(launch.key), launch.grid, tiles, places, launch.numbers)
+def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> Step | None:
+    """None where it cannot be made again, or where it is not sure which tensors it takes."""
+    run = None if launch.key is None else relaunch_of(launch.key)
+    tiled = [place_of(x.base, tensors) for x in launch.tiles]
+    places = [place for x in launch.tensors if (place := place_of(x, tensors)) is not None]
+    tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
+    if run is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
+        return None
+    return Step(run, launch.grid, tiles, places, launch.numbers)
 
 
-def place_of(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+def place_of(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
     """Two of the tensors may lie at one address in this call, and not in the next: a tensor is looked for by what it
-    is, and only a part of one by where it lies."""
+    is, and only a part of one by where it lies. None where that is in none of them, or in several."""
     for i, tensor in enumerate(tensors):
         if x is tensor:
             return i, 0
-    storage = x.untyped_storage().data_ptr()
+    storage, found = x.untyped_storage().data_ptr(), []
     for i, tensor in enumerate(tensors):
         offset = x.data_ptr() - tensor.data_ptr()
-        if tensor.untyped_storage().data_ptr() == storage and 0 <= offset < tensor.nbytes:
-            return i, offset
-    raise AssertionError("a launch takes a tensor that is not one of its call's")
+        if tensor.untyped_storage().data_ptr() == storage and 0 <= offset < extent(tensor):
+            found.append((i, offset))
+    return found[0] if len(found) == 1 else None
+
+
+def extent(x: Tensor) -> int:
+    """Bytes from its first element to the end of its last; of a view more than it has itself."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() if x.numel() else 0
