@@ -9,11 +9,42 @@ Names as in ``triton_common``; *_ring is shared memory for several tiles of keys
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride, row_power
+
+
+class KeyTiles(NamedTuple):
+    """Where the tiles of keys and values that a block of rows sees come from, and where they go."""
+
+    k_ring: gl.shared_memory_descriptor
+    v_ring: gl.shared_memory_descriptor
+    copied: gl.shared_memory_descriptor
+    K: tma.tensor_descriptor
+    V: tma.tensor_descriptor
+    place: gl.tuple  # sequence, head, first key
+    p_norm: gl.tensor  # from the first key on
+    count: gl.tensor
+
+
+class Sight(NamedTuple):
+    """[BM] of a block's rows: what makes base-2 scores of products, and the keys [start, end) that each sees."""
+
+    factor: gl.tensor
+    start: gl.tensor
+    end: gl.tensor
+
+
+class Sharpening(NamedTuple):
+    """[BM] each: u = slope * f' - offset, between 0 and 1, raised to the row's power."""
+
+    slope: gl.tensor
+    offset: gl.tensor
+    power: gl.tensor
 
 
 @gluon.jit
@@ -261,6 +292,12 @@ def copy_tile(copied, s, ring, slot, X, at, wanted=True):
     first row."""
     place = [at[0].to(gl.int32), at[1].to(gl.int32), at[2], 0]
     tma.async_copy_global_to_shared(X, place, copied.index(s & 1), ring.index(slot), pred=wanted)
+
+
+@gluon.jit
+def at_key(keys, n):
+    """Where ``copy_tile`` finds the tile from the n-th key in sight on."""
+    return keys.place[0], keys.place[1], keys.place[2] + n
 
 
 @gluon.jit

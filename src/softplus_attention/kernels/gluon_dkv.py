@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
+    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
@@ -74,20 +77,31 @@ def ranged_rows(o_n, b_start, b_end):
     return (n >= b_start[None, :]) & (n < b_end[None, :])
 
 
+class RowTiles(NamedTuple):
+    """Where the tiles of a head's rows come from, and where they go."""
+
+    q_ring: gl.shared_memory_descriptor
+    do_ring: gl.shared_memory_descriptor
+    term_ring: gl.shared_memory_descriptor
+    copied: gl.shared_memory_descriptor
+    Q: tma.tensor_descriptor
+    GradOut: tma.tensor_descriptor
+    place: gl.tuple  # sequence, head
+    Terms: gl.tensor  # what ``gluon_dq_kernel`` left of all rows
+    first_row: gl.tensor  # of the head
+
+
 @gluon.jit
-def copy_rows(
-    copied, s, q_ring, do_ring, term_ring, Q, GradOut, place, Rows, first_row, i, wanted,
-    TERMS: gl.constexpr, BM: gl.constexpr,
-):  # fmt: skip
+def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
     """Starts the copies s: the i-th tile of a head's queries and of the gradients of its output, if it is wanted, and
     what ``gluon_dq_kernel`` left of its rows. That is read by threads, and copied by them."""
-    at = (place[0], place[1], i * BM)
-    announce(copied, s, q_ring, 2, wanted)
-    copy_tile(copied, s, q_ring, s & 1, Q, at, wanted)
-    copy_tile(copied, s, do_ring, s & 1, GradOut, at, wanted)
-    o = gl.arange(0, term_ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
-    p_terms = Rows + (first_row + i * BM) * TERMS + o
-    async_copy.async_copy_global_to_shared(term_ring.index(s & 1), p_terms, mask=(o < TERMS * BM) & wanted)
+    at = (rows.place[0], rows.place[1], i * BM)
+    announce(rows.copied, s, rows.q_ring, 2, wanted)
+    copy_tile(rows.copied, s, rows.q_ring, s & 1, rows.Q, at, wanted)
+    copy_tile(rows.copied, s, rows.do_ring, s & 1, rows.GradOut, at, wanted)
+    o = gl.arange(0, rows.term_ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    p_terms = rows.Terms + (rows.first_row + i * BM) * TERMS + o
+    async_copy.async_copy_global_to_shared(rows.term_ring.index(s & 1), p_terms, mask=(o < TERMS * BM) & wanted)
     async_copy.commit_group()
 
 
@@ -99,8 +113,7 @@ def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def dkv_loop(
-    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q, GradOut, place,
-    Rows, first_row, t_q, t_k, window, first, low, high, end,
+    b_dk, b_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, rows, t_q, t_k, window, first, low, high, end,
     MASKED: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, BM: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -112,16 +125,14 @@ def dkv_loop(
     for i in range(low, high):
         s = first + i
         async_copy.wait_group(0)
-        arrived(copied, s)
-        q_tile = tile_of(q_ring, s & 1)
-        do_tile = tile_of(do_ring, s & 1)
+        arrived(rows.copied, s)
+        q_tile = tile_of(rows.q_ring, s & 1)
+        do_tile = tile_of(rows.do_ring, s & 1)
         scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         g = warpgroup_mma(v_tile, do_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         scores, b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(1, deps=[scores, b_dk, b_dv, b_w, b_ds])
-        copy_rows(
-            copied, s + 1, q_ring, do_ring, term_ring, Q, GradOut, place, Rows, first_row, i + 1, i + 1 < end, count, BM
-        )
-        terms = term_ring.index(s & 1)
+        copy_rows(rows, s + 1, i + 1, i + 1 < end, count, BM)
+        terms = rows.term_ring.index(s & 1)
         o_m = i * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, LAYOUT))
         if HAS_RANGES:
             seen = ranged_rows(o_n, term(terms, count - 2, BM, LAYOUT), term(terms, count - 1, BM, LAYOUT))
@@ -277,31 +288,25 @@ def dkv_block(
             head = kv_head * shared + i
             if POWER != 0:
                 trouble = gl.maximum(trouble, gl.load(Flat + b * h + head))
-            of_head = (b, head)
             first_row = (b * h + head) * kept_rows(t_q)
-            copy_rows(
-                copied, first + low, q_ring, do_ring, term_ring, Q, GradOut, of_head, Rows, first_row, low, low < high,
-                count, BM,
-            )  # fmt: skip
+            rows = RowTiles(q_ring, do_ring, term_ring, copied, Q, GradOut, (b, head), Rows, first_row)
+            copy_rows(rows, first + low, low, low < high, count, BM)
             t_dk = warpgroup_mma_init(b_dk)
             t_dv = warpgroup_mma_init(b_dv)
             b_w = b_none
             b_ds = b_none
             t_dk, t_dv, b_w, b_ds = dkv_loop(
-                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
-                GradOut, of_head, Rows, first_row, t_q, t_k, window, first, low, full_low, high,
-                True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, rows, t_q, t_k, window, first,
+                low, full_low, high, True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
             )  # fmt: skip
             t_dk, t_dv, b_w, b_ds = dkv_loop(
-                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
-                GradOut, of_head, Rows, first_row, t_q, t_k, window, first, full_low, full_high, high,
-                False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+                t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, rows, t_q, t_k, window, first,
+                full_low, full_high, high, False, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
             )  # fmt: skip
             if HAS_WINDOW:
                 t_dk, t_dv, b_w, b_ds = dkv_loop(
-                    t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, q_ring, do_ring, term_ring, copied, Q,
-                    GradOut, of_head, Rows, first_row, t_q, t_k, window, first, full_high, high, high,
-                    True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
+                    t_dk, t_dv, b_w, b_ds, b_zero, b_norm, o_n, k_tile, v_tile, rows, t_q, t_k, window, first,
+                    full_high, high, high, True, HAS_WINDOW, HAS_RANGES, POWER, BM, layout, out_layout,
                 )  # fmt: skip
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             async_copy.wait_group(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -13,8 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
+    KeyTiles,
+    Sight,
     announce,
     arrived,
+    at_key,
     barrier,
     barriers,
     by_thread,
@@ -48,20 +53,31 @@ from softplus_attention.kernels.triton_common import (
 )
 
 
+class RowTerms(NamedTuple):
+    """[BM] each: ``row_lift``; slope and offset of u, p - 1; sum of dO O; whether all scores are equal."""
+
+    lift: gl.tensor
+    slope: gl.tensor
+    offset: gl.tensor
+    below: gl.tensor
+    delta: gl.tensor
+    flat: gl.tensor
+
+
 @gluon.jit
 def dq_slopes(
-    scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+    scores, b_norm, sight, row, seen,
     POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
 ):  # fmt: skip
     """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile. LIFTED: the first is
     multiplied by ``row_lift``."""
     sigma, u, steepness, log_u = score_terms(
-        scores, b_norm[None, :], b_factor[:, None], b_slope[:, None], b_offset[:, None], b_below[:, None],
-        b_flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
+        scores, b_norm[None, :], sight.factor[:, None], row.slope[:, None], row.offset[:, None], row.below[:, None],
+        row.flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
     )  # fmt: skip
     sigma = sigma * b_norm[None, :]
     if LIFTED:
-        sigma = sigma * b_lift[:, None]
+        sigma = sigma * row.lift[:, None]
     return sigma, steepness, u, log_u
 
 
@@ -86,18 +102,16 @@ def with_moments(moments, u, g, steepness, log_u):
 
 
 @gluon.jit
-def copy_keys(copied, j, k_ring, v_ring, K, V, place, n, wanted):
+def copy_keys(keys, j, n, wanted):
     """Starts the copies of the j-th tile of keys and of values, from the n-th key in sight on, if it is wanted."""
-    at = (place[0], place[1], place[2] + n)
-    announce(copied, j, k_ring, 2, wanted)
-    copy_tile(copied, j, k_ring, j & 1, K, at, wanted)
-    copy_tile(copied, j, v_ring, j & 1, V, at, wanted)
+    announce(keys.copied, j, keys.k_ring, 2, wanted)
+    copy_tile(keys.copied, j, keys.k_ring, j & 1, keys.K, at_key(keys, n), wanted)
+    copy_tile(keys.copied, j, keys.v_ring, j & 1, keys.V, at_key(keys, n), wanted)
 
 
 @gluon.jit
 def dq_loop(
-    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat,
-    b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place, p_norm, tiles, low, high,
+    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -110,19 +124,19 @@ def dq_loop(
     fine: gl.constexpr = fineness(q_tile.dtype, POWER)
     for j in range(low, high):
         slot = j & 1
-        arrived(copied, j)
-        k_tile = tile_of(k_ring, slot)
-        b_norm = load_columns(p_norm + j * BN, BN, LAYOUT)
+        arrived(keys.copied, j)
+        k_tile = tile_of(keys.k_ring, slot)
+        b_norm = load_columns(keys.p_norm + j * BN, BN, LAYOUT)
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        g = warpgroup_mma(do_tile, tile_of(v_ring, slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        g = warpgroup_mma(do_tile, tile_of(keys.v_ring, slot).permute([1, 0]), b_zero, use_acc=False, is_async=True)
         if POWER != 0:
             scores, b_steep, b_even, b_a, b_b = warpgroup_mma_wait(1, deps=[scores, b_steep, b_even, b_a, b_b])
         else:
             scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
-        copy_keys(copied, j + 1, k_ring, v_ring, K, V, place, (j + 1) * BN, j + 1 < tiles)
-        seen = seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT)
+        copy_keys(keys, j + 1, (j + 1) * BN, j + 1 < keys.count)
+        seen = seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+            scores, b_norm, sight, row, seen,
             POWER, fine, MASKED, False, q_tile.dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
@@ -131,7 +145,7 @@ def dq_loop(
             g = warpgroup_mma_wait(1, deps=[g])
         else:
             g = warpgroup_mma_wait(0, deps=[g])
-        g = dq_gradient(g, steepness, b_delta, POWER)
+        g = dq_gradient(g, steepness, row.delta, POWER)
         if POWER != 0:
             b_sum += gl.sum(by_thread(g), 1)
         if POWER_GRAD:
@@ -143,8 +157,7 @@ def dq_loop(
 
 @gluon.jit
 def dq_carefully(
-    b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring,
-    p_k, p_v, p_norm, count, k_stride, v_stride, tiles,
+    q_tile, do_tile, sight, row, k_ring, v_ring, p_k, p_v, p_norm, count, k_stride, v_stride, tiles,
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -167,15 +180,15 @@ def dq_carefully(
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(do_tile, v_tile.permute([1, 0]), b_zero, use_acc=False)
-        seen = seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT)
+        seen = seen_keys(n, sight.start, sight.end, HAS_STARTS, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, b_factor, b_lift, b_slope, b_offset, b_below, b_flat, seen,
+            scores, b_norm, sight, row, seen,
             POWER, fineness(dtype, POWER), True, True, dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
-            g = gl.where(steepness == 0, b_delta[:, None], g)  # also of a value that is not finite
-        g = gl.where(seen, dq_gradient(g, steepness, b_delta, POWER), 0.0)
+            g = gl.where(steepness == 0, row.delta[:, None], g)  # also of a value that is not finite
+        g = gl.where(seen, dq_gradient(g, steepness, row.delta, POWER), 0.0)
         sigma = gl.where(seen, sigma, 0.0)  # 0 times the norm of a key that is not finite
         b_sum += gl.sum(by_thread(g), 1)
         if POWER_GRAD:
@@ -205,14 +218,13 @@ def dq_block(
     by_row: gl.constexpr = load_layout(D, gl.num_warps())
     dtype: gl.constexpr = Out.dtype.element_ty
 
-    place, of_rows, sight, p_norm = rows_and_keys(
+    place, of_rows, of_keys, p_norm = rows_and_keys(
         place, Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
     m, bh, b, head, kv_head = place
     o_m, b_counts, b_p = of_rows
-    first_key, b_start, b_end, full_low, full_high, tiles = sight
-    place_of_keys = (b, kv_head, first_key)
+    first_key, b_start, b_end, full_low, full_high, tiles = of_keys
     m_rows = o_m < t_q
     b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
     p_row = bh * t_q + o_m
@@ -225,12 +237,12 @@ def dq_block(
     q_tile = tile_of(q_ring, 0)
     do_tile = tile_of(q_ring, 1)
     if not AGAIN:
-        copied = barriers()
+        keys = KeyTiles(k_ring, v_ring, barriers(), K, V, (b, kv_head, first_key), p_norm, tiles)
         rows_copied = barrier()
         announce(rows_copied, 0, q_ring, 2)
         copy_tile(rows_copied, 0, q_ring, 0, Q, (b, head, m))
         copy_tile(rows_copied, 0, q_ring, 1, GradOut, (b, head, m))
-        copy_keys(copied, 0, k_ring, v_ring, K, V, place_of_keys, 0, tiles > 0)
+        copy_keys(keys, 0, 0, tiles > 0)
 
     o_d = gl.arange(0, D, layout=gl.SliceLayout(0, by_row))
     o_out = m + gl.arange(0, BM, layout=gl.SliceLayout(1, by_row))
@@ -270,11 +282,12 @@ def dq_block(
         b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
         b_alpha = gl.where(b_flat, 1.0 / b_least, b_p / b_divisor * b_root)
 
+    sight = Sight(b_factor, b_start, b_end)
+    row = RowTerms(b_lift, b_slope, b_offset, b_below, b_delta, b_flat)
     if AGAIN:
         b_steep, b_even, b_sum, moments = dq_carefully(
-            b_factor, b_lift, b_slope, b_offset, b_below, b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring,
-            v_ring, rows_of(K, b, kv_head, first_key, k_strides), rows_of(V, b, kv_head, first_key, v_strides), p_norm,
-            t_k - first_key, k_strides[2], v_strides[2], tiles,
+            q_tile, do_tile, sight, row, k_ring, v_ring, rows_of(K, b, kv_head, first_key, k_strides),
+            rows_of(V, b, kv_head, first_key, v_strides), p_norm, t_k - first_key, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
     else:
@@ -288,18 +301,15 @@ def dq_block(
         b_b = b_none
         if has_starts:
             b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below,
-                b_delta, b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys,
-                p_norm, tiles, 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
+ 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
-            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys, p_norm, tiles,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
             full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, b_factor, b_lift, b_slope, b_offset, b_below, b_delta,
-            b_flat, b_start, b_end, q_tile, do_tile, k_ring, v_ring, copied, K, V, place_of_keys, p_norm, tiles,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])

@@ -15,8 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from softplus_attention.kernels.gluon_common import (
+    KeyTiles,
+    Sharpening,
+    Sight,
     announce,
     arrived,
+    at_key,
     barriers,
     by_thread,
     copy_tile,
@@ -109,15 +113,8 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 
 
 @gluon.jit
-def at_key(place, n):
-    """Where ``copy_tile`` finds the tile from the n-th key in sight on."""
-    return place[0], place[1], place[2] + n
-
-
-@gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
-    tiles, ahead, first, low, high,
+    b_scaled, b_product, b_total, b_top, b_zero, q_tile, sight, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -132,14 +129,14 @@ def first_loop(
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrived(copied, s + 1)
-        k_tile = tile_of(k_ring, (s + 1) & 1)
+        arrived(keys.copied, s + 1)
+        k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
-        n_next = wrapped(n_next + BN, tiles * BN)
-        t = b_scaled * b_factor[:, None]  # [BM, BN]
+        b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
+        n_next = wrapped(n_next + BN, keys.count * BN)
+        t = b_scaled * sight.factor[:, None]  # [BM, BN]
         if MASKED:
-            t = gl.where(seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
+            t = gl.where(seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
         if BY_PRODUCT:
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
@@ -151,9 +148,9 @@ def first_loop(
         b_top = gl.maximum(b_top, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        announce(copied, s + 1, k_ring, 1)  # s + 3, which has the same barrier and the same slot
-        copy_tile(copied, s + 1, k_ring, (s + 1) & 1, K, at_key(place, n_ahead))
-        n_ahead = wrapped(n_ahead + BN, tiles * BN)
+        announce(keys.copied, s + 1, keys.k_ring, 1)  # s + 3, which has the same barrier and the same slot
+        copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead))
+        n_ahead = wrapped(n_ahead + BN, keys.count * BN)
     return b_scaled, b_product, b_total, b_top, (n_ahead, n_next)
 
 
@@ -165,8 +162,7 @@ def logarithms(b_product):
 
 @gluon.jit
 def chunked_loop(
-    b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
-    tiles, ahead, first, low, high,
+    b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -182,8 +178,8 @@ def chunked_loop(
     b_high = b_none.to(gl.int32) if bits else b_top
     for begin in range(low, high, MOST_FACTORS):
         b_scaled, b_product, b_part, b_high, ahead = first_loop(
-            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K,
-            place, p_norm, tiles, ahead, first, begin, gl.minimum(begin + MOST_FACTORS, high),
+            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, q_tile, sight, keys, ahead, first, begin,
+            gl.minimum(begin + MOST_FACTORS, high),
             MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
         )  # fmt: skip
         b_sum += b_part
@@ -196,8 +192,7 @@ def chunked_loop(
 
 @gluon.jit
 def sums(
-    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm, full_low, full_high,
-    tiles, ahead, first,
+    b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
@@ -207,16 +202,16 @@ def sums(
     b_top = b_sum + float("-inf")
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-            b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
-            tiles, ahead, first, 0, full_low, True, True, BY_PRODUCT, FINE, BN, LAYOUT,
+            b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, 0, full_low,
+            True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
-        tiles, ahead, first, full_low, full_high, False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, full_low, full_high,
+        False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place, p_norm,
-        tiles, ahead, first, full_high, tiles, True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, full_high, keys.count,
+        True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
@@ -226,8 +221,7 @@ def sums(
 
 @gluon.jit
 def second_loop(
-    b_scaled, b_out, b_w, b_weight, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring,
-    copied, K, V, place, p_norm, tiles, ahead, first, low, high,
+    b_scaled, b_out, b_w, b_weight, b_zero, q_tile, sight, sharp, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -238,29 +232,29 @@ def second_loop(
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrived(copied, s + 1)
-        k_tile = tile_of(k_ring, (s + 1) & 1)
+        arrived(keys.copied, s + 1)
+        k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
-        b_norm = load_columns(p_norm + n_next, BN, LAYOUT)
-        n_next = wrapped(n_next + BN, tiles * BN)
-        t = b_scaled * b_factor[:, None]
+        b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
+        n_next = wrapped(n_next + BN, keys.count * BN)
+        t = b_scaled * sight.factor[:, None]
         w = softplus_above(t, ABOVE, FINE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
-            w = raised(saturated(w, b_slope[:, None], b_offset[:, None]), b_p[:, None], POWER, 0, FINE)
+            w = raised(saturated(w, sharp.slope[:, None], sharp.offset[:, None]), sharp.power[:, None], POWER, 0, FINE)
         if MASKED:
-            w = gl.where(seen_keys(j * BN, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
+            w = gl.where(seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
         b_w = gl.convert_layout(w.to(q_tile.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
-        b_out = warpgroup_mma(b_w, tile_of(v_ring, j & 3), b_out, is_async=True)
+        b_out = warpgroup_mma(b_w, tile_of(keys.v_ring, j & 3), b_out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        wanted = j + 2 < tiles
-        announce(copied, s + 1, k_ring, 2, wanted)
-        copy_tile(copied, s + 1, k_ring, (s + 1) & 1, K, at_key(place, n_ahead), wanted)
-        n_ahead = wrapped(n_ahead + BN, tiles * BN)
-        copy_tile(copied, s + 1, v_ring, (j + 2) & 3, V, at_key(place, (j + 2) * BN), wanted)
+        wanted = j + 2 < keys.count
+        announce(keys.copied, s + 1, keys.k_ring, 2, wanted)
+        copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead), wanted)
+        n_ahead = wrapped(n_ahead + BN, keys.count * BN)
+        copy_tile(keys.copied, s + 1, keys.v_ring, (j + 2) & 3, keys.V, at_key(keys, (j + 2) * BN), wanted)
     return b_scaled, b_out, b_w, b_weight, (n_ahead, n_next)
 
 
@@ -272,9 +266,9 @@ def gluon_forward_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does; Q, K and V are descriptors, their strides for the
-    other kernel alone. POWER 0 is LSSA, -1 a power per row. Blocks with rows of equal
-    scores or with values that are not finite are left to ``gluon_forward_again_kernel``."""
+    """Reads and writes what ``forward_kernel`` does; Q, K and V are descriptors. POWER 0 is LSSA, -1 a power per row.
+    Blocks with rows of equal scores or with values that are not finite are left to ``gluon_forward_again_kernel``,
+    which takes the same arguments: their strides are for it alone."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -283,14 +277,13 @@ def gluon_forward_kernel(
     dtype: gl.constexpr = Q.dtype
     fine: gl.constexpr = fineness(dtype, POWER)
 
-    place, of_rows, sight, p_norm = rows_and_keys(
+    place, of_rows, of_keys, p_norm = rows_and_keys(
         own_place(), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
         CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
     m, bh, b, head, kv_head = place
     o_m, b_counts, b_p = of_rows
-    first_key, b_start, b_end, full_low, full_high, tiles = sight
-    place_of_keys = (b, kv_head, first_key)
+    first_key, b_start, b_end, full_low, full_high, tiles = of_keys
     m_rows = o_m < t_q
     p_row = bh * t_q + o_m
 
@@ -298,26 +291,28 @@ def gluon_forward_kernel(
     k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], K.layout)
     v_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, BN, D], V.layout)
     copied = barriers()
+    keys = KeyTiles(k_ring, v_ring, copied, K, V, (b, kv_head, first_key), p_norm, tiles)
     gl.static_assert(BM == BN)  # a tile of queries is as large as one of keys
     q_tile = tile_of(q_ring, 0)
     n_next = wrapped(gl.to_tensor(BN), tiles * BN)
     announce(copied, 0, k_ring, 2)
     copy_tile(copied, 0, q_ring, 0, Q, (b, head, m))
-    copy_tile(copied, 0, k_ring, 0, K, at_key(place_of_keys, 0))
+    copy_tile(copied, 0, k_ring, 0, K, at_key(keys, 0))
     announce(copied, 1, k_ring, 3)
-    copy_tile(copied, 1, k_ring, 1, K, at_key(place_of_keys, n_next))
-    copy_tile(copied, 1, v_ring, 0, V, at_key(place_of_keys, 0))
-    copy_tile(copied, 1, v_ring, 1, V, at_key(place_of_keys, BN))
+    copy_tile(copied, 1, k_ring, 1, K, at_key(keys, n_next))
+    copy_tile(copied, 1, v_ring, 0, V, at_key(keys, 0))
+    copy_tile(copied, 1, v_ring, 1, V, at_key(keys, BN))
     arrived(copied, 0)
     b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
     b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
+    sight = Sight(b_factor, b_start, b_end)
 
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     scores = warpgroup_mma(q_tile, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
     n_ahead = wrapped(n_next + BN, tiles * BN)
     announce(copied, 2, k_ring, 1)
-    copy_tile(copied, 2, k_ring, 0, K, at_key(place_of_keys, n_ahead))
+    copy_tile(copied, 2, k_ring, 0, K, at_key(keys, n_ahead))
     n_ahead = wrapped(n_ahead + BN, tiles * BN)
     ahead = (n_ahead, n_next)  # the tiles 3 and, for its norms, 1
 
@@ -343,8 +338,8 @@ def gluon_forward_kernel(
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
                 b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                    b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place_of_keys, p_norm,
-                    full_low, full_high, tiles, ahead, 0, has_starts, True, fine, BN, layout,
+                    b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, 0,
+                    has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
@@ -353,8 +348,8 @@ def gluon_forward_kernel(
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                b_scaled, b_zero, b_factor, b_start, b_end, q_tile, k_ring, copied, K, place_of_keys, p_norm,
-                full_low, full_high, tiles, ahead, first, has_starts, False, fine, BN, layout,
+                b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, first,
+                has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
         b_total = gl.where(b_counts > 0, b_total, 1.0)
@@ -380,32 +375,28 @@ def gluon_forward_kernel(
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
+    sharp = Sharpening(b_slope, b_offset, b_p)
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     if has_starts:
         b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-            b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-            v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
+            b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
             0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
         full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
         far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
         above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring,
-        v_ring, copied, K, V, place_of_keys, p_norm, tiles, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
