@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
+
+
+class Launcher:
+    """What Triton calls to launch a binary, and what that calls in the end."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    arg_annotations, kernel_signature = "annotations", "signature"
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self.launched: list[Any] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        self.called.append(arguments)
+
+    def launch(self, *arguments: Any) -> None:
+        *others, last = arguments  # since 3.7 those of the kernel are one
+        self.launched.append((*others, *last) if isinstance(last, tuple) else arguments)
 
 
 class Kernel:
@@ -13,15 +31,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.runs: list[Any] = []
-        no_scratch = {"global_scratch_size": 0, "profile_scratch_size": 0}
-        types = {"arg_annotations": "annotations", "kernel_signature": "signature"}
-        flags = {"launch_cooperative_grid": False, "launch_pdl": False}
-        self.run = SimpleNamespace(launch=self.launch, **no_scratch, **types, **flags)
-
-    def launch(self, *arguments: Any) -> None:
-        *others, last = arguments  # since 3.7 those of the kernel are one
-        self.runs.append((*others, *last) if isinstance(last, tuple) else arguments)
+        self.run = Launcher()
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def run(*arguments: Any, **options: Any) -> Kernel:

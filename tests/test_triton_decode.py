@@ -404,7 +404,7 @@ class TestLaunch:
         [(grid, (tensor, *numbers), options)] = kernel.calls
         assert tensor is x
         assert (grid, numbers, options) == ((1, 1, 1), [5, True], {"num_warps": 2})
-        [run] = binary.runs
+        [run] = binary.run.launched
         assert run[:7] == (2, 3, 4, 9, "function", False, False)
         assert "metadata" in run
         assert run[-3:] == (y.data_ptr(), 7, True)
@@ -423,7 +423,7 @@ class TestLaunch:
         [(grid, (tensor, number), options)] = kernel.binary.calls
         assert tensor is x
         assert (grid, number, options) == ((2, 1, 1), 7, {})
-        assert kernel.binary.runs == []
+        assert kernel.binary.run.launched == []
 
     def test_other_keys_and_none_ask_triton(self) -> None:
         kernel = Kernel()

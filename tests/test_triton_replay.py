@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stub_kernel import Kernel
+from stub_kernel import Kernel, Launcher
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -64,7 +64,7 @@ def test_addresses_are_those_of_the_new_tensors(monkeypatch: pytest.MonkeyPatch)
     [(first, rows), (second, again)] = made
     assert (first, second) == ("new_empty", "new_zeros")
     assert (rows.shape, rows.dtype, again.shape, again.dtype) == ((8,), torch.float32, (32,), torch.int32)
-    [run] = call.kernel.binary.runs
+    [run] = call.kernel.binary.run.launched
     assert run[:3] == (1, 2, 3)
     of_out, of_again = out.data_ptr() + 2 * 64, again.data_ptr() + 64
     assert run[-6:] == (q.data_ptr(), of_out, rows.data_ptr(), again.data_ptr(), of_again, 7)
@@ -90,20 +90,23 @@ def test_a_part_of_two_tensors_is_of_neither() -> None:
     assert call.asked == 2
 
 
-def test_binaries_with_memory_of_their_own_are_launched_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Kernel.__init__
-
-    def with_scratch(self: Kernel) -> None:
-        original(self)
-        self.run.profile_scratch_size = 128
-
-    monkeypatch.setattr(Kernel, "__init__", with_scratch)
+@pytest.mark.parametrize("why", ["memory of their own", "another version of Triton"])
+def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "memory of their own":
+        monkeypatch.setattr(Launcher, "profile_scratch_size", 128)
+    else:
+        monkeypatch.setattr(triton_relaunch, "KNOWN_LAUNCHERS", ())
     call = Caller()
-    for _ in range(3):
-        call(*tensors())
-    assert call.asked == 3
-    assert len(call.kernel.calls) == 1
-    assert (len(call.kernel.binary.calls), len(call.kernel.binary.runs)) == (2, 0)
+    call(*tensors())
+    q, out = tensors()
+    call(q, out)
+    assert call.asked == 1
+    run = call.kernel.binary.run
+    assert run.launched == []
+    [arguments] = run.called
+    assert arguments[1:3] == (2, 3)
+    assert arguments[4:9] == ("function", "metadata", None, None, None)
+    assert (arguments[9], arguments[-1]) == (q.data_ptr(), 7)
 
 
 def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

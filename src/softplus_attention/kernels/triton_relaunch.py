@@ -12,7 +12,6 @@ import marshal
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,14 +19,16 @@ import triton
 from torch import Tensor
 from triton import knobs
 
+# Versions of which is known what their launcher calls, with which arguments.
+KNOWN_LAUNCHERS = ("3.6.0", "3.7.1")
 # What Triton specialises pointers and strides on.
 ALIGNMENT = 16
-# Versions of which is known what their launcher calls, with which arguments; another is asked in its own way.
+# Versions whose launchers were seen to take addresses for tensors; another is asked in its own way.
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
 Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
 MOST_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
-_relaunches: dict[Hashable, Relaunch | None] = {}
+_relaunches: dict[Hashable, Relaunch] = {}
 _descriptors: dict[tuple[Any, ...], list[Any]] = {}
 _of_thread = threading.local()  # ``launches``: a list, where somebody wants to know of them
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
@@ -68,9 +69,9 @@ def launch(
         binary = kernel[grid](*tiles, *tensors, *numbers, **options)
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
-    elif launches_itself() and (relaunch := relaunch_of(key)) is not None:
+    elif launches_itself():
         addresses = addresses_of(tensors) if addresses is None else addresses
-        relaunch(grid, stream, [x.described() for x in tiles], addresses, numbers)
+        relaunch_of(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
     else:
         binary[grid](*tiles, *tensors, *numbers)
     launches = getattr(_of_thread, "launches", None)
@@ -83,21 +84,34 @@ def launches_itself() -> bool:
     return KNOWN_BINARIES and not has_hooks()
 
 
-def relaunch_of(key: Hashable) -> Relaunch | None:
+def relaunch_of(key: Hashable) -> Relaunch:
     """What launches the binary of a key, given a grid, a stream, what ``Tiles.described`` says, addresses and numbers.
     An address is taken as it is; of a tensor the driver would be asked whether it may be read."""
-    if key not in _relaunches:
-        _relaunches[key] = behind(_binaries[key])
-    return _relaunches[key]
+    found = _relaunches.get(key)
+    if found is None:
+        binary = _binaries[key]
+        # Triton's launcher also allocates what a binary asks for, as those of its sanitizer do.
+        own_memory = binary.run.global_scratch_size or binary.run.profile_scratch_size
+        found = by_launcher(binary) if own_memory or triton.__version__ not in KNOWN_LAUNCHERS else behind(binary)
+        _relaunches[key] = found
+    return found
 
 
-def behind(binary: Any) -> Relaunch | None:
+def by_launcher(binary: Any) -> Relaunch:
+    """Triton's own launcher."""
+
+    def relaunch(grid: Any, stream: Any, tiles: list[Any], addresses: list[int], numbers: tuple[Any, ...]) -> None:
+        described = [Described(*tile) for tile in tiles]
+        of_binary = (binary.function, binary.packed_metadata, None, None, None)  # without hooks
+        binary.run(*grid, stream, *of_binary, *described, *addresses, *numbers)
+
+    return relaunch
+
+
+def behind(binary: Any) -> Relaunch:
     """What Triton's launcher calls in the end. Before that it makes every descriptor anew and looks for more of them
-    among all other arguments, which takes as long as the launch. None where it would also allocate memory, as for
-    Triton's sanitizer."""
+    among all other arguments, which takes as long as the launch."""
     run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
     call, kinds_of_tiles = run.launch, list[Any]()
     if inspect.isfunction(call):  # it makes descriptors
         inside = inspect.getclosurevars(call).nonlocals
@@ -130,14 +144,26 @@ def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
     if made is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        address, _, shape, strides, _ = tile
         if len(_descriptors) >= MOST_KINDS:
             _descriptors.clear()
-        base = SimpleNamespace(data_ptr=lambda: address)
-        of_zeros = {"padding": "zero", "round_f32_to_tf32": False}
-        made = make_tensordesc_arg(SimpleNamespace(base=base, shape=shape, strides=strides, **of_zeros), kind)
-        _descriptors[tile] = made
+        made = _descriptors[tile] = make_tensordesc_arg(Described(*tile), kind)
     return made
+
+
+class Described:
+    """As much of ``Tiles`` as Triton makes a descriptor of."""
+
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(self, address: int, dtype: torch.dtype, shape: Any, strides: Any, rows: int) -> None:
+        self.address, self.shape, self.strides = address, shape, strides
+
+    @property
+    def base(self) -> Described:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 @contextmanager

@@ -112,14 +112,13 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
 
 
 def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> Step | None:
-    """None where it cannot be made again, or where it is not sure which tensors it takes."""
-    run = None if launch.key is None else relaunch_of(launch.key)
+    """None where no binary is kept, or where it is not sure which tensors it takes."""
     tiled = [place_of(x.base, tensors) for x in launch.tiles]
     places = [place for x in launch.tensors if (place := place_of(x, tensors)) is not None]
     tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
-    if run is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
+    if launch.key is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
         return None
-    return Step(run, launch.grid, tiles, places, launch.numbers)
+    return Step(relaunch_of(launch.key), launch.grid, tiles, places, launch.numbers)
 
 
 def place_of(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
