@@ -31,7 +31,7 @@ class KeyTiles(NamedTuple):
     count: gl.tensor
 
 
-class Sight(NamedTuple):
+class RowScores(NamedTuple):
     """[BM] of a block's rows: what makes base-2 scores of products, and the keys [start, end) that each sees."""
 
     factor: gl.tensor
@@ -39,7 +39,7 @@ class Sight(NamedTuple):
     end: gl.tensor
 
 
-class Sharpening(NamedTuple):
+class RowWeights(NamedTuple):
     """[BM] each: u = slope * f' - offset, between 0 and 1, raised to the row's power."""
 
     slope: gl.tensor
@@ -264,19 +264,11 @@ def read_tile(p, left, stride, ROWS: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def barriers():
-    """``copied``, before any copy."""
-    copied = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(copied.index(0), count=1)
-    mbarrier.init(copied.index(1), count=1)
-    return copied
-
-
-@gluon.jit
-def barrier():
-    """That of copies 0 alone."""
-    copied = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(copied.index(0), count=1)
+def barriers(COUNT: gl.constexpr):
+    """``copied``, before any copy: two, or one for copies 0 alone."""
+    copied = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(copied.index(i), count=1)
     return copied
 
 

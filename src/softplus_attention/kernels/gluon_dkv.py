@@ -19,7 +19,6 @@ from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms,
 from softplus_attention.kernels.gluon_common import (
     announce,
     arrived,
-    barrier,
     barriers,
     copy_tile,
     fineness,
@@ -276,8 +275,8 @@ def dkv_block(
                 low, high, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, D, BM, layout, out_layout,
             )  # fmt: skip
     else:
-        copied = barriers()
-        keys_copied = barrier()
+        copied = barriers(2)
+        keys_copied = barriers(1)
         announce(keys_copied, 0, k_ring, 2)
         copy_tile(keys_copied, 0, k_ring, 0, K, (b, kv_head, n))
         copy_tile(keys_copied, 0, k_ring, 1, V, (b, kv_head, n))

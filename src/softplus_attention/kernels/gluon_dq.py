@@ -16,11 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.gluon_common import (
     KeyTiles,
-    Sight,
+    RowScores,
     announce,
     arrived,
     at_key,
-    barrier,
     barriers,
     by_thread,
     copy_tile,
@@ -66,13 +65,13 @@ class RowTerms(NamedTuple):
 
 @gluon.jit
 def dq_slopes(
-    scores, b_norm, sight, row, seen,
+    scores, b_norm, scoring, row, seen,
     POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
 ):  # fmt: skip
     """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile. LIFTED: the first is
     multiplied by ``row_lift``."""
     sigma, u, steepness, log_u = score_terms(
-        scores, b_norm[None, :], sight.factor[:, None], row.slope[:, None], row.offset[:, None], row.below[:, None],
+        scores, b_norm[None, :], scoring.factor[:, None], row.slope[:, None], row.offset[:, None], row.below[:, None],
         row.flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
     )  # fmt: skip
     sigma = sigma * b_norm[None, :]
@@ -111,7 +110,7 @@ def copy_keys(keys, j, n, wanted):
 
 @gluon.jit
 def dq_loop(
-    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys, low, high,
+    b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -134,9 +133,9 @@ def dq_loop(
         else:
             scores, b_steep, b_a = warpgroup_mma_wait(1, deps=[scores, b_steep, b_a])
         copy_keys(keys, j + 1, (j + 1) * BN, j + 1 < keys.count)
-        seen = seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT)
+        seen = seen_keys(j * BN, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, sight, row, seen,
+            scores, b_norm, scoring, row, seen,
             POWER, fine, MASKED, False, q_tile.dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
@@ -157,7 +156,7 @@ def dq_loop(
 
 @gluon.jit
 def dq_carefully(
-    q_tile, do_tile, sight, row, k_ring, v_ring, p_k, p_v, p_norm, count, k_stride, v_stride, tiles,
+    q_tile, do_tile, scoring, row, k_ring, v_ring, p_k, p_v, p_norm, count, k_stride, v_stride, tiles,
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -180,10 +179,10 @@ def dq_carefully(
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False)
         g = warpgroup_mma(do_tile, v_tile.permute([1, 0]), b_zero, use_acc=False)
-        seen = seen_keys(n, sight.start, sight.end, HAS_STARTS, BN, LAYOUT)
+        seen = seen_keys(n, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT)
         b_norm = load_columns(p_norm + n, BN, LAYOUT)
         sigma, steepness, u, log_u = dq_slopes(
-            scores, b_norm, sight, row, seen,
+            scores, b_norm, scoring, row, seen,
             POWER, fineness(dtype, POWER), True, True, dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
@@ -237,8 +236,8 @@ def dq_block(
     q_tile = tile_of(q_ring, 0)
     do_tile = tile_of(q_ring, 1)
     if not AGAIN:
-        keys = KeyTiles(k_ring, v_ring, barriers(), K, V, (b, kv_head, first_key), p_norm, tiles)
-        rows_copied = barrier()
+        keys = KeyTiles(k_ring, v_ring, barriers(2), K, V, (b, kv_head, first_key), p_norm, tiles)
+        rows_copied = barriers(1)
         announce(rows_copied, 0, q_ring, 2)
         copy_tile(rows_copied, 0, q_ring, 0, Q, (b, head, m))
         copy_tile(rows_copied, 0, q_ring, 1, GradOut, (b, head, m))
@@ -282,11 +281,11 @@ def dq_block(
         b_offset = gl.where(b_flat, 0.0, b_excess / b_divisor * b_root)
         b_alpha = gl.where(b_flat, 1.0 / b_least, b_p / b_divisor * b_root)
 
-    sight = Sight(b_factor, b_start, b_end)
+    scoring = RowScores(b_factor, b_start, b_end)
     row = RowTerms(b_lift, b_slope, b_offset, b_below, b_delta, b_flat)
     if AGAIN:
         b_steep, b_even, b_sum, moments = dq_carefully(
-            q_tile, do_tile, sight, row, k_ring, v_ring, rows_of(K, b, kv_head, first_key, k_strides),
+            q_tile, do_tile, scoring, row, k_ring, v_ring, rows_of(K, b, kv_head, first_key, k_strides),
             rows_of(V, b, kv_head, first_key, v_strides), p_norm, t_k - first_key, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, POWER_GRAD, D, BM, BN, layout, out_layout,
         )  # fmt: skip
@@ -301,15 +300,15 @@ def dq_block(
         b_b = b_none
         if has_starts:
             b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
+                b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys,
  0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys,
             full_low, full_high, False, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
-            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, sight, row, keys,
+            b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys,
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])

@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.gluon_common import (
     KeyTiles,
-    Sharpening,
-    Sight,
+    RowScores,
+    RowWeights,
     announce,
     arrived,
     at_key,
@@ -114,7 +114,7 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 
 @gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_top, b_zero, q_tile, sight, keys, ahead, first, low, high,
+    b_scaled, b_product, b_total, b_top, b_zero, q_tile, scoring, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -134,9 +134,9 @@ def first_loop(
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, keys.count * BN)
-        t = b_scaled * sight.factor[:, None]  # [BM, BN]
+        t = b_scaled * scoring.factor[:, None]  # [BM, BN]
         if MASKED:
-            t = gl.where(seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
+            t = gl.where(seen_keys(j * BN, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT), t, float("-inf"))
         if BY_PRODUCT:
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
@@ -162,7 +162,7 @@ def logarithms(b_product):
 
 @gluon.jit
 def chunked_loop(
-    b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, low, high,
+    b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def chunked_loop(
     b_high = b_none.to(gl.int32) if bits else b_top
     for begin in range(low, high, MOST_FACTORS):
         b_scaled, b_product, b_part, b_high, ahead = first_loop(
-            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, q_tile, sight, keys, ahead, first, begin,
+            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, q_tile, scoring, keys, ahead, first, begin,
             gl.minimum(begin + MOST_FACTORS, high),
             MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
         )  # fmt: skip
@@ -192,7 +192,7 @@ def chunked_loop(
 
 @gluon.jit
 def sums(
-    b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, first,
+    b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
@@ -202,15 +202,15 @@ def sums(
     b_top = b_sum + float("-inf")
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-            b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, 0, full_low,
+            b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, 0, full_low,
             True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, full_low, full_high,
+        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, full_low, full_high,
         False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, sight, keys, ahead, first, full_high, keys.count,
+        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, full_high, keys.count,
         True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -221,7 +221,7 @@ def sums(
 
 @gluon.jit
 def second_loop(
-    b_scaled, b_out, b_w, b_weight, b_zero, q_tile, sight, sharp, keys, ahead, first, low, high,
+    b_scaled, b_out, b_w, b_weight, b_zero, q_tile, scoring, weighing, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -237,12 +237,13 @@ def second_loop(
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, keys.count * BN)
-        t = b_scaled * sight.factor[:, None]
+        t = b_scaled * scoring.factor[:, None]
         w = softplus_above(t, ABOVE, FINE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
         if POWER != 0:
-            w = raised(saturated(w, sharp.slope[:, None], sharp.offset[:, None]), sharp.power[:, None], POWER, 0, FINE)
+            u = saturated(w, weighing.slope[:, None], weighing.offset[:, None])
+            w = raised(u, weighing.power[:, None], POWER, 0, FINE)
         if MASKED:
-            w = gl.where(seen_keys(j * BN, sight.start, sight.end, HAS_STARTS, BN, LAYOUT), w, 0.0)
+            w = gl.where(seen_keys(j * BN, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
@@ -290,7 +291,7 @@ def gluon_forward_kernel(
     q_ring = gl.allocate_shared_memory(dtype, [1, 1, 1, BM, D], Q.layout)
     k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], K.layout)
     v_ring = gl.allocate_shared_memory(dtype, [4, 1, 1, BN, D], V.layout)
-    copied = barriers()
+    copied = barriers(2)
     keys = KeyTiles(k_ring, v_ring, copied, K, V, (b, kv_head, first_key), p_norm, tiles)
     gl.static_assert(BM == BN)  # a tile of queries is as large as one of keys
     q_tile = tile_of(q_ring, 0)
@@ -305,7 +306,7 @@ def gluon_forward_kernel(
     arrived(copied, 0)
     b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
     b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
-    sight = Sight(b_factor, b_start, b_end)
+    scoring = RowScores(b_factor, b_start, b_end)
 
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
     scores = warpgroup_mma(q_tile, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
@@ -338,7 +339,7 @@ def gluon_forward_kernel(
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
                 b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                    b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, 0,
+                    b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, 0,
                     has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
@@ -348,7 +349,7 @@ def gluon_forward_kernel(
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                b_scaled, b_zero, q_tile, sight, keys, full_low, full_high, ahead, first,
+                b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, first,
                 has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
@@ -375,28 +376,28 @@ def gluon_forward_kernel(
         gl.store(Total + p_row, b_total, mask=m_rows)
         gl.store(Height + p_row, gl.where(b_sharp, b_height, 0.0), mask=m_rows)
 
-    sharp = Sharpening(b_slope, b_offset, b_p)
+    weighing = RowWeights(b_slope, b_offset, b_p)
     b_w = gl.zeros([BM, BN], dtype, gl.DotOperandLayout(0, out_layout, 2))
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     if has_starts:
         b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-            b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
+            b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
             0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
         full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
         far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
         above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, sight, sharp, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
