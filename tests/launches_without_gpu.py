@@ -159,6 +159,7 @@ def main() -> None:
     else:
         compare(forward_of_lssa, FORWARD, remembered=1)
         one_tensor_twice()
+        plain_kernels_every_time()
         triton_relaunch._relaunches.clear()
         triton_replay._calls.clear()
         triton_relaunch.KNOWN_LAUNCHERS = ()  # as with another version, by Triton's own launcher
@@ -175,6 +176,15 @@ def one_tensor_twice() -> None:
         [arguments] = [x for name, x in launched if name == "gluon_forward_kernel"]
         found = [x.address for x in arguments if isinstance(x, Descriptor)]
         assert found == [x.data_ptr() for x in (q, keys, v)], "the tiles are another tensor's"
+
+
+def plain_kernels_every_time() -> None:
+    """They are launched by Triton itself: a call of theirs cannot be remembered."""
+    q = torch.zeros(1, 2, 64, 32, dtype=torch.float16)
+    for _ in range(3):
+        launched.clear()
+        softplus_attention(q, q.clone(), q.clone(), is_causal=True, power=None, impl="triton")
+        assert [name for name, _ in launched] == ["key_norms_kernel", "forward_kernel"]
 
 
 def compare(call: Callable[[int], None], kernels: list[str], remembered: int, known: Sequence[str] = ()) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
-FORWARD_LAUNCHES = 3  # that of the norms included
-BACKWARD_LAUNCHES = 4
 WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
@@ -113,7 +111,7 @@ def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
     return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
 
 
-def forward(problem: Problem, kept: Kept) -> None:
+def forward(problem: Problem, kept: Kept) -> Scratch:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
     from softplus_attention.kernels.gluon_forward_again import gluon_forward_again_kernel
@@ -135,6 +133,7 @@ def forward(problem: Problem, kept: Kept) -> None:
     constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
     both = (constants, constants)
     launch_twice(gluon_forward_kernel, gluon_forward_again_kernel, grid, tiled, tensors, numbers, both, registers)
+    return Scratch()
 
 
 def backward(

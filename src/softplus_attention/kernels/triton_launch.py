@@ -264,11 +264,10 @@ def key_norms(problem: Problem, norms: Tensor, flat: Tensor) -> None:
     launch(fwd.key_norms_kernel, grid, tensors, arguments, {}, key, current_stream(k.device), addresses)
 
 
-def forward(problem: Problem, kept: Kept) -> None:
-    """Fills ``kept``; ``key_norms`` was there before."""
+def forward(problem: Problem, kept: Kept) -> Scratch | None:
+    """Fills ``kept``; ``key_norms`` was there before. Returns what ``triton_replay.replay`` wants to know."""
     if gluon_launch.fits(problem, kept.out):
-        gluon_launch.forward(problem, kept)
-        return
+        return gluon_launch.forward(problem, kept)
     out, rest, stats, flat, norms = kept
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(blocks_of(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
@@ -277,6 +276,7 @@ def forward(problem: Problem, kept: Kept) -> None:
         out_strides=out.stride()[:3],
         **problem.shared_arguments(), **blocks.options(),
     )  # fmt: skip
+    return None
 
 
 def backward(
@@ -285,8 +285,8 @@ def backward(
     kept: Kept,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
-) -> Scratch:
-    """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q)."""
+) -> Scratch | None:
+    """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q). Returns as ``forward``."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
     if gluon_launch.fits(problem, kept.out, grad_out, *grads):
@@ -315,4 +315,4 @@ def backward(
         seen_stride=problem.seen_stride(first_row), NORMALIZED_KEYS=problem.normalized_keys,
         **shared, **blocks.options(),
     )  # fmt: skip
-    return Scratch((rows,))
+    return None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import gluon_launch, triton_launch
+from softplus_attention.kernels import triton_launch
 from softplus_attention.kernels.onlookers import traced_backward
 from softplus_attention.kernels.ops import no_double_backward
 from softplus_attention.kernels.triton_relaunch import current_device
@@ -53,18 +53,17 @@ def _triton_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     kept = triton_launch.Kept(*_forward_shapes(q, k, v, *options))
 
-    def launch_all() -> Scratch:
+    def launch_all() -> Scratch | None:
         problem = triton_launch.Problem(q, k, v, *options[:-1])
         triton_launch.key_norms(problem, kept.norms, kept.flat)
-        triton_launch.forward(problem, kept)
-        return Scratch()
+        return triton_launch.forward(problem, kept)
 
     if kept.out.numel() and k.shape[2]:
         powers = options[_POWER_ROWS]
         key = key_of("forward", (q, k, v), powers, options) if eagerly else None
         with current_device(q):
             tensors = (q, k, v, *kept, *(() if powers is None else (powers,)))
-            replay(key, tensors, launch_all, gluon_launch.FORWARD_LAUNCHES)
+            replay(key, tensors, launch_all)
     else:
         for x in (kept.out, kept.rest, kept.flat):
             x.zero_()
@@ -107,7 +106,7 @@ def _triton_backward(
 
     powers = options[_POWER_ROWS]
 
-    def launch_all() -> Scratch:
+    def launch_all() -> Scratch | None:
         problem = triton_launch.Problem(q, k, v, *options)
         return triton_launch.backward(problem, grad_out, kept, (dq, dk, dv), None if powers is None else d_power)
 
@@ -117,7 +116,7 @@ def _triton_backward(
         with current_device(q):
             of_powers = () if powers is None else (powers, d_power)
             tensors = (grad_out, q, k, v, *kept, dq, dk, dv, *of_powers)
-            replay(key, tensors, launch_all, gluon_launch.BACKWARD_LAUNCHES)
+            replay(key, tensors, launch_all)
     else:
         for x in (dq, dk, dv, d_power):
             x.zero_()

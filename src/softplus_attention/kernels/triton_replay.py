@@ -85,10 +85,10 @@ def key_of(
     return (*of_tensors, *of_options) if bits % ALIGNMENT == 0 else None
 
 
-def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], Scratch], launches: int) -> None:
+def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], Scratch | None]) -> None:
     """Launches what ``launch_all`` has launched for an earlier call of the same key; at first, and where there is none,
-    calls it. ``tensors`` are all that it reads and writes, but for what it allocates and returns. It is remembered only
-    if it makes so many launches, all of them by ``triton_relaunch.launch``."""
+    calls it. ``tensors`` are all that it reads and writes, but for what it allocates and returns; None in place of that
+    says that not all went by ``triton_relaunch.launch``, and nothing is remembered."""
     call = None if key is None else _calls.get(key)
     if call is not None and launches_itself():
         like = tensors[0]
@@ -100,15 +100,16 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
             run(grid, stream, [(first[i], *x) for i, x in tiles], [first[i] + offset for i, offset in places], numbers)
         return
     with noted() as made:
-        empty, zeros = launch_all()
-    if key is None or len(made) != launches or not launches_itself():
+        scratch = launch_all()
+    if key is None or scratch is None or not launches_itself():
         return
-    steps = [step for x in made if (step := step_of(x, (*tensors, *empty, *zeros))) is not None]
-    if len(steps) < launches:
+    all_tensors = (*tensors, *scratch.empty, *scratch.zeros)
+    steps = [step for x in made if (step := step_of(x, all_tensors)) is not None]
+    if len(steps) < len(made):
         return
     if len(_calls) >= MOST_CALLS:
         _calls.clear()
-    _calls[key] = Call(steps, *([(x.shape, x.dtype) for x in scratch] for scratch in (empty, zeros)))
+    _calls[key] = Call(steps, *([(x.shape, x.dtype) for x in some] for some in scratch))
 
 
 def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> Step | None:
