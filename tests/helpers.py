@@ -122,14 +122,22 @@ def largest_error(x: Tensor, truth: Tensor) -> float:
 
 
 def outcomes(
-    function: Attention, q: Tensor, k: Tensor, v: Tensor, impl: str, power: Any, layout: Layout, options: dict[str, Any]
+    function: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    impl: str,
+    power: Any,
+    layout: Layout,
+    options: dict[str, Any],
+    gradients: bool = True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """(implementation, reference in the same dtype, reference in float64), doubtful rows left out of all three."""
     shape = (*q.shape[:-1], v.shape[-1])
     grad_out = randn(*shape, seed=sum(shape), dtype=q.dtype, device=str(q.device))
     clear = ~doubtful_rows(function, layout(q), layout(k), **options)[..., None].expand(shape)
     grad_out = grad_out * clear
-    common = {"grad_out": grad_out, "power": power, "layout": layout, **options}
+    common = {"grad_out": grad_out if gradients else None, "power": power, "layout": layout, **options}
     ours = run(function, q, k, v, impl=impl, **common)
     theirs = run(function, q, k, v, impl="reference", **common)
     truth = run(function, q, k, v, impl="reference", dtype=torch.float64, **common)
@@ -155,14 +163,16 @@ def assert_within_yardstick(
     impl: str,
     power: Any = 15,
     layout: Layout = as_given,
+    gradients: bool = True,
     **options: Any,
 ) -> None:
-    """Holds ``impl`` to the low-precision reference, forward and every gradient.
+    """Holds ``impl`` to the low-precision reference, forward and every gradient; without ``gradients`` the forward that
+    no backward will follow.
 
     Its error against the float64 reference is at most twice the error of the reference run in q's dtype, plus one unit
     in the last place at the tensor's scale.
     """
-    ours, theirs, truth = outcomes(function, q, k, v, impl, power, layout, options)
+    ours, theirs, truth = outcomes(function, q, k, v, impl, power, layout, options, gradients)
     for name, exact in truth.items():
         assert exact.isfinite().all(), f"{name}: the float64 reference is not finite"
         assert ours[name].shape == exact.shape, f"{name}: shape {tuple(ours[name].shape)}"

@@ -42,6 +42,7 @@ from softplus_attention.kernels import (
 )
 from softplus_attention.kernels.gluon_forward import least_mean, softplus_above, terms_above
 from softplus_attention.kernels.gluon_tiles import Tiles
+from softplus_attention.kernels.triton_common import softplus2
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 
@@ -145,6 +146,43 @@ def test_small_powers_have_one_polynomial(
     q, k, v = (randn(1, 1, 100, 64, seed=seed, dtype=dtype) for seed in range(3))
     softplus_attention(q[:, :, :20], k, v, is_causal=True, power=power, impl="triton")
     assert ("logarithms" in late_kernels[0].called) == by_product
+
+
+INFERENCE = {"dtype": "bfloat16", "power": "None", "gradients": False}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(t_q=150, t_k=170, **INFERENCE, **SIZES),
+        Case(t_q=130, t_k=200, mode="full", **INFERENCE, **(SIZES | {"d": 128, "dv": 128})),
+        Case(t_q=200, t_k=200, mode="window", window=70, **INFERENCE, **SIZES),
+        Case(t_q=150, t_k=170, mode="ranges", **INFERENCE, **SIZES),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_forward_that_no_backward_follows(case: Case, launches: list[str]) -> None:
+    assert_case(case, "cpu")
+    assert launches == FORWARD
+
+
+@gluon.jit
+def softplus_kernel(T, F, FINE: gl.constexpr, num_warps: gl.constexpr):
+    o = gl.arange(0, 4096, layout=gl.BlockedLayout([4], [32], [num_warps], [0]))
+    gl.store(F + o, softplus2(gl.load(T + o), FINE))
+
+
+@pytest.mark.parametrize("level", ["SHORT", "LONG"])
+def test_softplus_by_polynomials(level: str) -> None:
+    """Relative errors: small ones count as much as large ones."""
+    t, found = torch.linspace(-60, 60, 4096), torch.empty(4096)
+    t[:2048] = torch.linspace(-3, 3, 2048)
+    fine = getattr(triton_common, level).value
+    InterpretedKernel(softplus_kernel, late_products=False)[1, 1, 1](t, found, fine, 4)
+    right = torch.logaddexp2(t.double(), torch.zeros(()))
+    allowed = {"SHORT": 4e-4, "LONG": 1.8e-6}[level]
+    assert ((found - right).abs() <= allowed * right).all()
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,13 @@ class Case:
     mask_rows: int | None = None
     offset: bool = True
     window: int = 21
+    gradients: bool = True
 
     def __str__(self) -> str:
         layout = "" if self.layout == "plain" else f" {self.layout}"
         layout += "" if self.offset else " without offset"
         layout += "" if self.window == 21 else f" window {self.window}"
+        layout += "" if self.gradients else " inference"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"{self.mode} p={self.power} {self.dtype} D{self.d}/{self.dv} {heads} T{self.t_q}/{self.t_k}{layout}"
 
@@ -94,6 +96,7 @@ def assert_draw(case: Case, device: str, draw: int) -> None:
     power = power_of(case, batch, device)
     layout = {"plain": as_given, "transposed": transposed, "columns": columns}[case.layout]
     common: dict[str, Any] = {"impl": "triton", "power": power, "enable_gqa": True, "layout": layout}
+    common["gradients"] = case.gradients
     common |= {} if case.offset else {"offset": False}
     mask = randn(batch, case.heads if case.mode == "mask" else 1, t_q, t_k, seed=5, device=device) > 0.3
     mask = mask[:, :, : case.mask_rows]
@@ -179,6 +182,12 @@ def gpu_cases() -> list[Case]:
             ("causal", "31", "bfloat16", 640, 640),
             ("causal", "15", "bfloat16", 17, 64),
         )
+    ]
+    # A forward that no backward follows keeps less.
+    cases += [
+        Case(mode=mode, power=power, dtype="bfloat16", d=d, dv=d, t_q=640, t_k=640, gradients=False, **fast)
+        for d in (64, 128)
+        for mode, power in (("causal", "None"), ("full", "None"), ("packed", "None"), ("causal", "15"))
     ]
     # Their windows, ranges and powers of each row, over several blocks of rows and keys.
     cases += [
