@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -358,7 +361,41 @@ def check_model_step() -> str:
     return "difference over the largest logit: " + ", ".join(found)
 
 
+SANITIZED = """
+import torch, triton
+from softplus_attention import softplus_attention
+triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
+q, k, v = (torch.randn(1, 1, 200, {d}, device="cuda", dtype=torch.bfloat16).requires_grad_({step}) for _ in range(3))
+out = softplus_attention(q, k, v, is_causal=True, power={power})
+torch.cuda.synchronize()
+if {step}:
+    torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    torch.cuda.synchronize()
+"""
+SANITIZERS = {"debug": {"TRITON_DEBUG": "1"}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
+
+
+def check_sanitizer(mode: str, power: int | None, step: bool, d: int) -> str:
+    """Triton's own assertions: integers that overflow, and (consan) shared memory that is read or written too early."""
+    code = SANITIZED.format(d=d, step=step, power=power)
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, **SANITIZERS[mode], "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+        )
+    said = [x for x in (done.stdout + done.stderr).splitlines() if "ssert" in x or "Error" in x]
+    assert done.returncode == 0, " | ".join(dict.fromkeys(said))
+    return "nothing found"
+
+
 CHECKS: dict[str, Callable[[], str]] = {
+    **{
+        f"sanitizer {mode} {'lssa' if power is None else 'p=15'} {'step' if step else 'forward'} D{d}": partial(
+            check_sanitizer, mode, power, step, d
+        )
+        for mode in SANITIZERS
+        for power, step, d in ((None, False, 64), (15, False, 64), (15, True, 64), (15, True, 128))
+    },
     "decode of a model": check_model_step,
     **{f"compile {x}": partial(check_compile, x) for x in ("15", "lssa", "per head", "by length")},
     "compile packed": partial(check_compile_packed, True),
