@@ -18,7 +18,7 @@ from study_runs import Size, loss_at, read_study
 
 ROOT = Path(__file__).parents[1]
 TRAINING = "training-h200.json"
-SIZE = "10m"
+SIZE, OTHER_TEXT = "10m", "10m-again"  # the same models and steps
 MULTIPLES = (1, 16, 64)
 LONG = 4096
 LONG_CACHE = 32768
@@ -37,27 +37,28 @@ SHOWN = {
 
 
 def losses_table(sizes: Sequence[Size]) -> str:
-    size = next((size for size in sizes if size.name == SIZE), None)
-    if size is None:
+    """Of an arm that was trained on both texts, where it has more seeds."""
+    known = {size.name: size for size in sizes}
+    if SIZE not in known:
         raise PageError(f"there are no runs of {SIZE}")
-    length = size.any_run.config["sequence_length"]
-    names: list[str] = []
-    losses: list[list[str]] = [[] for _ in MULTIPLES]
+    length = known[SIZE].any_run.config["sequence_length"]
+    lines: list[list[str]] = []
     for kind, arms in SHOWN.items():
-        names.append(f"**{kind}**")
-        for column in losses:
-            column.append("")
+        lines.append([f"**{kind}**", *[""] * (1 + len(MULTIPLES))])
         for arm, words in arms.items():
-            if arm not in size.arms:
+            trained = [known[name] for name in (SIZE, OTHER_TEXT) if name in known and arm in known[name].arms]
+            if not trained:
                 raise PageError(f"there is no run of {arm} at {SIZE}")
-            names.append(words)
-            for column, multiple in zip(losses, MULTIPLES, strict=True):
+            size = max(trained, key=lambda x: len(x.curves(arm)))
+            cells = []
+            for multiple in MULTIPLES:
                 found = loss_at(size.curves(arm), multiple)
                 if found is None:
-                    raise PageError(f"{arm} at {SIZE} was not measured at {multiple} times its length")
-                column.append(f"{found.mean:.3f}")
-    head = ["", *(f"{multiple * length:,}" for multiple in MULTIPLES)]
-    return "\n".join(table(head, [names, *losses])).strip()
+                    raise PageError(f"{arm} at {size.name} was not measured at {multiple} times its length")
+                cells.append(f"{found.mean:.3f}")
+            lines.append([words, *cells, f"{len(size.curves(arm))}{' *' if size.name == OTHER_TEXT else ''}"])
+    head = ["", *(f"{multiple * length:,}" for multiple in MULTIPLES), "seeds"]
+    return "\n".join(table(head, [list(column) for column in zip(*lines, strict=True)])).strip()
 
 
 def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,9 +28,10 @@ def page() -> Iterator[ModuleType]:
 def folder(tmp_path: Path, page: ModuleType) -> Path:
     (tmp_path / "study").mkdir()
     arms = [arm for shown in page.SHOWN.values() for arm in shown]
-    for path in (ROOT / "results" / "study").glob("10m-*.json"):
-        if path.stem.removeprefix("10m-").rpartition("-seed")[0] in arms:
-            shutil.copy(path, tmp_path / "study")
+    for size in (page.SIZE, page.OTHER_TEXT):
+        for path in (ROOT / "results" / "study").glob(f"{size}-*.json"):
+            if path.stem.removeprefix(f"{size}-").rpartition("-seed")[0] in arms:
+                shutil.copy(path, tmp_path / "study")
     for name in (page.FILE, page.TRAINING):
         shutil.copy(ROOT / "results" / name, tmp_path)
     (tmp_path / "page.md").write_text(PAGE)
@@ -43,6 +45,15 @@ def test_a_mean_over_seeds(folder: Path, page: ModuleType, capsys: pytest.Captur
         record["evaluation"]["lengths"]["lengths"][0]["loss"] = loss
         path.write_text(json.dumps(record))
     assert "| LSSAR, p = c log N, c learned by each head | 2.500 |" in assert_rewritten(page, folder, capsys)
+
+
+def test_the_text_with_more_seeds_counts(folder: Path, page: ModuleType) -> None:
+    losses = page.blocks_of(folder)["losses"]
+    assert re.search(r"softmax \+ QK-norm \+ log N \|.* 3 \* \|", losses)
+    assert re.search(r"\| softmax \|.* 1 \|", losses)
+    for path in (folder / "study").glob(f"{page.OTHER_TEXT}-softmax-qknorm-logn-seed[12].json"):
+        path.unlink()
+    assert re.search(r"softmax \+ QK-norm \+ log N \|.* 1 \|", page.blocks_of(folder)["losses"])
 
 
 def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
