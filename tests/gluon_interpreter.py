@@ -9,7 +9,8 @@ to the GPU tests. What is kept of the hardware:
   it has come or overwritten while it is still read shows. (NaN would not: kernels have a second look where they meet
   it.)
 - What the copy engine brings has come when its barrier was waited for; a barrier waits for as many bytes as were
-  announced, and one that is never told of any would be waited for in vain, which is an error.
+  announced, and one that is never told of any would be waited for in vain, which is an error. Barriers end, after all
+  of their copies.
 - The tensor cores see what threads wrote to shared memory only after a fence.
 - A load or store outside of the tensor that its pointer came from is an error.
 - The maximum of NaN and a number is the number. Integers do not overflow, and are divided as Python does it.
@@ -211,6 +212,7 @@ class Program:
             init=self.init_barrier,
             expect=self.expect,
             wait=self.wait_for_barrier,
+            invalidate=self.end_barrier,
         )
         self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_tile)
 
@@ -232,6 +234,9 @@ class Program:
         barrier = self.barriers[place.data.data_ptr()]
         if int(phase) == barrier.phase & 1:  # else that phase is over
             barrier.complete()
+
+    def end_barrier(self, place: Shared) -> None:
+        assert self.barriers.pop(place.data.data_ptr()).announced is None, "a barrier ends before its copies have come"
 
     def copy_tile(self, source: Described, at: Sequence[Any], place: Shared, tile: Shared, pred: Any = True) -> None:
         if not pred:
@@ -551,6 +556,7 @@ class InterpretedKernel:
                 interpreted(self.kernel, program, self.called)(*given)
                 assert not program.copies, "copies that no group holds"
                 assert not program.awaited, "copies that nobody waits for"
+                assert not program.barriers, "barriers that do not end"
                 assert not program.products, "products that nobody waits for"
 
         return launch

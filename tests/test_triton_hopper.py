@@ -142,7 +142,7 @@ OTHERS = (
 )
 
 
-OFFSETS = """
+OUTPUT = """
 import re, sys, triton, instructions
 from triton.backends.compiler import GPUTarget
 for name in sys.argv[1:]:
@@ -154,15 +154,19 @@ for name in sys.argv[1:]:
     products = re.findall(r"arith.muli .*_stride.* : i32", found)
     assert widened, name
     assert not products, (name, products)
+    begun, ended = (compiled.asm["ptx"].count(f"mbarrier.{word}") for word in ("init", "inval"))
+    assert begun == ended, (name, begun, ended)
+    assert (begun > 0) != name.endswith("again"), (name, begun)
 """
 
 
-def test_heads_and_sequences_lie_beyond_32_bits() -> None:
-    """Strides below 2^31 are 32 bits to Triton; what they are multiplied by must not be."""
+def test_what_the_compiler_is_told() -> None:
+    """Strides below 2^31 are 32 bits to Triton; what they are multiplied by must not be. And barriers end: else their
+    memory would be used for something else while they count as barriers."""
     names = ["hopper-forward", "hopper-forward-again", "hopper-dq", "hopper-dq-again", "hopper-dkv", "hopper-dkv-again"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
-    run = subprocess.run([sys.executable, "-c", OFFSETS, *names], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", OUTPUT, *names], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 
 

@@ -531,7 +531,7 @@ def test_the_interpreter_sees_addresses_outside() -> None:
 @gluon.jit
 def squared_kernel(
     X, Y, ANNOUNCED: gl.constexpr, WAITED: gl.constexpr, PHASE: gl.constexpr, REFILL: gl.constexpr,
-    num_warps: gl.constexpr,
+    ENDED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Y = X X^T of 64 x 64 numbers, by the copy engine. Right with 8,192 bytes announced, WAITED, PHASE 0 and no
     REFILL."""
@@ -552,15 +552,26 @@ def squared_kernel(
         mbarrier.expect(copied.index(0), 8192)
         tma.async_copy_global_to_shared(X, [0, 0, 0, 0], copied.index(0), ring.index(0))
     y = warpgroup_mma_wait(0, deps=[running])
+    if ENDED == "early":
+        mbarrier.invalidate(copied.index(0))
     if REFILL:
         mbarrier.wait(copied.index(0), 1)
+    if ENDED == "yes":
+        mbarrier.invalidate(copied.index(0))
     gl.store(Y + o_tile, y)
 
 
-def squared(rows: int = 64, announced: int = 8192, waited: bool = True, phase: int = 0, refill: bool = False) -> Any:
+def squared(
+    rows: int = 64,
+    announced: int = 8192,
+    waited: bool = True,
+    phase: int = 0,
+    refill: bool = False,
+    ended: str = "yes",
+) -> Any:
     x, y = randn(1, 1, rows, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
     kernel = InterpretedKernel(squared_kernel, late_products=True)
-    kernel[1, 1, 1](Tiles(x, 64), y, announced, waited, phase, refill, 4)
+    kernel[1, 1, 1](Tiles(x, 64), y, announced, waited, phase, refill, ended, 4)
     x = torch.nn.functional.pad(x[0, 0].float(), (0, 0, 0, 64 - rows))
     return y, x @ x.T
 
@@ -575,8 +586,11 @@ def test_the_interpreter_brings_tiles_by_the_copy_engine() -> None:
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
-        ({"waited": False}, "copies that nobody waits for"),
-        ({"phase": 1}, "copies that nobody waits for"),  # which counts as over
+        ({"waited": False}, "a barrier ends before its copies have come"),
+        ({"waited": False, "ended": "no"}, "copies that nobody waits for"),
+        ({"phase": 1, "ended": "no"}, "copies that nobody waits for"),  # which counts as over
+        ({"ended": "no"}, "barriers that do not end"),
+        ({"refill": True, "ended": "early"}, "a barrier ends before its copies have come"),
         ({"announced": 4096}, "4096 bytes were announced, and 8192 came"),
         ({"announced": 0}, "a barrier is waited for that no copy was announced to"),
         ({"waited": False, "refill": True}, "copies are announced before those of the last phase were waited for"),

@@ -273,6 +273,14 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def no_more(copied, COUNT: gl.constexpr):
+    """After the last wait for any of them. Their memory may be used for something else from here on, and not before:
+    the compiler looks for their last use, and the hardware wants to be told."""
+    for i in gl.static_range(COUNT):
+        mbarrier.invalidate(copied.index(i))
+
+
+@gluon.jit
 def announce(copied, s, ring, TILES: gl.constexpr, wanted=True):
     """Tells the barrier of copies s how many tiles of the ring's size will come, and has to come before them."""
     mbarrier.expect(copied.index(s & 1), TILES * ring.shape[3] * ring.shape[4] * 2, pred=wanted)

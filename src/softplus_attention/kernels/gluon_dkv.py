@@ -22,6 +22,7 @@ from softplus_attention.kernels.gluon_common import (
     barriers,
     copy_tile,
     fineness,
+    no_more,
     not_finite,
     note_trouble,
     noted_place,
@@ -310,6 +311,8 @@ def dkv_block(
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             async_copy.wait_group(0)
             first += high - low
+        no_more(copied, 2)
+        no_more(keys_copied, 1)
         note_trouble(Again, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:

@@ -26,6 +26,7 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     load_layout,
+    no_more,
     norm_layout,
     not_finite,
     note_trouble,
@@ -312,6 +313,8 @@ def dq_block(
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
+        no_more(keys.copied, 2)
+        no_more(rows_copied, 1)
         trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
         note_trouble(Again, trouble)
 

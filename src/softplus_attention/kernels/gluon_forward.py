@@ -26,6 +26,7 @@ from softplus_attention.kernels.gluon_common import (
     copy_tile,
     fineness,
     load_columns,
+    no_more,
     norm_layout,
     not_finite,
     note_trouble,
@@ -403,6 +404,7 @@ def gluon_forward_kernel(
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
         arrived(copied, s)
+    no_more(copied, 2)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     trouble = not_finite(b_out)
