@@ -273,10 +273,11 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def no_more(copied, COUNT: gl.constexpr):
+def no_more(copied):
     """After the last wait for any of them. Their memory may be used for something else from here on, and not before:
     the compiler looks for their last use, and the hardware wants to be told."""
-    for i in gl.static_range(COUNT):
+    count: gl.constexpr = copied.shape[0]
+    for i in gl.static_range(count):
         mbarrier.invalidate(copied.index(i))
 
 

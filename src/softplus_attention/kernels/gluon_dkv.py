@@ -311,8 +311,8 @@ def dkv_block(
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             async_copy.wait_group(0)
             first += high - low
-        no_more(copied, 2)
-        no_more(keys_copied, 1)
+        no_more(copied)
+        no_more(keys_copied)
         note_trouble(Again, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:

@@ -302,7 +302,7 @@ def dq_block(
         if has_starts:
             b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
                 b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys,
- 0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
+                0, full_low, True, True, POWER, POWER_GRAD, BN, layout, out_layout,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments, b_a, b_b = dq_loop(
             b_steep, b_even, b_sum, moments, b_a, b_b, b_zero, q_tile, do_tile, scoring, row, keys,
@@ -313,8 +313,8 @@ def dq_block(
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
-        no_more(keys.copied, 2)
-        no_more(rows_copied, 1)
+        no_more(keys.copied)
+        no_more(rows_copied)
         trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
         note_trouble(Again, trouble)
 

@@ -404,7 +404,7 @@ def gluon_forward_kernel(
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
         arrived(copied, s)
-    no_more(copied, 2)
+    no_more(copied)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     trouble = not_finite(b_out)
