@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,6 +14,15 @@ MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
 
 class PageError(Exception):
     """What is wrong with a page or with the data behind it, for a reader."""
+
+
+def plain(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}"
+
+
+def signed(value: float, digits: int = 3) -> str:
+    text = f"{value:+.{digits}f}"
+    return text[1:] if math.isfinite(value) and float(text) == 0 else text
 
 
 def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> list[str]:

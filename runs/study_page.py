@@ -13,11 +13,10 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
-from page_blocks import PageError, parts_of, rewritten, table
+from page_blocks import PageError, parts_of, plain, rewritten, signed, table
 from study_figures import FIGURES, figure_data, stale_figures, write_figures
 from study_runs import (
     BASELINE,
@@ -28,9 +27,11 @@ from study_runs import (
     gain_error_at,
     loss_at,
     option_words,
+    passkey_at,
     read_study,
     rise,
     spread,
+    timed,
 )
 from study_sizes import OURS, THEIRS, both_measured, degrees_of_freedom, gap_at, slope_at, step_ratio
 
@@ -40,15 +41,6 @@ NOTHING = "No runs yet."
 SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
 LEAST_PASSKEY = 0.9
 MOST_BEHIND = 0.01
-
-
-def plain(value: float, digits: int = 3) -> str:
-    return f"{value:.{digits}f}"
-
-
-def signed(value: float, digits: int = 3) -> str:
-    text = f"{value:+.{digits}f}"
-    return text[1:] if math.isfinite(value) and float(text) == 0 else text
 
 
 def cell(value: Spread | None, show: Callable[[float], str] = plain, *, bold: bool = False) -> str:
@@ -161,12 +153,6 @@ def best_baseline(size: Size, multiple: int) -> tuple[str, float] | None:
             if loss is not None and math.isfinite(loss.mean):
                 found.append((f"`{arm}`" + (f", {option_words(option)}" if option else ""), loss.mean))
     return min(found, key=lambda pair: pair[1], default=None)
-
-
-def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:
-    """The mean over depths and seeds, exact, since nine of ten have to count as 90%."""
-    cells = [Fraction(*cell) for run in runs for cell in run.passkey.get(multiple, [])]
-    return float(sum(cells) / len(cells)) if cells else None
 
 
 def verdict(met: bool, figures: str) -> str:
@@ -300,16 +286,6 @@ def learned_block(size: Size) -> list[str]:
             head = ["lowest to highest head", "learned", *layer_heads(runs)]
             lines += caption(size, kind) + table(head, list(zip(*rows, strict=True)))
     return lines
-
-
-def timed(size: Size) -> dict[str, Spread]:
-    """Milliseconds of a step, of runs beside one of softmax: alone on the GPU, and the same code on the same day."""
-    alone = {arm: [run for run in runs if run.processes == 1] for arm, runs in size.arms.items()}
-    commits = [run.commit for run in alone.get("softmax", [])][:1]
-    times = {
-        arm: spread(1000 * run.step_seconds for run in runs if run.commit in commits) for arm, runs in alone.items()
-    }
-    return {arm: time for arm, time in times.items() if time is not None}
 
 
 def speed_block(size: Size) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import runpy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,22 @@ def gain_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
 def gain_error_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
     """The mean over seeds: they are measured on the same texts, so more seeds do not make it smaller."""
     return spread(curve.gain_error.get(multiple) for curve in curves)
+
+
+def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:
+    """The mean over depths and seeds, exact, since nine of ten have to count as 90%."""
+    cells = [Fraction(*cell) for run in runs for cell in run.passkey.get(multiple, [])]
+    return float(sum(cells) / len(cells)) if cells else None
+
+
+def timed(size: Size) -> dict[str, Spread]:
+    """Milliseconds of a step, of runs beside one of softmax: alone on the GPU, and the same code on the same day."""
+    alone = {arm: [run for run in runs if run.processes == 1] for arm, runs in size.arms.items()}
+    commits = [run.commit for run in alone.get("softmax", [])][:1]
+    times = {
+        arm: spread(1000 * run.step_seconds for run in runs if run.commit in commits) for arm, runs in alone.items()
+    }
+    return {arm: time for arm, time in times.items() if time is not None}
 
 
 def option_words(option: str) -> str:

@@ -1,0 +1,159 @@
+"""What sentences about the study are made of: numbers of its runs, how they are written, and claims that have to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from page_blocks import PageError, plain
+from study_runs import Curve, Run, Size, Spread, gain_at, gain_error_at, loss_at, passkey_at, rise, spread
+
+ROOT = Path(__file__).parents[1]
+LEVEL = 0.005  # nats: what is this near is called level
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+
+class MissingError(Exception):
+    """A run, or what was measured of it, that a sentence speaks of."""
+
+
+class ClaimError(PageError):
+    """A sentence that the runs do not bear, in words."""
+
+
+def holds(condition: bool, claim: str) -> None:
+    if not condition:
+        raise ClaimError(claim)
+
+
+def nats(difference: float) -> str:
+    """The size of a difference whose sign the sentence says."""
+    holds(difference >= 0, f"the words give a difference of {difference:+.4f} the other sign")
+    return plain(difference)
+
+
+def between(values: Iterable[float], write: Callable[[float], str] = plain) -> str:
+    found = list(values)
+    return " to ".join(dict.fromkeys((write(min(found)), write(max(found)))))
+
+
+def gaps(values: Iterable[float]) -> str:
+    return between(values, nats)
+
+
+def listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def each(values: Iterable[float], write: Callable[[float], str] = plain) -> str:
+    return listed(write(value) for value in values)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
+def number(count: int) -> str:
+    return NUMBERS[count] if count < len(NUMBERS) else str(count)
+
+
+def seeds(count: int) -> str:
+    return f"{number(count)} seed{'' if count == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one size. An arm is named as in the study, or as `arm+option` where it was changed at inference."""
+
+    size: Size
+
+    def there(self, value: Spread | float | None, arm: str, what: str) -> float:
+        if value is None:
+            raise MissingError(f"{what} of {arm} at {self.size.name}")
+        return value.mean if isinstance(value, Spread) else value
+
+    def runs(self, arm: str) -> list[Run]:
+        if arm not in self.size.arms:
+            raise MissingError(f"{arm} at {self.size.name}")
+        return self.size.arms[arm]
+
+    def curves(self, arm: str) -> list[Curve]:
+        name, _, option = arm.partition("+")
+        self.runs(name)
+        found = self.size.curves(name, option or None)
+        if not found:
+            raise MissingError(f"{arm} at {self.size.name}")
+        return found
+
+    def count(self, arm: str) -> int:
+        return len(self.curves(arm))
+
+    def loss(self, arm: str, multiple: int) -> float:
+        return self.there(loss_at(self.curves(arm), multiple), arm, f"the loss at {multiple}x")
+
+    def losses(self, arm: str, multiple: int) -> list[float]:
+        """Of each seed."""
+        self.loss(arm, multiple)
+        return [curve.loss[multiple] for curve in self.curves(arm) if multiple in curve.loss]
+
+    def behind(self, arm: str, other: str, multiple: int) -> float:
+        return self.loss(arm, multiple) - self.loss(other, multiple)
+
+    def rise(self, arm: str, multiple: int) -> float:
+        return self.there(rise(self.curves(arm), multiple), arm, f"the loss at 1x and {multiple}x")
+
+    def apart(self, arm: str, multiple: int) -> float:
+        """The highest seed less the lowest."""
+        found = self.losses(arm, multiple)
+        return max(found) - min(found)
+
+    def gain(self, arm: str, multiple: int) -> float:
+        return self.there(gain_at(self.curves(arm), multiple), arm, f"the control at {multiple}x")
+
+    def gain_told_from_none(self, arm: str, multiple: int) -> bool:
+        error = gain_error_at(self.curves(arm), multiple)
+        return abs(self.gain(arm, multiple)) >= 2 * self.there(error, arm, f"the control's error at {multiple}x")
+
+    def passkey(self, arm: str, multiple: int) -> float:
+        return self.there(passkey_at(self.runs(arm), multiple), arm, f"pass keys at {multiple}x")
+
+    def passkeys(self, arm: str, multiple: int) -> list[float]:
+        """Of each seed."""
+        self.passkey(arm, multiple)
+        return [share for run in self.runs(arm) if (share := passkey_at([run], multiple)) is not None]
+
+    def found(self, arm: str, multiple: int) -> list[tuple[int, int]]:
+        """Of each seed: the keys found, and the trials."""
+        self.passkey(arm, multiple)
+        cells = [run.passkey.get(multiple, []) for run in self.runs(arm)]
+        return [(sum(right for right, _ in own), sum(trials for _, trials in own)) for own in cells]
+
+    def inside(self, arm: str, word: str, multiple: int) -> float:
+        found = spread(run.inside.get(multiple, {}).get(word) for run in self.runs(arm))
+        return self.there(found, arm, f"{word} at {multiple}x")
+
+    def below(self, arm: str, other: str, multiples: Iterable[int]) -> bool:
+        """On the mean over seeds, at every one of these lengths."""
+        return all(self.loss(arm, multiple) < self.loss(other, multiple) for multiple in multiples)
+
+    def every_seed_below(self, arm: str, other: str, multiples: Iterable[int]) -> bool:
+        return all(max(self.losses(arm, multiple)) < min(self.losses(other, multiple)) for multiple in multiples)
+
+    def level(self, arm: str, other: str, multiple: int) -> bool:
+        return abs(self.behind(arm, other, multiple)) <= LEVEL
+
+
+@dataclass(frozen=True)
+class Study:
+    sizes: Sequence[Size]
+
+    def __getitem__(self, name: str) -> Facts:
+        for size in self.sizes:
+            if size.name == name:
+                return Facts(size)
+        raise MissingError(f"every run at {name}")
+
+
+Finding = Callable[[Study], str]
