@@ -1,4 +1,4 @@
-"""What sentences about the study are made of: numbers of its runs, how they are written, and claims that have to hold."""
+"""What sentences about the study are made of: numbers of its runs, how they are written, and claims that must hold."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from page_blocks import PageError, plain
 from study_runs import Curve, Run, Size, Spread, gain_at, gain_error_at, loss_at, passkey_at, rise, spread
+from study_sizes import OURS
 
 ROOT = Path(__file__).parents[1]
 LEVEL = 0.005  # nats: what is this near is called level
@@ -157,3 +158,15 @@ class Study:
 
 
 Finding = Callable[[Study], str]
+LONG = (16, 32, 64)
+# Arms by what sentences call them. In the mix every third layer sees everything and has no positions.
+LOGN = "softmax-qknorm-logn"
+WINDOW, YARN = f"{LOGN}+window=512", f"{LOGN}+rope=yarn:16"
+P15, P3, RISING = "lssar-p15", "lssar-p3", "lssar-rising"
+GROWING = f"{RISING}+power=grow:15,2"
+LOGN_MIX = f"{LOGN}-global3"
+LOG_MIX = "lssar-log-global3"
+LOCAL_SOFTMAX = f"{OURS}-local-softmax-learned"
+LOCAL_SOFTMAX_SOFT = f"{LOCAL_SOFTMAX}-soft"
+THEIRS_SOFT = "softmax-qknorm-logn-learned-soft-global3"
+WITHOUT_OFFSET = "lssar-without-offset-learned-log-global3"

@@ -1,4 +1,4 @@
-"""Writes the tables and figures of docs/results.md from the files of runs/study.py.
+"""Writes the tables, figures and findings of docs/results.md from the files of runs/study.py.
 
     python runs/study_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
     python runs/study_page.py --check    writes nothing; exit status 1, naming what is out of date
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from page_blocks import PageError, parts_of, plain, rewritten, signed, table
 from study_figures import FIGURES, figure_data, stale_figures, write_figures
+from study_findings import PROSE, prose_of
 from study_runs import (
     BASELINE,
     Run,
@@ -430,14 +431,15 @@ BLOCKS_OF_ALL: dict[str, Callable[[Sequence[Size]], list[str]]] = {"sizes": size
 SMALL = ("books", "bytes")
 
 
-def blocks_of(sizes: Sequence[Size]) -> dict[str, str]:
+def blocks_of(sizes: Sequence[Size], *, whole: bool = False) -> dict[str, str]:
+    """By name. With `whole` every run that a sentence speaks of has to be there."""
     made = {}
     for name, block in BLOCKS.items():
         shown = [size for size in sizes if name == "runs" or (name == "ablations") == (size.name in SMALL)]
         made[name] = "\n".join(line for size in shown for line in block(size)).strip() or NOTHING
     for name, block_of_all in BLOCKS_OF_ALL.items():
         made[name] = "\n".join(block_of_all(sizes)).strip() or NOTHING
-    return made
+    return made | prose_of(sizes, NOTHING, whole=whole)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -456,11 +458,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.results != RESULTS and not options.results.is_dir():
             raise PageError(f"{options.results} is not a folder")
         sizes = read_study(options.results)
-        text, places = parts_of(options.page, [*BLOCKS, *BLOCKS_OF_ALL])
+        text, places = parts_of(options.page, [*BLOCKS, *BLOCKS_OF_ALL, *PROSE])
+        blocks = blocks_of(sizes, whole=bool(sizes) and options.results == RESULTS)
     except PageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text, changed = rewritten(text, places, blocks_of(sizes))
+    text, changed = rewritten(text, places, blocks)
     data = figure_data([size for size in sizes if size.name not in SMALL])
     if options.check:
         stale = [f"block {name}" for name in changed]

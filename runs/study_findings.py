@@ -1,0 +1,258 @@
+"""The sentences of docs/results.md about what the study found: each number is read from the runs, each claim checked.
+
+A block is written where every run that it speaks of is there. A claim that the runs no longer bear is an error that
+names it: then the sentence has to be rewritten, here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from page_blocks import PageError
+from study_facts import (
+    LOGN,
+    LONG,
+    P15,
+    RISING,
+    ClaimError,
+    Finding,
+    MissingError,
+    Study,
+    gaps,
+    holds,
+    listed,
+    nats,
+    number,
+    plain,
+    seeds,
+)
+from study_findings_ablations import (
+    ABLATION_FINDINGS,
+    how_sure,
+    nor_the_offset,
+    normalised_queries,
+    not_repeatable,
+    not_the_demo,
+    one_set_of_settings,
+    softplus_is_not_needed,
+    the_power_decides,
+)
+from study_findings_keys import (
+    INSIDE_FINDINGS,
+    KEY_FINDINGS,
+    not_measured,
+    practice_was_too_short,
+    step_ratios,
+    step_times,
+    two_find_them_at_each_size,
+)
+from study_findings_mix import (
+    MIX_FINDINGS,
+    SIZES_OF_THE_MIX,
+    long_gaps,
+    millions,
+    no_size_closes_the_gap,
+    the_best_sharpness,
+    the_loss_falls,
+)
+from study_findings_rotary import (
+    ROTARY_FINDINGS,
+    passes_at,
+    rises_of_the_power_15,
+    softmax_ahead_again,
+    softmax_ahead_up_to_8x,
+    the_context_is_not_used,
+    those_that_fail,
+)
+from study_runs import Size
+from study_sizes import OURS, THEIRS
+
+from softplus_attention.report.study import MIX, ROTARY
+
+
+def seeds_of(size: Size) -> str:
+    counts = Counter(len(runs) for runs in size.arms.values())
+    if len(counts) == 1:
+        words = f"{seeds(*counts)} each"
+    else:
+        words = ", ".join(f"{number(arms)} with {seeds(count)}" for count, arms in sorted(counts.items()))
+    return f"{size.name} {len(size.arms)} ({words})"
+
+
+def what_was_trained(study: Study) -> str:
+    large = [study[name] for name in ("10m", "25m", "85m")]
+    farthest = {size.name: f"{size.longest}x" for size in study.sizes}
+    most = max((size.longest for size in study.sizes), default=0)
+    less = [f"{name} to {words}" for name, words in farthest.items() if words != f"{most}x"]
+    return (
+        "Sizes are named by their parameters without the embedding; with it 10m, 25m and 85m have "
+        f"{listed(map(millions, large))}. The best LSSAR and the strongest softmax were trained at all three, arms of "
+        "the mix of layers once more with longer practice of pass keys (10m-keys, 25m-keys), those with rotary "
+        "positions that decide once more on other text (10m-again), and the ablations as a smaller model (books). "
+        f"Arms: {'; '.join(map(seeds_of, study.sizes))}. They are measured to {most}x the training "
+        f"length{f' ({listed(less)})' if less else ''}. The tables have the figures, and the noise is below them."
+    )
+
+
+def answer_headline(study: Study) -> str:
+    once, again = rises_of_the_power_15(study)
+    return (
+        f"**Holds: the loss stays nearly level.** With rotary positions in every layer {those_that_fail(study)} fail "
+        f"within a few training lengths, and LSSAR with the power 15 rises by {once} from 1x to 64x ({again} on other "
+        "text)."
+    )
+
+
+def answer_baseline(study: Study) -> str:
+    softmax_ahead_up_to_8x(study)
+    softmax_ahead_again(study)
+    facts = study["10m-again"]
+    for arm in (P15, RISING):
+        passes_at(study["10m"], arm)
+    from_16x = {arm: gaps(facts.behind(arm, LOGN, multiple) for multiple in LONG) for arm in (P15, RISING)}
+    return (
+        "**Does not hold: that it is better than softmax, once softmax has QK-norm and log N.** That baseline, which "
+        "was missing, is ahead of every LSSAR up to 8x. With more seeds (10m-again) it is ahead to 64x: from 16x on "
+        f"by {from_16x[P15]} of the power 15, and by {from_16x[RISING]} of a power that is raised in training. At "
+        f"10m, with {seeds(study['10m'].count(LOGN))} of it, LSSAR passes it beyond 8x."
+    )
+
+
+def answer_context(study: Study) -> str:
+    the_context_is_not_used(study)
+    return (
+        "**Level is not the same as using the text.** With rotary positions no arm gets anything from the context "
+        "beyond a few training lengths: the control is negative for all of them at 64x, and softmax with a sliding "
+        "window, which costs nothing, is below all of them from 16x on."
+    )
+
+
+def answer_positions(study: Study) -> str:
+    the_loss_falls(study)
+    the_best_sharpness(study)
+    facts = study["10m"]
+    ours, theirs = (-facts.rise(arm, 64) for arm in (OURS, THEIRS))
+    others = [arm for arm in facts.size.of_kind(MIX).arms if arm.startswith("lssar") and arm != OURS]
+    best = all(facts.below(OURS, arm, facts.size.multiples) for arm in others)
+    holds(best, "a factor of log N that each head learns is the best LSSAR in the mix at 10m")
+    return (
+        "**New: positions are most of it.** In a mix of two local layers for each global one, and no positions in "
+        f"the global ones, the loss *falls* with length (from 1x to 64x at 10m by {nats(ours)} for LSSAR, by "
+        f"{nats(theirs)} for softmax). There a high power only costs; the best for LSSAR is a factor of log N that "
+        "each head learns."
+    )
+
+
+def answer_mix(study: Study) -> str:
+    no_size_closes_the_gap(study)
+    sizes = [study[name] for name in SIZES_OF_THE_MIX]
+    at_once = gaps(facts.behind(OURS, THEIRS, 1) for facts in sizes)
+    far = gaps(gap for facts in sizes for gap in long_gaps(facts))
+    return (
+        f"**In that mix LSSAR comes near to softmax and does not beat it**: it is behind by {at_once} at the training "
+        f"length and by {far} from 16x on, where seeds of it are up to "
+        f"{plain(max(facts.apart(OURS, 16) for facts in sizes))} apart. No size closes the gap."
+    )
+
+
+def no_keys_with_rotary_positions(study: Study) -> None:
+    for name in ("10m", "10m-again"):
+        facts = study[name]
+        for arm in facts.size.of_kind(ROTARY).arms:
+            holds(facts.passkey(arm, 16) == 0, f"with rotary positions {arm} finds no pass key at 16x ({name})")
+
+
+def answer_keys(study: Study) -> str:
+    two_find_them_at_each_size(study)
+    no_keys_with_rotary_positions(study)
+    practice_was_too_short(study)
+    return (
+        "**Pass keys are found in that mix, where they were practised at length**: two LSSAR arms at each of two "
+        "sizes find at least 90% at up to 16x. After short practice the best LSSAR finds fewer than softmax, and "
+        "with rotary positions no arm finds any at 16x."
+    )
+
+
+def answer_parts(study: Study) -> str:
+    for finding in (the_power_decides, normalised_queries, softplus_is_not_needed, nor_the_offset):
+        finding(study)
+    return (
+        "**What holds the length is the power, and normalised queries and keys.** Softplus, the 1 that is subtracted "
+        "and the first normalisation are not needed for it (small models, short training: "
+        "[ablations](#ablations-what-each-part-does))."
+    )
+
+
+def answer_time(study: Study) -> str:
+    one_power, learned = step_ratios(study)
+    return (
+        f"**It costs time.** A training step of LSSAR takes {one_power} times softmax's with one power for all heads, "
+        f"and took {learned} times with powers that heads learn; the kernels for these have become faster since."
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bullets, and paragraphs before and after them."""
+
+    bullets: Sequence[Finding] = ()
+    before: Sequence[Finding] = ()
+    after: Sequence[Finding] = ()
+
+    def text(self, study: Study) -> str:
+        """All claims that do not hold are named at once, so that nobody has to mend them one by one."""
+        made: dict[Finding, str] = {}
+        broken, missing = [], []
+        for finding in (*self.before, *self.bullets, *self.after):
+            try:
+                made[finding] = finding(study)
+            except MissingError as error:
+                missing.append(str(error))
+            except ClaimError as error:
+                broken.append(f"{finding.__name__}: {error}")
+        if missing:
+            raise MissingError("; ".join(dict.fromkeys(missing)))
+        if broken:
+            raise ClaimError("; ".join(broken))
+        bullets = "\n".join(f"- {made[finding]}" for finding in self.bullets)
+        parts = [*(made[finding] for finding in self.before), bullets, *(made[finding] for finding in self.after)]
+        return "\n\n".join(filter(None, parts))
+
+
+ANSWERS = (
+    answer_headline, answer_baseline, answer_context, answer_positions, answer_mix, answer_keys, answer_parts,
+    answer_time,
+)  # fmt: skip
+PROSE: dict[str, Block] = {
+    "answer": Block(ANSWERS, after=[what_was_trained]),
+    "rotary-findings": Block(ROTARY_FINDINGS),
+    "mix-findings": Block(MIX_FINDINGS),
+    "key-findings": Block(KEY_FINDINGS),
+    "inside-findings": Block(INSIDE_FINDINGS),
+    "time-findings": Block(before=[step_times]),
+    "not-measured": Block(before=[not_measured]),
+    "ablation-findings": Block(ABLATION_FINDINGS, before=[how_sure], after=[not_the_demo]),
+    "noise-findings": Block(before=[not_repeatable]),
+    "settings": Block([one_set_of_settings]),
+}
+
+
+def prose_of(sizes: Sequence[Size], nothing: str, *, whole: bool) -> dict[str, str]:
+    """The blocks by name. With `whole` a run that is not there is an error; otherwise its block says `nothing`."""
+    study, made = Study(sizes), {}
+    missing, broken = [], []
+    for name, block in PROSE.items():
+        try:
+            made[name] = block.text(study)
+        except MissingError as error:
+            made[name] = nothing
+            missing.append(str(error))
+        except ClaimError as error:
+            broken.append(str(error))
+    if broken:
+        raise PageError(f"the runs do not bear what runs/study_findings*.py says: {'; '.join(broken)}")
+    if missing and whole:
+        raise PageError(f"runs/study_findings*.py speaks of what is not there: {'; '.join(dict.fromkeys(missing))}")
+    return made
