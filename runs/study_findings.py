@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from page_blocks import PageError
+from page_blocks import PageError, plain
 from study_facts import (
     LOGN,
     LONG,
@@ -25,7 +25,6 @@ from study_facts import (
     listed,
     nats,
     number,
-    plain,
     seeds,
 )
 from study_findings_ablations import (

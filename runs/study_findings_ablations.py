@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from page_blocks import plain
 from study_facts import (
     LOGN,
     P15,
@@ -17,7 +18,6 @@ from study_facts import (
     holds,
     listed,
     nats,
-    plain,
     seeds,
 )
 from study_findings_mix import SEARCH, gain_of_a_softer_start
@@ -160,7 +160,8 @@ def not_repeatable(study: Study) -> str:
 
 
 def search(name: str) -> list[dict[str, Any]]:
-    return json.loads(SEARCH.read_text())[name]["runs"]
+    runs: list[dict[str, Any]] = json.loads(SEARCH.read_text())[name]["runs"]
+    return runs
 
 
 def small_vocabulary(start: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from page_blocks import PageError
+from page_blocks import PageError, plain
 from study_facts import (
     LOCAL_SOFTMAX,
     LOG_MIX,
@@ -21,7 +21,6 @@ from study_facts import (
     holds,
     listed,
     percent,
-    plain,
     seeds,
 )
 from study_runs import timed

@@ -62,10 +62,8 @@ def the_loss_falls(study: Study) -> None:
 def positions_are_most_of_it(study: Study) -> str:
     the_loss_falls(study)
     found = [study[name].passkey(arm, 16) for name in ("10m", "25m") for arm in arms_of_the_mix(study[name])]
-    holds(
-        sum(share > 0.5 for share in found) > len(found) / 2,
-        "most arms of the mix find most pass keys at 16x at 10m and 25m",
-    )
+    most = sum(share > 0.5 for share in found) > len(found) / 2
+    holds(most, "most arms of the mix find most pass keys at 16x at 10m and 25m")
     return (
         "**Positions are most of it.** With two local layers for each global one, and no positions in the global "
         "ones, the loss *falls* with length for LSSAR and for softmax with QK-norm and log N (the others were not "
@@ -80,9 +78,8 @@ def the_best_sharpness(study: Study) -> str:
         holds(facts.below(LOG_MIX, arm, multiples), f"in the mix p = 0.6 log N is better than {arm}")
     rising, low = "lssar-global3", CONSTANT[:2]
     holds(all(facts.below(arm, rising, multiples) for arm in low), "in the mix a high power only costs")
-    holds(
-        facts.every_seed_below(OURS, LOG_MIX, (1,)), "learned factors of log N are a little better than 0.6 log N at 1x"
-    )
+    better = facts.every_seed_below(OURS, LOG_MIX, (1,))
+    holds(better, "learned factors of log N are a little better than 0.6 log N at 1x")
     beyond = [m for m in multiples if m > 1]
     meet = all(min(facts.losses(LOG_MIX, m)) - max(facts.losses(OURS, m)) < NEARLY_MEET for m in beyond)
     holds(meet, "beyond 1x the seeds of learned factors and of 0.6 log N nearly meet")
@@ -108,8 +105,9 @@ def near_to_softmax(study: Study) -> str:
 
 def the_learned_scale(study: Study) -> str:
     facts, larger, books = study["10m"], study["25m"], study["books"]
-    holds(all(facts.below(THEIRS, arm, facts.size.multiples) for arm in arms_of_the_mix(facts) if arm != THEIRS),
-          "softmax with a learned scale per head is the strongest arm at 10m")  # fmt: skip
+    others = [arm for arm in facts.size.arms if arm != THEIRS]
+    strongest = all(facts.below(THEIRS, arm, facts.size.multiples) for arm in others)
+    holds(strongest, "softmax with a learned scale per head is the strongest arm at 10m")
     holds(all(larger.level(THEIRS, LOGN_MIX, m) for m in larger.size.multiples), "at 25m the scale makes no difference")
     small = [abs(books.behind(LEARNED_SCALE, PLAIN_SCALE, m)) for m in (1, 4, 16)]
     noise = [max(LEVEL, books.apart(LEARNED_SCALE, m)) for m in (1, 4, 16)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from page_blocks import plain
 from study_facts import (
     GROWING,
     LOGN,
@@ -19,7 +20,6 @@ from study_facts import (
     listed,
     nats,
     number,
-    plain,
     seeds,
 )
 
@@ -52,7 +52,7 @@ def the_headline(study: Study) -> str:
     facts = study["10m"]
     holds(facts.below("softmax", P3, lengths(facts, least=2)), "with the power 3 LSSAR fails faster than softmax")
     return (
-        f"**The paper's headline holds in form.** The baselines {those_that_fail(study)} fail within a few training "
+        f"**The paper's headline holds in form.** Here {those_that_fail(study)} fail within a few training "
         f"lengths, and LSSAR with the power 15 stays nearly level to 64x ({once} above 1x, and {again} at 10m-again). "
         "The power matters as the paper says: with 3 it fails faster than softmax."
     )

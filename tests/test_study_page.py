@@ -82,7 +82,7 @@ def test_block(name: str, made: Path) -> None:
 
 
 def test_what_people_wrote_stays(made: Path, study_page: ModuleType) -> None:
-    assert list(EXPECTED) == [*study_page.BLOCKS, *study_page.BLOCKS_OF_ALL]
+    assert list(EXPECTED) == [*study_page.BLOCKS, *study_page.BLOCKS_OF_ALL, *study_page.PROSE]
     assert (made / "page.md").read_text() == page_with(EXPECTED)
 
 
