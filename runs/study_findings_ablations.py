@@ -16,7 +16,6 @@ from study_facts import (
     Study,
     each,
     holds,
-    listed,
     nats,
     seeds,
 )
@@ -152,10 +151,10 @@ def not_repeatable(study: Study) -> str:
     runs = {run.seed: run.own.loss for run in study["10m-keys"].runs(THEIRS)}
     again = {run["seed"]: run["loss"] for run in search("runs_again_at_10m") if run["seed"] in runs}
     away = {m: [abs(loss[f"{m}x"] - runs[seed][m]) for seed, loss in again.items()] for m in (1, 16, 64)}
-    words = listed(f"{each(values)} away at {multiple}x" for multiple, values in away.items())
+    words = ", ".join(f"{each(values)} at {multiple}x" for multiple, values in away.items())
     return (
         f"A run is not repeatable to the digit either: {seeds(len(again))} of `{THEIRS}` at 10m-keys, trained once "
-        f"more, came out {words} ([log](log.md))."
+        f"more, came out away by {words} ([log](log.md))."
     )
 
 

@@ -65,7 +65,7 @@ def positions_are_most_of_it(study: Study) -> str:
     most = sum(share > 0.5 for share in found) > len(found) / 2
     holds(most, "most arms of the mix find most pass keys at 16x at 10m and 25m")
     return (
-        "**Positions are most of it.** With two local layers for each global one, and no positions in the global "
+        "**The loss falls with length.** With two local layers for each global one, and no positions in the global "
         "ones, the loss *falls* with length for LSSAR and for softmax with QK-norm and log N (the others were not "
         "tried there), to 16x or beyond, and at 10m and 25m most arms find pass keys far beyond the training length."
     )
@@ -86,10 +86,10 @@ def the_best_sharpness(study: Study) -> str:
     learned, three = "lssar-learned-global3", "lssar-p3-global3"
     holds(facts.below(three, learned, multiples), "a constant that heads learn is no better than the constant 3")
     return (
-        "**A high power only costs there**, and the best sharpness is a little of log N: p = 0.6 log N is better "
-        "than the constants that were tried (2, 3, rising to 15) at every length, and a factor of log N that each "
-        f"head learns is a little better at 1x (by {nats(facts.behind(LOG_MIX, OURS, 1))}); beyond it the seeds of "
-        "the two nearly meet. A constant that heads learn is no better than the constant 3."
+        "**A high power only costs**, and the best sharpness is a little of log N: p = 0.6 log N is better than the "
+        "constants that were tried (2, 3, rising to 15) at every length, and a factor of log N that each head learns "
+        f"is a little better at 1x (by {nats(facts.behind(LOG_MIX, OURS, 1))}); beyond it the seeds of the two nearly "
+        "meet. A constant that heads learn is no better than the constant 3."
     )
 
 
@@ -98,8 +98,9 @@ def near_to_softmax(study: Study) -> str:
     holds(facts.level(OURS, LOGN_MIX, 1), "learned factors bring LSSAR level with softmax + QK-norm + log N at 1x")
     window = gaps(-facts.behind(OURS, WINDOW, multiple) for multiple in LONG)
     return (
-        "**With it LSSAR is level with softmax + QK-norm + log N at the training length** at 10m, and behind it by "
-        f"{gaps(long_gaps(facts, OURS, LOGN_MIX))} from 16x on. That is {window} below the sliding window."
+        "**With learned factors of log N LSSAR is level with softmax + QK-norm + log N at the training length** "
+        f"(10m), and behind it by {gaps(long_gaps(facts, OURS, LOGN_MIX))} from 16x on. It is below the sliding "
+        f"window there, by {window}."
     )
 
 
@@ -134,10 +135,10 @@ def the_gap_with_other_text(study: Study) -> str:
     holds(apart, "at 25m-keys seeds of LSSAR are further apart than it is from softmax")
     by_seed = ", ".join(f"{gaps_by_seed(facts, multiple)} at {multiple}x" for multiple in (1, 16, 64))
     return (
-        f"**With other text and {seeds(facts.count(OURS))} (25m-keys) those of LSSAR are further apart than it is "
-        f"from softmax.** It is behind by {nats(facts.behind(OURS, THEIRS, 1))} at 1x and by {gaps(long_gaps(facts))} "
-        f"from 16x on; its seeds are {nats(facts.apart(OURS, 1))} apart at 1x and {nats(facts.apart(OURS, 16))} at "
-        f"16x. Less softmax of the same seed they are {by_seed}."
+        f"**With other text (25m-keys, {seeds(facts.count(OURS))}) seeds of LSSAR are further apart than it is from "
+        f"softmax.** It is behind by {nats(facts.behind(OURS, THEIRS, 1))} at 1x and by {gaps(long_gaps(facts))} from "
+        f"16x on; its seeds are {nats(facts.apart(OURS, 1))} apart at 1x and {nats(facts.apart(OURS, 16))} at 16x. "
+        f"Each seed less softmax of the same seed: {by_seed}."
     )
 
 
@@ -158,15 +159,16 @@ def no_size_closes_the_gap(study: Study) -> str:
         holds(moved <= seeds_differ, f"from 10m to 25m the gap at {m}x does not change beyond what seeds do")
     ratio = large.behind(OURS, THEIRS, 16) / small.behind(OURS, THEIRS, 16)
     holds(1.5 < ratio < 2.5, "at 85m the gap at 16x is about twice that of 10m")
-    at = {m: each((f.behind(OURS, THEIRS, m) for f in (small, middle)), nats) for m in (1, 16)}
-    practised = {m: each((f.behind(OURS, THEIRS, m) for f in (keys, more)), nats) for m in (1, 16)}
+    small_to_middle = {m: " to ".join(nats(f.behind(OURS, THEIRS, m)) for f in (small, middle)) for m in (1, 16)}
+    practised = {m: " to ".join(nats(f.behind(OURS, THEIRS, m)) for f in (keys, more)) for m in (1, 16)}
+    fewest = min(large.count(arm) for arm in (OURS, THEIRS))
     return (
-        f"**No size closes the gap.** From {millions(small)} to {millions(middle)} parameters, all else equal, it is "
-        f"{at[1]} at 1x and {at[16]} at 16x, which seeds differ by too (with longer practice, at 25m-keys with other "
-        f"text too, {practised[1]} at 1x and {practised[16]} at 16x). With {millions(large)} it is as small at the "
-        f"training length ({nats(large.behind(OURS, THEIRS, 1))}) and about twice as large at 16x "
-        f"({nats(large.behind(OURS, THEIRS, 16))}), in runs that also had sequences twice as long and twice the text: "
-        "the slopes in the table mix the three."
+        f"**No size closes the gap.** From {millions(small)} to {millions(middle)} parameters, all else equal, it "
+        f"goes from {small_to_middle[1]} at 1x and from {small_to_middle[16]} at 16x, no more than seeds differ (with "
+        f"longer practice, and at 25m-keys with other text too, from {practised[1]} and from {practised[16]}). With "
+        f"{millions(large)} it is as small at the training length ({nats(large.behind(OURS, THEIRS, 1))}) and about "
+        f"twice as large at 16x ({nats(large.behind(OURS, THEIRS, 16))}), in runs of {seeds(fewest)} that also had "
+        "sequences twice as long and twice the text: the slopes in the table mix the three."
     )
 
 
@@ -236,8 +238,8 @@ def beside_a_softer_softmax(study: Study) -> str:
     )
     words = each([right for right, _ in far], str)
     return (
-        "**Beside a softmax that starts softer it failed at 25m-keys.** With scales of the local softmax at 0.6 at "
-        f"first in place of 1, its seeds are {each(above[1], nats)} above softmax at 1x and "
+        "**The same beside a softmax that starts softer failed at 25m-keys.** With scales of the local softmax at "
+        f"0.6 at first in place of 1, its seeds are {each(above[1], nats)} above softmax at 1x and "
         f"{gaps(v for m in LONG for v in above[m])} from 16x on, and find only keys that lie within a local window (a "
         f"third of the trials to 4x, {words} of {far[0][1]} at 16x). Whether the start or the size did it is not "
         "known: with a start of 1 it was not trained there. Softmax itself is no better for that start there "
@@ -257,14 +259,14 @@ def without_the_offset(study: Study) -> str:
         )
     at = {m: f"{each(facts.losses(WITHOUT_OFFSET, m))} against {each(facts.losses(OURS, m))} at {m}x" for m in (1, 16)}
     return (
-        "**Nor does leaving out the 1 that is subtracted.** In small models it learns faster ([log](log.md)); at "
-        f"10m-keys its seeds lie on both sides of LSSAR's ({at[1]}, {at[16]}). So it is no better a model, and no "
-        "worse than its seeds tell; it needs one pass over the keys in place of two "
+        "**Leaving out the 1 that is subtracted does not close it either.** In small models it learns faster "
+        f"([log](log.md)); at 10m-keys its seeds lie on both sides of LSSAR's ({at[1]}, {at[16]}). So it is no better "
+        "a model, and no worse than its seeds tell; it needs one pass over the keys in place of two "
         "([kernels](kernels.md#without-the-1-that-is-subtracted))."
     )
 
 
 MIX_FINDINGS = (
     positions_are_most_of_it, the_best_sharpness, near_to_softmax, the_learned_scale, the_gap_with_other_text,
-    no_size_closes_the_gap, the_far_context, local_softmax, beside_a_softer_softmax, without_the_offset,
+    no_size_closes_the_gap, the_far_context, local_softmax, without_the_offset, beside_a_softer_softmax,
 )  # fmt: skip

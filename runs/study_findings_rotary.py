@@ -52,9 +52,9 @@ def the_headline(study: Study) -> str:
     facts = study["10m"]
     holds(facts.below("softmax", P3, lengths(facts, least=2)), "with the power 3 LSSAR fails faster than softmax")
     return (
-        f"**The paper's headline holds in form.** Here {those_that_fail(study)} fail within a few training "
-        f"lengths, and LSSAR with the power 15 stays nearly level to 64x ({once} above 1x, and {again} at 10m-again). "
-        "The power matters as the paper says: with 3 it fails faster than softmax."
+        f"**The paper's headline holds in form.** Here {those_that_fail(study)} fail within a few training lengths, "
+        f"and LSSAR with the power 15 stays nearly level to 64x ({once} above 1x, and {again} at 10m-again). The "
+        "power matters as the paper says: with 3 it fails faster than softmax."
     )
 
 
@@ -168,10 +168,10 @@ def level_is_not_using(study: Study) -> str:
     the_context_is_not_used(study)
     yarn = [facts.behind(YARN, WINDOW, m) for facts in (study["10m"], study["10m-again"]) for m in LONG]
     return (
-        "**Level is not the same as using the text.** No arm gets anything from the context beyond a few training "
-        "lengths: the control is negative for all of them at 64x, and softmax with a sliding window, which costs "
-        f"nothing, is below all of them from 16x on. YaRN does not change that here: it is {gaps(yarn)} above the "
-        "window. Nor does another power at inference."
+        "**No arm uses the far context.** None gets anything from the context beyond a few training lengths: the "
+        "control is negative for all of them at 64x, and softmax with a sliding window, which costs nothing, is "
+        f"below all of them from 16x on. YaRN does not change that here: it is {gaps(yarn)} above the window. Nor "
+        "does another power at inference."
     )
 
 

@@ -92,10 +92,12 @@ def test_an_arm_that_is_not_there(arm: str, scripts: SimpleNamespace) -> None:
 def test_seeds_beside_each_other(scripts: SimpleNamespace) -> None:
     ours, theirs = [[4.01, 3.9, 3.8], [4.03, 3.93, 3.83]], [[4.0, 3.885, 3.81], [4.02, 3.925, 3.81]]
     said = scripts.findings_mix.the_gap_with_other_text(made(scripts, "25m-keys", {OURS: ours, THEIRS: theirs}))
-    assert "two seeds (25m-keys)" in said
+    assert "(25m-keys, two seeds)" in said
     assert "behind by 0.010 at 1x and by 0.005 to 0.010 from 16x on" in said
     assert "its seeds are 0.020 apart at 1x and 0.030 at 16x." in said
-    assert said.endswith("they are +0.010 and +0.010 at 1x, +0.015 and +0.005 at 16x, -0.010 and +0.020 at 64x.")
+    assert said.endswith(
+        "of the same seed: +0.010 and +0.010 at 1x, +0.015 and +0.005 at 16x, -0.010 and +0.020 at 64x."
+    )
 
 
 def test_seeds_that_are_nearer_than_the_gap(scripts: SimpleNamespace) -> None:
