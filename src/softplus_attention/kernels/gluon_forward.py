@@ -53,6 +53,9 @@ from softplus_attention.kernels.triton_common import (
     special_log2,
 )
 
+# From here on queries stay in registers, so that products read keys alone from shared memory. Heads of 64 gain nothing
+# by it, and LSSAR has no registers left there.
+LONG_HEAD = gl.constexpr(128)
 MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
 # The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
 # Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
@@ -115,7 +118,7 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
 
 @gluon.jit
 def first_loop(
-    b_scaled, b_product, b_total, b_top, b_zero, q_tile, scoring, keys, ahead, first, low, high,
+    b_scaled, b_product, b_total, b_top, b_zero, queries, scoring, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -132,7 +135,7 @@ def first_loop(
         s = first + j
         arrived(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
-        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, keys.count * BN)
         t = b_scaled * scoring.factor[:, None]  # [BM, BN]
@@ -163,7 +166,7 @@ def logarithms(b_product):
 
 @gluon.jit
 def chunked_loop(
-    b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, low, high,
+    b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -179,7 +182,7 @@ def chunked_loop(
     b_high = b_none.to(gl.int32) if bits else b_top
     for begin in range(low, high, MOST_FACTORS):
         b_scaled, b_product, b_part, b_high, ahead = first_loop(
-            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, q_tile, scoring, keys, ahead, first, begin,
+            b_scaled, b_zero + 1.0, b_none, b_high, b_zero, queries, scoring, keys, ahead, first, begin,
             gl.minimum(begin + MOST_FACTORS, high),
             MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
         )  # fmt: skip
@@ -193,7 +196,7 @@ def chunked_loop(
 
 @gluon.jit
 def sums(
-    b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, first,
+    b_scaled, b_zero, queries, scoring, keys, full_low, full_high, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
@@ -203,15 +206,15 @@ def sums(
     b_top = b_sum + float("-inf")
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-            b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, 0, full_low,
+            b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, 0, full_low,
             True, True, BY_PRODUCT, FINE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, full_low, full_high,
+        b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, full_low, full_high,
         False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
-        b_scaled, b_sum, b_logs, b_top, b_zero, q_tile, scoring, keys, ahead, first, full_high, keys.count,
+        b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, full_high, keys.count,
         True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -222,7 +225,7 @@ def sums(
 
 @gluon.jit
 def second_loop(
-    b_scaled, b_out, b_w, b_weight, b_zero, q_tile, scoring, weighing, keys, ahead, first, low, high,
+    b_scaled, b_out, b_w, b_weight, b_zero, queries, scoring, weighing, keys, ahead, first, low, high,
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -235,7 +238,7 @@ def second_loop(
         s = first + j
         arrived(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
-        scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, keys.count * BN)
         t = b_scaled * scoring.factor[:, None]
@@ -248,7 +251,7 @@ def second_loop(
         b_weight += gl.sum(by_thread(w), 1)
         # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
-        b_w = gl.convert_layout(w.to(q_tile.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
+        b_w = gl.convert_layout(w.to(queries.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
         b_out = warpgroup_mma(b_w, tile_of(keys.v_ring, j & 3), b_out, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
@@ -309,8 +312,11 @@ def gluon_forward_kernel(
     b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
     scoring = RowScores(b_factor, b_start, b_end)
 
+    queries = q_tile
+    if D >= LONG_HEAD:
+        queries = q_tile.load(gl.DotOperandLayout(0, layout, 2))
     b_zero = gl.zeros([BM, BN], gl.float32, layout)
-    scores = warpgroup_mma(q_tile, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
+    scores = warpgroup_mma(queries, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
     n_ahead = wrapped(n_next + BN, tiles * BN)
     announce(copied, 2, k_ring, 1)
@@ -340,7 +346,7 @@ def gluon_forward_kernel(
         if not low_power:  # noqa: SIM102 (the first is decided when compiling)
             if by_polynomial == 0:
                 b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                    b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, 0,
+                    b_scaled, b_zero, queries, scoring, keys, full_low, full_high, ahead, 0,
                     has_starts, True, fine, BN, layout,
                 )  # fmt: skip
                 first = tiles
@@ -350,7 +356,7 @@ def gluon_forward_kernel(
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(
-                b_scaled, b_zero, q_tile, scoring, keys, full_low, full_high, ahead, first,
+                b_scaled, b_zero, queries, scoring, keys, full_low, full_high, ahead, first,
                 has_starts, False, fine, BN, layout,
             )  # fmt: skip
             first += tiles
@@ -382,23 +388,23 @@ def gluon_forward_kernel(
     b_out = warpgroup_mma_init(gl.zeros([BM, D], gl.float32, out_layout))
     if has_starts:
         b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-            b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
+            b_scaled, b_out, b_w, b_partial, b_zero, queries, scoring, weighing, keys, ahead, first,
             0, full_low, True, True, 0, POWER, fine, BN, layout, out_layout,
         )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, queries, scoring, weighing, keys, ahead, first,
         full_low, far_above, False, has_starts, far, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, queries, scoring, weighing, keys, ahead, first,
         far_above, above, False, has_starts, near, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, queries, scoring, weighing, keys, ahead, first,
         above, full_high, False, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_scaled, b_out, b_w, b_partial, ahead = second_loop(
-        b_scaled, b_out, b_w, b_partial, b_zero, q_tile, scoring, weighing, keys, ahead, first,
+        b_scaled, b_out, b_w, b_partial, b_zero, queries, scoring, weighing, keys, ahead, first,
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
