@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from gpu_inputs import (
     DEVICE,
     HALF,
@@ -365,6 +366,7 @@ SANITIZED = """
 import torch, triton
 from softplus_attention import softplus_attention
 triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
+torch.autograd.set_multithreading_enabled(False)  # another thread would not know of the allocator
 q, k, v = (torch.randn(1, 1, 200, {d}, device="cuda", dtype=torch.bfloat16).requires_grad_({step}) for _ in range(3))
 out = softplus_attention(q, k, v, is_causal=True, power={power})
 torch.cuda.synchronize()
@@ -372,7 +374,10 @@ if {step}:
     torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
     torch.cuda.synchronize()
 """
-SANITIZERS = {"debug": {"TRITON_DEBUG": "1"}, "consan": {"TRITON_INSTRUMENTATION_MODE": "consan"}}
+SANITIZERS = {"debug": {"TRITON_DEBUG": "1"}}
+if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+    # Before, it takes copies that share a barrier for a deadlock (triton-lang/triton#9046).
+    SANITIZERS["consan"] = {"TRITON_INSTRUMENTATION_MODE": "consan"}
 
 
 def check_sanitizer(mode: str, power: int | None, step: bool, d: int) -> str:

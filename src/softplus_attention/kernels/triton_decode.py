@@ -217,7 +217,7 @@ def scores_kernel(
 def weights_of(
     p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr, FINE: tl.constexpr
 ):
-    """[BM, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
+    """[BR, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
     f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
@@ -227,12 +227,21 @@ def weights_of(
 
 
 @triton.jit
-def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
-    """[BN, BDV]: the values that some row gives weight; the others are not read."""
+def load_values(p_v, w, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
+    """[BN, BDV] from p_v on: the values that some row gives weight; the others are not read."""
     m_v = (tl.max((w != 0).to(tl.int32), 0) > 0)[:, None]
     if DV != BDV:
         m_v &= o_dv[None, :] < DV
-    return tl.load(p_v + o_n.to(tl.int64)[:, None] * v_stride + o_dv[None, :], mask=m_v, other=0.0)
+    # Offsets within the tile, which stay: addresses from the first key on would be computed anew for every tile.
+    o_v = tl.arange(0, w.shape[1]).to(tl.int64)[:, None] * v_stride + o_dv[None, :]
+    return tl.load(p_v + o_v, mask=m_v, other=0.0)
+
+
+@triton.jit
+def repeated(w, BM: tl.constexpr):
+    """[BR, BN] -> [BM, BN]: a product takes at least 16 rows, arithmetic those that there are."""
+    times: tl.constexpr = BM // w.shape[0]
+    return tl.reshape(tl.broadcast_to(w[None, :, :], [times, w.shape[0], w.shape[1]]), [BM, w.shape[1]])
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -240,15 +249,16 @@ def values_kernel(
     V, Scratch, Lengths, Starts, Power,
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, negligible, growth, v_strides, power_strides,
     f_stride, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr,
-    HAS_POWER_ROWS: tl.constexpr, OFFSET: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
+    HAS_POWER_ROWS: tl.constexpr, OFFSET: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, unwritten where Weight is 0.
+    """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, not to be read where Weight
+    is 0. BR rows to a program, BM where they are multiplied.
 
     POWER 0 is LSSA, > 0 an integer power, -1 a power per row. w <= 1 is multiplied by LIFT before it is rounded for the
     product, so that float16 holds the weight of one key among a million.
     """
-    bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
+    bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BR)
     b_start, b_end = cache_range(
         o_r, o_i, rows, Lengths + b, Starts + b, t_q, t_max, window, HAS_LENGTHS, HAS_STARTS, HAS_WINDOW
     )
@@ -259,17 +269,17 @@ def values_kernel(
     Largest = scratch_at(Scratch, f_units + partial_units)
     p_weight = scratch_at(Scratch, f_units + 2 * partial_units) + o_row * splits + tl.program_id(0)
     if n_first >= n_high:
-        tl.store(p_weight, tl.zeros([BM], tl.float32), mask=m_rows)
+        tl.store(p_weight, tl.zeros([BR], tl.float32), mask=m_rows)
         return
 
     b_counts = (b_end - b_start).to(tl.float32)
-    p_power = Power + b * power_strides[0] + head * power_strides[1] + o_i.to(tl.int64) * power_strides[2]  # [BM]
+    p_power = Power + b * power_strides[0] + head * power_strides[1] + o_i.to(tl.int64) * power_strides[2]  # [BR]
     b_p = row_power(b_counts, p_power, o_r, rows, 0, growth, POWER, HAS_POWER_ROWS)
-    b_totals = tl.zeros([BM, BS], tl.float32)
-    b_tops = tl.zeros([BM, BS], tl.float32)
+    b_totals = tl.zeros([BR, BS], tl.float32)
+    b_tops = tl.zeros([BR, BS], tl.float32)
     for s in tl.range(0, splits, BS, num_stages=1):
         o_s = s + tl.arange(0, BS)
-        o_partial = o_row[:, None] * splits + o_s[None, :]  # [BM, BS]
+        o_partial = o_row[:, None] * splits + o_s[None, :]  # [BR, BS]
         m_partial = m_rows[:, None] & (o_s[None, :] < splits)
         b_totals += tl.load(Total + o_partial, mask=m_partial, other=0.0)
         b_tops = tl.maximum(b_tops, tl.load(Largest + o_partial, mask=m_partial, other=0.0))
@@ -280,7 +290,7 @@ def values_kernel(
     # is exactly 1 at the largest and loses nothing near it.
     b_flat = b_counts < 0
     b_slope = 1.0 / tl.where(b_counts > 0, b_largest, 1.0)
-    b_pivot = tl.zeros([BM], tl.float32)
+    b_pivot = tl.zeros([BR], tl.float32)
     b_bias = b_pivot
     if POWER != 0 and OFFSET:
         b_scale = b_counts / tl.where(b_counts > 0, b_total, 1.0)
@@ -296,15 +306,15 @@ def values_kernel(
 
     o_dv = tl.arange(0, BDV)
     p_v = V + b * v_strides[0] + (bh % h_kv) * v_strides[1]
-    p_f = Scratch + o_row * f_stride  # [BM]
-    b_weight = tl.zeros([BM], tl.float32)
+    p_f = Scratch + o_row * f_stride  # [BR]
+    b_weight = tl.zeros([BR], tl.float32)
     b_out = tl.zeros([BM, BDV], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
         b_weight += tl.sum(w, 1)
-        b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
-        b_out = tl.dot((w * LIFT).to(b_v.dtype), b_v, b_out, input_precision="ieee")
+        b_v = load_values(p_v + tl.cast(n, tl.int64) * v_strides[2], w, v_strides[2], o_dv, DV, BDV)
+        b_out = tl.dot(repeated((w * LIFT).to(b_v.dtype), BM), b_v, b_out, input_precision="ieee")
 
     unspoilt = (b_out - b_out) == 0
     if tl.max(tl.max(tl.where(unspoilt, 0, 1), 1)) > 0:
@@ -315,17 +325,22 @@ def values_kernel(
             for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
                 o_n = n + part + tl.arange(0, 16)
                 w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
-                b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
+                p_part = p_v + tl.cast(n + part, tl.int64) * v_strides[2]
+                b_v = load_values(p_part, w, v_strides[2], o_dv, DV, BDV)
                 finite = (b_v - b_v) == 0
                 b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)
-                b_again = tl.dot((w * LIFT).to(b_v.dtype), b_clean, b_again, input_precision="ieee")
+                b_again = tl.dot(repeated((w * LIFT).to(b_v.dtype), BM), b_clean, b_again, input_precision="ieee")
                 some = tl.where(w != 0, 1.0, 0.0).to(b_v.dtype)
-                b_bad = tl.dot(some, tl.where(finite, 0.0, 1.0).to(b_v.dtype), b_bad, input_precision="ieee")
+                b_bad = tl.dot(
+                    repeated(some, BM), tl.where(finite, 0.0, 1.0).to(b_v.dtype), b_bad, input_precision="ieee"
+                )
         b_out = tl.where(unspoilt, b_out, tl.where(b_bad > 0, float("nan"), b_again))
 
     tl.store(p_weight, b_weight, mask=m_rows)
+    o_m = tl.arange(0, BM)
+    o_row = bh * rows + tl.program_id(2) * BR + o_m
     p_out = scratch_at(Scratch, f_units + 3 * partial_units) + (o_row * splits + tl.program_id(0)) * DV  # [BM]
-    m_out = (m_rows & (b_weight != 0))[:, None] & (o_dv[None, :] < DV)
+    m_out = ((o_m < BR) & (tl.program_id(2) * BR + o_m < rows))[:, None] & (o_dv[None, :] < DV)
     tl.store(p_out[:, None] + o_dv[None, :], b_out * (1.0 / LIFT), mask=m_out)
 
 

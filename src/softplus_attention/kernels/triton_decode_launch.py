@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     scratch: int
     heavy: bool
     precise: bool
-    constants: tuple[int, ...]  # BD, BDV, BM, BN
+    constants: tuple[int, ...]  # BD, BDV, BR, BM, BN
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +62,7 @@ def plan_for(
     # Block sizes as measured on an H200 (docs/kernels.md); a heavy tile needs more threads to hold it.
     heavy = precise or bm * width >= 32 * 128
     grid = (splits, batch * h_kv, row_blocks)
-    constants = (bd, bdv, bm, bn)
+    constants = (bd, bdv, min(bm, 1 << (rows - 1).bit_length()), bm, bn)
     return Plan(grid, rows, splits, f_stride, f_units, partial_units, scratch, heavy, precise, constants)
 
 
@@ -138,7 +138,7 @@ def decode(
 
     code = power_code(sharpen, power, power_rows, power_by_length)
     visible = (cache_seqlens is not None, cache_starts is not None, window is not None)
-    bd, bdv, bm, bn = plan.constants
+    bd, bdv, br, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
     fine = exactness(precise, needs_long_polynomial(code, dtype))
@@ -162,7 +162,7 @@ def decode(
         launch(
             kernels.values_kernel, plan.grid, (v, scratch, lengths, starts, powers), (
                 *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides, plan.f_stride, *visible, code,
-                power_rows is not None, offset, dv, bdv, bm, bn, 64, lift, 3, fine,
+                power_rows is not None, offset, dv, bdv, br, bm, bn, 64, lift, 3, fine,
             ),
             {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key), stream,
         )  # fmt: skip
