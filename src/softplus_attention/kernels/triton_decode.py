@@ -227,21 +227,21 @@ def weights_of(
 
 
 @triton.jit
-def load_values(p_v, w, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
-    """[BN, BDV] from p_v on: the values that some row gives weight; the others are not read."""
+def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
+    """[BN, BDV]: the values that some row gives weight; the others are not read."""
     m_v = (tl.max((w != 0).to(tl.int32), 0) > 0)[:, None]
     if DV != BDV:
         m_v &= o_dv[None, :] < DV
-    # Offsets within the tile, which stay: addresses from the first key on would be computed anew for every tile.
-    o_v = tl.arange(0, w.shape[1]).to(tl.int64)[:, None] * v_stride + o_dv[None, :]
-    return tl.load(p_v + o_v, mask=m_v, other=0.0)
+    return tl.load(p_v + o_n.to(tl.int64)[:, None] * v_stride + o_dv[None, :], mask=m_v, other=0.0)
 
 
 @triton.jit
 def repeated(w, BM: tl.constexpr):
     """[BR, BN] -> [BM, BN]: a product takes at least 16 rows, arithmetic those that there are."""
-    times: tl.constexpr = BM // w.shape[0]
-    return tl.reshape(tl.broadcast_to(w[None, :, :], [times, w.shape[0], w.shape[1]]), [BM, w.shape[1]])
+    if w.shape[0] < BM:
+        w = tl.broadcast_to(w[None, :, :], [BM // w.shape[0], w.shape[0], w.shape[1]])
+        w = tl.reshape(w, [BM, w.shape[2]])
+    return w
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -313,7 +313,7 @@ def values_kernel(
         o_n = n + tl.arange(0, BN)
         w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
         b_weight += tl.sum(w, 1)
-        b_v = load_values(p_v + tl.cast(n, tl.int64) * v_strides[2], w, v_strides[2], o_dv, DV, BDV)
+        b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
         b_out = tl.dot(repeated((w * LIFT).to(b_v.dtype), BM), b_v, b_out, input_precision="ieee")
 
     unspoilt = (b_out - b_out) == 0
@@ -325,8 +325,7 @@ def values_kernel(
             for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
                 o_n = n + part + tl.arange(0, 16)
                 w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
-                p_part = p_v + tl.cast(n + part, tl.int64) * v_strides[2]
-                b_v = load_values(p_part, w, v_strides[2], o_dv, DV, BDV)
+                b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
                 finite = (b_v - b_v) == 0
                 b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)
                 b_again = tl.dot(repeated((w * LIFT).to(b_v.dtype), BM), b_clean, b_again, input_precision="ieee")
