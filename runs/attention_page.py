@@ -97,6 +97,12 @@ def between(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def times_of_a_sequence(rows: Sequence[Row], section: str, name: str) -> dict[tuple[int, int], float]:
+    """By head dimension and length. Memory does not hold as many sequences of one contender as of another."""
+    chosen = [x for x in rows if (x["section"], x["contender"]) == (section, name)]
+    return {(x["head_dim"], x["length"]): x["total_ms"] / x["batch"] for x in chosen}
+
+
 def goals_table(rows: Sequence[Row]) -> str:
     """What was to be reached, and what is: ratios to FlashAttention-2 but for the last two."""
 
@@ -118,11 +124,9 @@ def goals_table(rows: Sequence[Row]) -> str:
     lines.append(("memory of a training step", of("train", "lssar p=15", "step_ratio", lambda x: True), 1.5, 1.3))
     cached = of("decode", "lssar p=15 unit keys", "forward_ratio", lambda x: x["length"] >= 32768)
     lines.append(("decode from 32K keys, unit keys / the fastest SDPA", cached, 1.2, 0.9))
-    of_compiled, of_ours = ("compile", "reference compiled"), ("train", "lssar p=15")
     plain, ours = (
-        {(x["head_dim"], x["length"]): x["total_ms"] / x["batch"] for x in rows if (x["section"], x["contender"]) == kind}
-        for kind in (of_compiled, of_ours)
-    )  # of one sequence: memory may not hold as many of the reference
+        times_of_a_sequence(rows, *kind) for kind in (("compile", "reference compiled"), ("train", "lssar p=15"))
+    )
     shares = [ours[place] / total for place, total in plain.items()]
     lengths = ", ".join(f"{length}" for _, length in sorted(plain))
     lines.append((f"LSSAR forward + backward / compiled reference, T = {lengths}", shares, 0.2, 0.1))
