@@ -95,9 +95,8 @@ def what_is_met(results: dict[str, Any]) -> str:
     limits = (
         f"{number(len(every) - len(missed))} of the {number(len(every))}" if missed else f"all {number(len(every))}"
     )
-    words = [
-        f'{limits.capitalize()} {number(len(every))} limits ("at most") are met, and {number(len(reached))} goals{names}.'
-    ]
+    words = [f'{limits.capitalize()} {number(len(every))} limits ("at most") are met, and {number(len(reached))}']
+    words.append(f"goals{names}.")
     words += [f"Missed is {goal.name}, {missed_by(goal, goal.most)}." for goal in missed]
     decoding = of_decoding(results["rows"])
     if decoding.met == "yes":
