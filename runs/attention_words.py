@@ -92,9 +92,7 @@ def what_is_met(results: dict[str, Any]) -> str:
     reached = [goal for goal in every if goal.met == "goal"]
     missed = [goal for goal in every if goal.met == "no"]
     names = f' ("goal": {", ".join(goal.name for goal in reached)})' if reached else ""
-    limits = (
-        f"{number(len(every) - len(missed))} of the {number(len(every))}" if missed else f"all {number(len(every))}"
-    )
+    limits = f"{number(len(every) - len(missed))} of the" if missed else "all"
     words = [f'{limits.capitalize()} {number(len(every))} limits ("at most") are met, and {number(len(reached))}']
     words.append(f"goals{names}.")
     words += [f"Missed is {goal.name}, {missed_by(goal, goal.most)}." for goal in missed]
