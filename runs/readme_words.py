@@ -12,7 +12,20 @@ from typing import Any
 
 from attention_rows import BASELINE, FASTEST, LEARNED, LONG, OURS, SHORT, Row, column, over, rows_of
 from attention_words import HOST, host_times, long_caches, the_fastest
-from claims import between, each, gaps, holds, hundredths, listed, number, percent, seeds, sentences, tenths
+from claims import (
+    MissingError,
+    between,
+    each,
+    gaps,
+    holds,
+    hundredths,
+    listed,
+    number,
+    percent,
+    seeds,
+    sentences,
+    tenths,
+)
 from newton_page import ENGINES, groups, laws_found
 from page_blocks import plain, table
 from study_facts import LOGN, P15, RISING, Facts, Study
@@ -205,6 +218,8 @@ def newtons_law(measured: Measured) -> str:
 
 
 def numerical_stability(measured: Measured) -> str:
+    if not measured.stability:
+        raise MissingError("runs of runs/stability.py")
     for size, precision in {(run["size"], run["precision"]) for run in measured.stability}:
         alike = [run for run in measured.stability if (run["size"], run["precision"]) == (size, precision)]
         highest = max(run["learning_rate"] for run in alike)
