@@ -44,13 +44,14 @@ from study_findings_rotary import (
     the_context_is_not_used,
     the_headline,
 )
+from study_runs import SMALL
 from study_sizes import OURS as BEST
 from study_sizes import THEIRS
 
 from softplus_attention.report.stability import final_loss
 from softplus_attention.report.study import MIX, ROTARY
 
-SMALL = "books"  # the size of the ablations
+ABLATIONS = "books"
 NAMES_OF_THE_DEMO = ("LSSAR", "softmax + QK-norm + log N", "softmax")
 NORMALISED = ("softmax-qknorm-logn", "lssar")
 Found = dict[str, Any]
@@ -67,7 +68,7 @@ class Measured:
 
 
 def the_demo(measured: Measured) -> str:
-    demo, settings, books = measured.demo, measured.demo["settings"], measured.study[SMALL]
+    demo, settings, books = measured.demo, measured.demo["settings"], measured.study[ABLATIONS]
     level_in_the_demo(demo["loss"])
     ours, logn, softmax = (demo["loss"][name][-1] - demo["loss"][name][0] for name in NAMES_OF_THE_DEMO)
     holds(ours < logn < softmax, "in the demo softmax climbs, with QK-norm and log N a little, LSSAR least")
@@ -118,14 +119,14 @@ def which_power(measured: Measured) -> str:
 def models(measured: Measured) -> str:
     study, facts = measured.study, measured.study["10m"]
     length = facts.size.any_run.config["sequence_length"]
-    large = [size for size in study.sizes if size.name != SMALL]
+    large = [size for size in study.sizes if size.name not in SMALL]
     arms = {arm for size in large for arm in size.arms}
     largest = max((Facts(size) for size in large), key=lambda one: one.size.any_run.parameters)
     return (
         f"Models of {millions(facts)} parameters, trained at {length} tokens, read at up to "
         f"{length * facts.size.longest:,}; validation loss in nats, means over seeds; * on other text than the rest "
         f"([docs/results.md](docs/results.md) has {len(arms)} arms, sizes to {millions(largest)}, "
-        f"{len(study[SMALL].size.arms)} ablations and the noise):"
+        f"{len(study[ABLATIONS].size.arms)} ablations and the noise):"
     )
 
 
