@@ -152,7 +152,7 @@ def better_than_softmax(measured: Measured) -> str:
         "**Only against plain softmax, and beyond the training length.** Softmax of cosines times log N, the baseline "
         f"that the paper lacks, is ahead of every LSSAR at every length: by {gap[RISING]} from {FAR[0]} times on where "
         f"the power is raised in training, by {gap[P15]} with p = 15, which costs "
-        f"{gaps([again.behind(P15, LOGN, 1)], 2)} at the training length. (On the other text, with "
+        f"{gaps([again.behind(P15, LOGN, 1)], 2)} at the training length. (Rows with *; on the other text, with "
         f"{seeds(once.count(LOGN))} of that softmax, LSSAR was ahead from {passes} times on.)"
     )
 
