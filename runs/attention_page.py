@@ -1,21 +1,26 @@
-"""Writes the GPU tables of docs/performance.md from the results of benchmarks/attention.py.
+"""Writes the tables and the sentences of docs/performance.md from the results of the benchmarks.
 
-python runs/attention_page.py            rewrites what stands between <!-- begin: attention-* --> and its end
+python runs/attention_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
 python runs/attention_page.py --check    writes nothing; exit status 1 where it would
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from page_blocks import PageError, table, write_page
+from attention_rows import FILE, SHOWN_IN_DECODE, Row, goals, read_benchmark, read_results
+from attention_words import decoding, the_host, the_run, what_is_met
+from claims import between, hundredths, written
+from cpu_tables import FILE as CPU
+from cpu_tables import memory_table, the_cpu_run, time_table
+from page_blocks import table, write_page
+from training_tables import FILE as TRAINING
+from training_tables import the_training_run, training_table
 
 ROOT = Path(__file__).parents[1]
-FILE = "attention-h200.json"
 NAMES = {
     "sdpa flash": "SDPA, FlashAttention-2",
     "sdpa cudnn": "SDPA, cuDNN",
@@ -33,29 +38,12 @@ NAMES = {
     "lssar p=15 unit keys": "LSSAR, p = 15, cache of unit keys",
 }
 OF_DECODE = NAMES | {"lssar p=15": "LSSAR, p = 15, cache of raw keys"}
-SHOWN_IN_DECODE = ("sdpa cudnn", "sdpa flash", "flex softmax", "lssar p=15 unit keys", "lssar p=15")
-NEEDED = [
-    *(("train", name) for name in ("sdpa flash", "lssar p=15", "lssa")),
-    *(("decode", name) for name in SHOWN_IN_DECODE),
-    ("compile", "reference compiled"),
-]
-Row = dict[str, Any]
 
 
 def number(x: float | None) -> str:
     if x is None:
         return ""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
-def read_rows(path: Path) -> list[Row]:
-    if not path.exists():
-        raise PageError(f"{path} is not there: benchmarks/attention.py writes it")
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["status"] == "ok"]
-    there = {(row["section"], row["contender"]) for row in rows}
-    if missing := [f"{name} of {section}" for section, name in NEEDED if (section, name) not in there]:
-        raise PageError(f"{path} has no rows for {', '.join(missing)}")
-    return rows
 
 
 def times(row: Row | None) -> str:
@@ -92,71 +80,50 @@ def decode_table(rows: Sequence[Row]) -> str:
     return "\n".join(table(["", *(f"{length:,}" for length in lengths)], columns)).strip()
 
 
-def between(values: Sequence[float]) -> str:
-    low, high = (f"{x:.2f}" for x in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
-
-
-def times_of_a_sequence(rows: Sequence[Row], section: str, name: str) -> dict[tuple[int, int], float]:
-    """By head dimension and length. Memory does not hold as many sequences of one contender as of another."""
-    chosen = [x for x in rows if (x["section"], x["contender"]) == (section, name)]
-    return {(x["head_dim"], x["length"]): x["total_ms"] / x["batch"] for x in chosen}
-
-
 def goals_table(rows: Sequence[Row]) -> str:
-    """What was to be reached, and what is: ratios to FlashAttention-2 but for the last two."""
-
-    def of(section: str, name: str, what: str, which: Callable[[Row], bool]) -> list[float]:
-        return [x[what] for x in rows if x["section"] == section and x["contender"] == name and which(x)]
-
-    lines: list[tuple[str, list[float], float, float]] = []
-    for d, most, goal in ((128, 1.3, 0.95), (64, 1.6, 1.15)):
-        values = of("train", "lssar p=15", "ratio", lambda x, d=d: x["head_dim"] == d and x["length"] >= 4096)
-        lines.append((f"LSSAR forward + backward, D = {d}, T from 4096", values, most, goal))
-    short = of("train", "lssar p=15", "ratio", lambda x: x["length"] == 1024)
-    lines.append(("the same at T = 1024, both D", short, 1.7, 1.4))
-    for d, most, goal in ((128, 1.3, 0.9), (64, 1.6, 1.2)):
-        values = of("train", "lssar p=15", "forward_ratio", lambda x, d=d: x["head_dim"] == d)
-        lines.append((f"LSSAR forward alone, D = {d}, all T", values, most, goal))
-    for d in (128, 64):
-        values = of("train", "lssa", "forward_ratio", lambda x, d=d: x["head_dim"] == d)
-        lines.append((f"LSSA forward, D = {d}, all T", values, 0.85, 0.7))
-    lines.append(("memory of a training step", of("train", "lssar p=15", "step_ratio", lambda x: True), 1.5, 1.3))
-    cached = of("decode", "lssar p=15 unit keys", "forward_ratio", lambda x: x["length"] >= 32768)
-    lines.append(("decode from 32K keys, unit keys / the fastest SDPA", cached, 1.2, 0.9))
-    plain, ours = (
-        times_of_a_sequence(rows, *kind) for kind in (("compile", "reference compiled"), ("train", "lssar p=15"))
-    )
-    shares = [ours[place] / total for place, total in plain.items()]
-    lengths = ", ".join(f"{length}" for _, length in sorted(plain))
-    lines.append((f"LSSAR forward + backward / compiled reference, T = {lengths}", shares, 0.2, 0.1))
+    every = goals(rows)
     columns = [
-        [line[0] for line in lines],
-        [between(line[1]) for line in lines],
-        [f"{line[2]:g}" for line in lines],
-        [f"{line[3]:g}" for line in lines],
-        ["goal" if max(x) <= goal else "yes" if max(x) <= most else "no" for _, x, most, goal in lines],
+        [goal.words for goal in every],
+        [between(goal.values, hundredths) for goal in every],
+        [f"{goal.most:g}" for goal in every],
+        [f"{goal.goal:g}" for goal in every],
+        [goal.met for goal in every],
     ]
     return "\n".join(table(["", "measured", "at most", "goal", "met"], columns)).strip()
 
 
+def of_section(results: dict[str, Any], section: str, head_dim: int | None = None) -> list[Row]:
+    return [row for row in results["rows"] if row["section"] == section and head_dim in (None, row["head_dim"])]
+
+
+Block = Callable[[dict[str, Any]], str]
+OF_ATTENTION: dict[str, Block] = {
+    "attention-run": the_run,
+    "attention-d64": lambda results: by_length(of_section(results, "train", 64), NAMES),
+    "attention-d128": lambda results: by_length(of_section(results, "train", 128), NAMES),
+    "attention-host": the_host,
+    "attention-compiled": lambda results: by_length(of_section(results, "compile"), NAMES),
+    "attention-goals": lambda results: goals_table(results["rows"]),
+    "attention-met": what_is_met,
+    "attention-decode": lambda results: decode_table(of_section(results, "decode")),
+    "attention-decoding": decoding,
+}
+OF_CPU: dict[str, Block] = {"cpu-run": the_cpu_run, "cpu-time": time_table, "cpu-memory": memory_table}
+OF_TRAINING: dict[str, Block] = {"training-run": the_training_run, "training-times": training_table}
+BLOCKS = [*OF_CPU, *OF_ATTENTION, *OF_TRAINING]
+
+
 def blocks_of(results: Path) -> dict[str, str]:
-    rows = read_rows(results / FILE)
-    train = [row for row in rows if row["section"] == "train"]
-    made = [row for row in rows if row["section"] == "compile"]
     return {
-        "attention-d64": by_length([row for row in train if row["head_dim"] == 64], NAMES),
-        "attention-d128": by_length([row for row in train if row["head_dim"] == 128], NAMES),
-        "attention-compiled": by_length(made, NAMES),
-        "attention-decode": decode_table([row for row in rows if row["section"] == "decode"]),
-        "attention-goals": goals_table(rows),
+        **written(OF_CPU, read_results(results / CPU, "benchmarks/cpu.py"), "runs/cpu_tables.py"),
+        **written(OF_ATTENTION, read_benchmark(results / FILE), "runs/attention_words.py"),
+        **written(OF_TRAINING, read_results(results / TRAINING, "benchmarks/training.py"), "runs/training_tables.py"),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     page = ROOT / "docs" / "performance.md"
-    names = ["attention-d64", "attention-d128", "attention-compiled", "attention-decode", "attention-goals"]
-    return write_page("attention_page.py", arguments, ROOT / "results", page, names, blocks_of)
+    return write_page("attention_page.py", arguments, ROOT / "results", page, BLOCKS, blocks_of)
 
 
 if __name__ == "__main__":

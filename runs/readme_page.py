@@ -1,4 +1,4 @@
-"""Writes the tables of README.md from results/study and the results of benchmarks/attention.py and training.py.
+"""Writes the tables of README.md, and the sentences about what was measured, from the files of results/.
 
 python runs/readme_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
 python runs/readme_page.py --check    writes nothing; exit status 1 where it would
@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_page import FILE, Row, between, read_rows
+from attention_rows import FILE, LONG, LONG_CACHE, OURS, STAGE_1, UNIT_KEYS, Row, read_benchmark, read_results, rows_of
+from claims import MissingError, between, hundredths, written
+from cpu_tables import FILE as CPU
 from page_blocks import PageError, table, write_page
+from readme_words import WORDS, Measured
+from study_facts import Study
 from study_runs import Size, loss_at, read_study
+from training_tables import FILE as TRAINING
 
 ROOT = Path(__file__).parents[1]
-TRAINING = "training-h200.json"
 SIZE, OTHER_TEXT = "10m", "10m-again"  # the same models and steps
 MULTIPLES = (1, 16, 64)
-LONG = 4096
-LONG_CACHE = 32768
 SHOWN = {
     "rotary positions in every layer": {
         "softmax": "softmax",
@@ -61,47 +63,52 @@ def losses_table(sizes: Sequence[Size]) -> str:
     return "\n".join(table(head, [list(column) for column in zip(*lines, strict=True)])).strip()
 
 
-def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:
-    def of(section: str, name: str, what: str, which: Callable[[Row], bool]) -> list[str]:
-        """By head dimension."""
-        chosen = [x for x in rows if (x["section"], x["contender"]) == (section, name) and which(x)]
-        values = [[x[what] for x in chosen if x["head_dim"] == d] for d in (64, 128)]
-        if not chosen:
-            raise PageError(f"{FILE} has no {what} of {name} in {section} at these lengths")
-        return [between(column) if column else "" for column in values]
+def by_head_dim(rows: Sequence[Row], word: str) -> list[str]:
+    values = [[row[word] for row in rows if row["head_dim"] == d] for d in (64, 128)]
+    return [between(column, hundredths) if column else "" for column in values]
 
+
+def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:
     whole_model = next((x["time_to_softmax"] for x in training if x["attention"] == "lssar"), None)
     if whole_model is None:
-        raise PageError(f"{TRAINING} has no row for lssar")
+        raise MissingError(f"lssar in {TRAINING}")
+    long = rows_of(rows, OURS, least=LONG)
     lines = {
-        f"LSSAR, training step of the op, {LONG:,} tokens and more": of(
-            "train", "lssar p=15", "ratio", lambda x: x["length"] >= LONG
+        f"LSSAR, training step of the op, {LONG:,} tokens and more": by_head_dim(long, "ratio"),
+        "LSSAR, forward alone": by_head_dim(rows_of(rows, OURS), "forward_ratio"),
+        "LSSA, forward alone": by_head_dim(rows_of(rows, STAGE_1), "forward_ratio"),
+        "LSSAR, memory of a training step": by_head_dim(rows_of(rows, OURS), "step_ratio"),
+        "LSSAR, decoding from 32K keys and more, cache of unit keys, to the fastest SDPA": by_head_dim(
+            rows_of(rows, UNIT_KEYS, "decode", least=LONG_CACHE), "forward_ratio"
         ),
-        "LSSAR, forward alone": of("train", "lssar p=15", "forward_ratio", lambda x: True),
-        "LSSA, forward alone": of("train", "lssa", "forward_ratio", lambda x: True),
-        "LSSAR, memory of a training step": of("train", "lssar p=15", "step_ratio", lambda x: True),
-        "LSSAR, decoding from 32K keys and more, cache of unit keys, to the fastest SDPA": of(
-            "decode", "lssar p=15 unit keys", "forward_ratio", lambda x: x["length"] >= LONG_CACHE
-        ),
-        "LSSAR, training step of GPT-2 small at 1,024 tokens, to softmax's": [f"{whole_model:.2f}", ""],
+        "LSSAR, training step of GPT-2 small at 1,024 tokens, to softmax's": [hundredths(whole_model), ""],
     }
     columns = [list(lines), *([cells[i] for cells in lines.values()] for i in (0, 1))]
     return "\n".join(table(["", "head dimension 64", "128"], columns)).strip()
 
 
+def measured_in(results: Path, sizes: Sequence[Size]) -> Measured:
+    return Measured(
+        Study(sizes),
+        read_benchmark(results / FILE)["rows"],
+        read_results(results / CPU, "benchmarks/cpu.py"),
+        read_results(results / "demo.json", "softplus-attention demo"),
+        [read_results(results / "newton" / name, "softplus-attention newton") for name in ("cpu.json", "h200.json")],
+        [json.loads(path.read_text()) for path in sorted((results / "stability").glob("*.json"))],
+    )
+
+
 def blocks_of(results: Path) -> dict[str, str]:
-    training = results / TRAINING
-    if not training.exists():
-        raise PageError(f"{training} is not there: benchmarks/training.py writes it")
-    return {
-        "losses": losses_table(read_study(results / "study")),
-        "speed": speed_table(read_rows(results / FILE), json.loads(training.read_text())["rows"]),
-    }
+    training = read_results(results / TRAINING, "benchmarks/training.py")["rows"]
+    sizes = read_study(results / "study")
+    losses = losses_table(sizes)
+    tables = {"losses": lambda _: losses, "speed": lambda measured: speed_table(measured.attention, training)}
+    return written({**tables, **WORDS}, measured_in(results, sizes), "runs/readme_words.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    page = ROOT / "README.md"
-    return write_page("readme_page.py", arguments, ROOT / "results", page, ["losses", "speed"], blocks_of)
+    names = ["losses", "speed", *WORDS]
+    return write_page("readme_page.py", arguments, ROOT / "results", ROOT / "README.md", names, blocks_of)
 
 
 if __name__ == "__main__":

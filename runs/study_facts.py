@@ -1,4 +1,4 @@
-"""What sentences about the study are made of: numbers of its runs, how they are written, and claims that must hold."""
+"""What sentences about the study are made of: numbers of its runs."""
 
 from __future__ import annotations
 
@@ -6,62 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from page_blocks import PageError, plain
+from claims import MissingError
 from study_runs import Curve, Run, Size, Spread, gain_at, gain_error_at, loss_at, passkey_at, rise, spread
 from study_sizes import OURS
 
 ROOT = Path(__file__).parents[1]
 LEVEL = 0.005  # nats: what is this near is called level
-NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
-
-class MissingError(Exception):
-    """A run, or what was measured of it, that a sentence speaks of."""
-
-
-class ClaimError(PageError):
-    """A sentence that the runs do not bear, in words."""
-
-
-def holds(condition: bool, claim: str) -> None:
-    if not condition:
-        raise ClaimError(claim)
-
-
-def nats(difference: float) -> str:
-    """The size of a difference whose sign the sentence says."""
-    holds(difference >= 0, f"the words give a difference of {difference:+.4f} the other sign")
-    return plain(difference)
-
-
-def between(values: Iterable[float], write: Callable[[float], str] = plain) -> str:
-    found = list(values)
-    return " to ".join(dict.fromkeys((write(min(found)), write(max(found)))))
-
-
-def gaps(values: Iterable[float]) -> str:
-    return between(values, nats)
-
-
-def listed(words: Iterable[str]) -> str:
-    *first, last = words
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def each(values: Iterable[float], write: Callable[[float], str] = plain) -> str:
-    return listed(write(value) for value in values)
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}"
-
-
-def number(count: int) -> str:
-    return NUMBERS[count] if count < len(NUMBERS) else str(count)
-
-
-def seeds(count: int) -> str:
-    return f"{number(count)} seed{'' if count == 1 else 's'}"
 
 
 @dataclass(frozen=True)

@@ -10,22 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from claims import ClaimError, MissingError, gaps, holds, listed, nats, number, seeds, sentences
 from page_blocks import PageError, plain
-from study_facts import (
-    LOGN,
-    P15,
-    RISING,
-    ClaimError,
-    Finding,
-    MissingError,
-    Study,
-    gaps,
-    holds,
-    listed,
-    nats,
-    number,
-    seeds,
-)
+from study_facts import LOGN, P15, RISING, Finding, Study
 from study_findings_ablations import (
     ABLATION_FINDINGS,
     how_sure,
@@ -128,14 +115,21 @@ def answer_context(study: Study) -> str:
     )
 
 
+def the_best_of_the_mix(study: Study) -> int:
+    """How many LSSAR arms there are to choose from."""
+    facts = study["10m"]
+    arms = [arm for arm in facts.size.of_kind(MIX).arms if arm.startswith("lssar")]
+    best = all(facts.below(OURS, arm, facts.size.multiples) for arm in arms if arm != OURS)
+    holds(best, "a factor of log N that each head learns is the best LSSAR in the mix at 10m")
+    return len(arms)
+
+
 def answer_positions(study: Study) -> str:
     the_loss_falls(study)
     the_best_sharpness(study)
+    the_best_of_the_mix(study)
     facts = study["10m"]
     ours, theirs = (-facts.rise(arm, 64) for arm in (OURS, THEIRS))
-    others = [arm for arm in facts.size.of_kind(MIX).arms if arm.startswith("lssar") and arm != OURS]
-    best = all(facts.below(OURS, arm, facts.size.multiples) for arm in others)
-    holds(best, "a factor of log N that each head learns is the best LSSAR in the mix at 10m")
     return (
         "**New: positions are most of it.** In a mix of two local layers for each global one, and no positions in "
         f"the global ones, the loss *falls* with length (from 1x to 64x at 10m by {nats(ours)} for LSSAR, by "
@@ -144,15 +138,31 @@ def answer_positions(study: Study) -> str:
     )
 
 
-def answer_mix(study: Study) -> str:
+@dataclass(frozen=True)
+class Behind:
+    """How far the best LSSAR of the mix is behind the strongest softmax, over sizes, and its seeds from each other."""
+
+    at_once: list[float]
+    far: list[float]
+    seeds_apart: list[float]  # at 16x
+
+
+def behind_in_the_mix(study: Study) -> Behind:
     no_size_closes_the_gap(study)
     sizes = [study[name] for name in SIZES_OF_THE_MIX]
-    at_once = gaps(facts.behind(OURS, THEIRS, 1) for facts in sizes)
-    far = gaps(gap for facts in sizes for gap in long_gaps(facts))
+    return Behind(
+        [facts.behind(OURS, THEIRS, 1) for facts in sizes],
+        [gap for facts in sizes for gap in long_gaps(facts)],
+        [facts.apart(OURS, 16) for facts in sizes],
+    )
+
+
+def answer_mix(study: Study) -> str:
+    gap = behind_in_the_mix(study)
     return (
-        f"**In that mix LSSAR comes near to softmax and does not beat it**: it is behind by {at_once} at the training "
-        f"length and by {far} from 16x on, where seeds of it are up to "
-        f"{plain(max(facts.apart(OURS, 16) for facts in sizes))} apart. No size closes the gap."
+        f"**In that mix LSSAR comes near to softmax and does not beat it**: it is behind by {gaps(gap.at_once)} at the "
+        f"training length and by {gaps(gap.far)} from 16x on, where seeds of it are up to "
+        f"{plain(max(gap.seeds_apart))} apart. No size closes the gap."
     )
 
 
@@ -201,22 +211,10 @@ class Block:
     after: Sequence[Finding] = ()
 
     def text(self, study: Study) -> str:
-        """All claims that do not hold are named at once, so that nobody has to mend them one by one."""
-        made: dict[Finding, str] = {}
-        broken, missing = [], []
-        for finding in (*self.before, *self.bullets, *self.after):
-            try:
-                made[finding] = finding(study)
-            except MissingError as error:
-                missing.append(str(error))
-            except ClaimError as error:
-                broken.append(f"{finding.__name__}: {error}")
-        if missing:
-            raise MissingError("; ".join(dict.fromkeys(missing)))
-        if broken:
-            raise ClaimError("; ".join(broken))
-        bullets = "\n".join(f"- {made[finding]}" for finding in self.bullets)
-        parts = [*(made[finding] for finding in self.before), bullets, *(made[finding] for finding in self.after)]
+        made = sentences((*self.before, *self.bullets, *self.after), study)
+        first, last = len(self.before), len(self.before) + len(self.bullets)
+        bullets = "\n".join(f"- {text}" for text in made[first:last])
+        parts = [*made[:first], bullets, *made[last:]]
         return "\n\n".join(filter(None, parts))
 
 

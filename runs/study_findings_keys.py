@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import json
 
+from claims import MissingError, between, each, holds, listed, percent, seeds
 from page_blocks import PageError, plain
-from study_facts import (
-    LOCAL_SOFTMAX,
-    LOG_MIX,
-    LOGN,
-    P3,
-    P15,
-    RISING,
-    ROOT,
-    Facts,
-    MissingError,
-    Study,
-    between,
-    each,
-    holds,
-    listed,
-    percent,
-    seeds,
-)
+from study_facts import LOCAL_SOFTMAX, LOG_MIX, LOGN, P3, P15, RISING, ROOT, Facts, Study
 from study_runs import timed
 from study_sizes import OURS, THEIRS, step_ratio
 

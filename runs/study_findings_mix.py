@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
+from claims import each, gaps, holds, nats, number, seeds
 from page_blocks import signed
 from study_facts import (
     LEVEL,
@@ -20,12 +21,6 @@ from study_facts import (
     WITHOUT_OFFSET,
     Facts,
     Study,
-    each,
-    gaps,
-    holds,
-    nats,
-    number,
-    seeds,
 )
 from study_sizes import OURS, THEIRS
 

@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
+from claims import each, gaps, holds, listed, nats, number, seeds
 from page_blocks import plain
-from study_facts import (
-    GROWING,
-    LOGN,
-    LONG,
-    P3,
-    P15,
-    RISING,
-    WINDOW,
-    YARN,
-    Facts,
-    Study,
-    each,
-    gaps,
-    holds,
-    listed,
-    nats,
-    number,
-    seeds,
-)
+from study_facts import GROWING, LOGN, LONG, P3, P15, RISING, WINDOW, YARN, Facts, Study
 
 from softplus_attention.report.study import ROTARY
 

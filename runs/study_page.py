@@ -21,6 +21,7 @@ from study_figures import FIGURES, figure_data, stale_figures, write_figures
 from study_findings import PROSE, prose_of
 from study_runs import (
     BASELINE,
+    SMALL,
     Run,
     Size,
     Spread,
@@ -427,8 +428,6 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
 }
 # Of all sizes together.
 BLOCKS_OF_ALL: dict[str, Callable[[Sequence[Size]], list[str]]] = {"sizes": sizes_block}
-# Sizes of many arms, trained for the ablations alone.
-SMALL = ("books", "bytes")
 
 
 def blocks_of(sizes: Sequence[Size], *, whole: bool = False) -> dict[str, str]:

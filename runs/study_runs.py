@@ -15,6 +15,7 @@ from page_blocks import PageError
 from softplus_attention.report.study import KINDS, kind_of
 
 BASELINE = "baseline"
+SMALL = ("books", "bytes")  # sizes of many arms, trained for the ablations alone
 STUDY = Path(__file__).with_name("study.py")
 
 

@@ -1,4 +1,4 @@
-"""The tables of README.md: means over seeds, ranges over lengths, and a word where a run is missing."""
+"""README.md: means over seeds, ranges over lengths, sentences whose claims hold, and a word where a run is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from page_cases import assert_rewritten, words
 from study_cases import imported
 
 ROOT = Path(__file__).parents[1]
-PAGE = "By hand.\n" + "".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in ("losses", "speed"))
+NAMES = ("demo", "power", "models", "losses", "claims", "recipe", "speed", "times", "host")
+PAGE = "By hand.\n" + "".join(f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in NAMES)
 MIX = "lssar-learned-log-global3"
 
 
@@ -26,36 +27,54 @@ def page() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def folder(tmp_path: Path, page: ModuleType) -> Path:
-    (tmp_path / "study").mkdir()
-    arms = [arm for shown in page.SHOWN.values() for arm in shown]
-    for size in (page.SIZE, page.OTHER_TEXT):
-        for path in (ROOT / "results" / "study").glob(f"{size}-*.json"):
-            if path.stem.removeprefix(f"{size}-").rpartition("-seed")[0] in arms:
-                shutil.copy(path, tmp_path / "study")
-    for name in (page.FILE, page.TRAINING):
-        shutil.copy(ROOT / "results" / name, tmp_path)
+    for name in ("study", "stability"):
+        shutil.copytree(ROOT / "results" / name, tmp_path / name)
+    (tmp_path / "newton").mkdir()
+    for name in (page.FILE, page.TRAINING, page.CPU, "demo.json", "newton/cpu.json", "newton/h200.json"):
+        shutil.copy(ROOT / "results" / name, tmp_path / name)
     (tmp_path / "page.md").write_text(PAGE)
     return tmp_path
 
 
-def test_a_mean_over_seeds(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def losses(folder: Path, page: ModuleType) -> str:
+    return page.losses_table(page.read_study(folder / "study"))
+
+
+def speed(folder: Path, page: ModuleType) -> str:
+    training = json.loads((folder / page.TRAINING).read_text())["rows"]
+    return page.speed_table(page.read_benchmark(folder / page.FILE)["rows"], training)
+
+
+def test_rewriting_and_checking(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    text, readme = assert_rewritten(page, folder, capsys), (ROOT / "README.md").read_text()
+    blocks = re.findall(r"<!-- begin: \S+ -->\n.*?<!-- end: \S+ -->", text, re.DOTALL)
+    assert len(blocks) == len(NAMES)
+    assert all(block in readme for block in blocks)
+
+
+def set_loss(folder: Path, run: str, loss: float) -> None:
+    """At the training length."""
+    path = folder / "study" / f"{run}.json"
+    record = json.loads(path.read_text())
+    record["evaluation"]["lengths"]["lengths"][0]["loss"] = loss
+    path.write_text(json.dumps(record))
+
+
+def test_a_mean_over_seeds(folder: Path, page: ModuleType) -> None:
     for seed, loss in ((0, 2.0), (1, 3.0)):
-        path = folder / "study" / f"10m-{MIX}-seed{seed}.json"
-        record = json.loads(path.read_text())
-        record["evaluation"]["lengths"]["lengths"][0]["loss"] = loss
-        path.write_text(json.dumps(record))
-    assert "| LSSAR, p = c log N, c learned by each head | 2.500 |" in assert_rewritten(page, folder, capsys)
+        set_loss(folder, f"10m-{MIX}-seed{seed}", loss)
+    assert "| LSSAR, p = c log N, c learned by each head | 2.500 |" in losses(folder, page)
 
 
 def test_the_text_with_more_seeds_counts(folder: Path, page: ModuleType) -> None:
     first, *others = sorted((folder / "study").glob(f"{page.OTHER_TEXT}-softmax-qknorm-logn-seed*.json"))
-    losses = page.blocks_of(folder)["losses"]
-    assert re.search(rf"softmax \+ QK-norm \+ log N \|.* {1 + len(others)} \* \|", losses)
+    whole = losses(folder, page)
+    assert re.search(rf"softmax \+ QK-norm \+ log N \|.* {1 + len(others)} \* \|", whole)
     for path in others:
         path.unlink()
-    assert re.search(r"softmax \+ QK-norm \+ log N \|.* 1 \|", page.blocks_of(folder)["losses"])  # as many on either
+    assert re.search(r"softmax \+ QK-norm \+ log N \|.* 1 \|", losses(folder, page))  # as many on either
     first.unlink()
-    assert page.blocks_of(folder)["losses"].count("\n") == losses.count("\n")
+    assert losses(folder, page).count("\n") == whole.count("\n")
 
 
 def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
@@ -66,7 +85,7 @@ def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
         if (row["section"], row["contender"], row["head_dim"]) == ("train", "lssa", 64):
             row["forward_ratio"] = next(ratios)
     path.write_text(json.dumps(results))
-    assert "| LSSA, forward alone | 0.50 to 0.75 |" in page.blocks_of(folder)["speed"]
+    assert "| LSSA, forward alone | 0.50 to 0.75 |" in speed(folder, page)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +104,7 @@ def test_short_lengths_do_not_count(
         if (row["section"], row["contender"]) == (section, contender):
             row[ratio] = 9.0 if row["length"] <= short else 2.5
     path.write_text(json.dumps(results))
-    assert said in page.blocks_of(folder)["speed"]
+    assert said in speed(folder, page)
 
 
 def test_a_length_that_was_not_measured_is_said(
@@ -106,6 +125,10 @@ def test_a_length_that_was_not_measured_is_said(
         ("study/*.json", "there are no runs of 10m"),
         ("training-h200.json", "training-h200.json is not there"),
         ("attention-h200.json", "attention-h200.json is not there"),
+        ("cpu.json", "cpu.json is not there: benchmarks/cpu.py writes it"),
+        ("newton/h200.json", "h200.json is not there: softplus-attention newton writes it"),
+        ("study/books-lssar-p15-seed?.json", "runs/readme_words.py speaks of what is not there: lssar-p15 at books"),
+        ("stability/*.json", "speaks of what is not there: runs of runs/stability.py"),
     ],
 )
 def test_what_is_missing_is_said(
@@ -116,3 +139,11 @@ def test_what_is_missing_is_said(
     assert page.main(words(folder)) == 2
     assert said in capsys.readouterr().err
     assert (folder / "page.md").read_text() == PAGE
+
+
+def test_the_command_stops_at_a_claim(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    set_loss(folder, f"85m-{MIX}-seed0", 3.0)
+    assert page.main([*words(folder), "--check"]) == 2
+    error = capsys.readouterr().err
+    assert "the results do not bear what runs/readme_words.py says: " in error
+    assert "the_best_recipe: LSSAR is behind softmax in the mix at 85m" in error

@@ -25,9 +25,9 @@ def scripts() -> Iterator[SimpleNamespace]:
     names = ("facts", "findings", "findings_keys", "findings_mix", "findings_rotary", "runs", "page")
     with imported("study_page"):
         modules = {}
-        for name in names:
-            with imported(f"study_{name}") as module:
-                modules[name] = module
+        for name in ("claims", *(f"study_{name}" for name in names)):
+            with imported(name) as module:
+                modules[name.removeprefix("study_")] = module
         yield SimpleNamespace(**modules)
 
 
@@ -72,20 +72,20 @@ def test_a_number_follows_the_runs(scripts: SimpleNamespace) -> None:
 
 def test_a_claim_that_does_not_hold(scripts: SimpleNamespace) -> None:
     study = made(scripts, "10m", POWERS | {"lssar-rising": [[4.05, 5, 6]]})
-    with pytest.raises(scripts.facts.ClaimError, match="raising the power during training wins most of its cost"):
+    with pytest.raises(scripts.claims.ClaimError, match="raising the power during training wins most of its cost"):
         scripts.findings_rotary.the_cost_of_the_power(study)
 
 
 def test_a_difference_of_the_other_sign(scripts: SimpleNamespace) -> None:
     losses = {f"{OURS}-local-softmax-learned": [[4.015, 3.97, 4.0]], THEIRS: [[4.0, 3.98, 3.9]]}
-    with pytest.raises(scripts.facts.ClaimError, match=r"the words give a difference of -0\.0100 the other sign"):
+    with pytest.raises(scripts.claims.ClaimError, match=r"the words give a difference of -0\.0100 the other sign"):
         scripts.findings_mix.local_softmax(made(scripts, "10m-keys", losses))
 
 
 @pytest.mark.parametrize("arm", POWERS)
 def test_an_arm_that_is_not_there(arm: str, scripts: SimpleNamespace) -> None:
     study = made(scripts, "10m", {name: losses for name, losses in POWERS.items() if name != arm})
-    with pytest.raises(scripts.facts.MissingError, match=f"{arm} at 10m"):
+    with pytest.raises(scripts.claims.MissingError, match=f"{arm} at 10m"):
         scripts.findings_rotary.the_cost_of_the_power(study)
 
 
@@ -102,7 +102,7 @@ def test_seeds_beside_each_other(scripts: SimpleNamespace) -> None:
 
 def test_seeds_that_are_nearer_than_the_gap(scripts: SimpleNamespace) -> None:
     losses = {OURS: [[4.01, 3.9, 3.8], [4.011, 3.93, 3.83]], THEIRS: [[4.0, 3.885, 3.81], [4.0, 3.925, 3.81]]}
-    with pytest.raises(scripts.facts.ClaimError, match="seeds of LSSAR are further apart than it is from softmax"):
+    with pytest.raises(scripts.claims.ClaimError, match="seeds of LSSAR are further apart than it is from softmax"):
         scripts.findings_mix.the_gap_with_other_text(made(scripts, "25m-keys", losses))
 
 
@@ -119,7 +119,7 @@ def test_keys_by_seed(scripts: SimpleNamespace) -> None:
     assert facts.passkey(OURS, 16) == pytest.approx(0.85)
     assert facts.found(OURS, 16) == [(17, 20)] * 3
     assert scripts.findings_keys.right_of(facts.found(OURS, 16)) == "51 of 60"
-    with pytest.raises(scripts.facts.MissingError, match=f"pass keys at 64x of {OURS} at 25m-keys"):
+    with pytest.raises(scripts.claims.MissingError, match=f"pass keys at 64x of {OURS} at 25m-keys"):
         facts.passkey(OURS, 64)
 
 

@@ -1,0 +1,132 @@
+"""The sentences of docs/performance.md about results/attention-h200.json: numbers of its rows, and checked claims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attention_rows import (
+    BASELINE,
+    FASTEST,
+    FILE,
+    LEARNED,
+    LONG_CACHE,
+    OURS,
+    SHORT,
+    UNIT_KEYS,
+    Goal,
+    Row,
+    column,
+    command_of,
+    goals,
+    of_decoding,
+    rows_of,
+)
+from claims import between, holds, hundredths, listed, number, tenths
+from page_blocks import plain
+
+RUNS_DIFFER = 0.02  # of a ratio, from machine to machine
+WITHOUT_OFFSET = ("lssar p=15 without offset", "lssar learned without offset")
+HOST = {"forward": "forward_host_ms", "backward": "backward_host_ms"}
+
+
+def the_run(results: dict[str, Any]) -> str:
+    versions, machine, settings = results["versions"], results["machine"], results["settings"]
+    holds(settings["baseline"] == BASELINE and results["inputs"] == "random", "ratios are to FlashAttention-2")
+    commits = {row["length"]: row["commit"][:7] for row in results["rows"] if row["section"] == "compile"}
+    compiled = listed(f"T = {length} at {commit}" for length, commit in sorted(commits.items()))
+    return (
+        f"`{command_of(results)}`, data in [results/{FILE}](../results/{FILE}): {machine['gpu']}, driver "
+        f"{machine['driver']}, torch {versions['torch']}, triton {versions['triton']}, commit "
+        f"{results['commit'][:7]}. {settings['dtype']}, causal, B·T = {settings['tokens']:,} tokens, random inputs; "
+        f"forward / backward in ms, medians of {settings['repetitions']} rounds of `do_bench`; the ratio is that of "
+        "forward + backward to torch's FlashAttention-2, the memory that of a training step beyond q, k, v and the "
+        "output's gradient. Each kernel passed the correctness check of the same run first. The section `compile` is "
+        f"of other runs ({compiled}): `benchmarks/figures.py --fill` takes them into the file, each row with its "
+        "commit and a ratio to its own run."
+    )
+
+
+def host_times(rows: Sequence[Row], contender: str) -> tuple[str, str]:
+    """Milliseconds of a forward and of a backward, over all head dimensions and lengths."""
+    forward, backward = (between(column(rows_of(rows, contender), word), hundredths) for word in HOST.values())
+    return forward, backward
+
+
+def waits(row: Row) -> bool:
+    return any(column([row], host)[0] >= row[f"{part}_ms"] for part, host in HOST.items())
+
+
+def the_host(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    for contender in (OURS, BASELINE, LEARNED):
+        holds(not any(map(waits, rows_of(rows, contender))), f"no row of {contender} waits for the host")
+    ours, theirs, learned = (host_times(rows, contender) for contender in (OURS, BASELINE, LEARNED))
+    near = [rows_of(rows, contender, head_dim=64, length=SHORT)[0] for contender in WITHOUT_OFFSET]
+    host, gpu = column(near, HOST["forward"]), column(near, "forward_ms")
+    holds(
+        all(0.9 < a / b < 1.1 for a, b in zip(host, gpu, strict=True)),
+        f"without the 1 a forward at D = 64, T = {SHORT} takes the host about as long as the GPU",
+    )
+    return (
+        "**The host.** The rows have the time that Python takes for a call beside the GPU's (`forward_host_ms`, "
+        "`backward_host_ms`, means of ten calls, which vary two- to threefold from machine to machine, and from row "
+        f"to row too). For p = 15 it is {ours[0]} ms a forward and {ours[1]} a backward, where FlashAttention-2's are "
+        f"{theirs[0]} and {theirs[1]}; for powers that heads learn {learned[0]} and {learned[1]}. None of these rows "
+        f"waits for it. Without the 1 a forward at D = 64, T = {SHORT} takes the host about as long as the GPU: "
+        f"{hundredths(host[0])} and {hundredths(gpu[0])} ms, and {hundredths(host[1])} and {hundredths(gpu[1])} for "
+        "powers that heads learn."
+    )
+
+
+def missed_by(goal: Goal, bound: float) -> str:
+    """By how much, worst first, and where it is met."""
+    missed = sorted((ratio, place) for place, ratio in goal.ratios if ratio > bound)[::-1]
+    met = [f"at {place} it is met ({plain(ratio)})" for place, ratio in goal.ratios if ratio <= bound]
+    words = listed(f"by {tenths(100 * (ratio / bound - 1))}% at {place} ({plain(ratio)})" for ratio, place in missed)
+    return "; ".join([words, *met])
+
+
+def what_is_met(results: dict[str, Any]) -> str:
+    every = goals(results["rows"])
+    reached = [goal for goal in every if goal.met == "goal"]
+    missed = [goal for goal in every if goal.met == "no"]
+    names = f' ("goal": {", ".join(goal.name for goal in reached)})' if reached else ""
+    limits = f"{number(len(every) - len(missed))} of the" if missed else "all"
+    words = [f'{limits.capitalize()} {number(len(every))} limits ("at most") are met, and {number(len(reached))}']
+    words.append(f"goals{names}.")
+    words += [f"Missed is {goal.name}, {missed_by(goal, goal.most)}." for goal in missed]
+    decoding = of_decoding(results["rows"])
+    if decoding.met == "yes":
+        words.append(f"Decoding misses its goal of {decoding.goal:g} {missed_by(decoding, decoding.goal)}.")
+    narrow = [goal for goal in every if goal.most / (1 + RUNS_DIFFER) < max(goal.values) <= goal.most]
+    if narrow:
+        highest = listed(f"{goal.name} ({plain(max(goal.values))})" for goal in narrow)
+        words.append(f"Met by less than two machines differ by ({100 * RUNS_DIFFER:.0f}% and more): {highest}.")
+    return " ".join([*words, the_fastest(results["rows"])])
+
+
+def the_fastest(rows: Sequence[Row]) -> str:
+    best = rows_of(rows, FASTEST)
+    for row in best:
+        others = [x for x in rows if x["section"] == "train" and x["contender"] != FASTEST and "ratio" in x]
+        beside = [x["ratio"] for x in others if (x["head_dim"], x["length"]) == (row["head_dim"], row["length"])]
+        holds(row["ratio"] < min(beside), f"cuDNN is the fastest at D = {row['head_dim']}, T = {row['length']}")
+    ratios = between(column(best, "ratio"), tenths)
+    return f"cuDNN's kernels, which are the fastest of all, take {ratios} of FlashAttention-2's time."
+
+
+def long_caches(rows: Sequence[Row]) -> None:
+    ratios = column(rows_of(rows, UNIT_KEYS, "decode", least=LONG_CACHE), "forward_ratio")
+    holds(max(ratios) < 1, "from 32K keys on a step over a cache of unit keys takes less time than softmax's")
+
+
+def decoding(results: dict[str, Any]) -> str:
+    long_caches(results["rows"])
+    raw = column(rows_of(results["rows"], OURS, "decode", least=LONG_CACHE), "forward_ratio")
+    return (
+        "From 32K keys on a step over a cache of unit keys (`normalized_keys=True`, which our GPT has) takes less time "
+        "than softmax's: it reads every key, but only the values that some head gives weight, about a quarter of them "
+        "here. Raw keys, whose norms are computed anew at every step, take "
+        f"{between(raw, tenths)} times SDPA's time there. Short caches are bound by the three launches."
+    )

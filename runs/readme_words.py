@@ -1,0 +1,316 @@
+"""The sentences of README.md that speak of what was measured: numbers of the results, and checked claims.
+
+What the study found is computed by the functions of study_findings*.py, so that no claim is made in two ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attention_rows import BASELINE, FASTEST, LEARNED, LONG, OURS, SHORT, Row, column, over, rows_of
+from attention_words import HOST, host_times, long_caches, the_fastest
+from claims import (
+    MissingError,
+    between,
+    each,
+    gaps,
+    holds,
+    hundredths,
+    listed,
+    number,
+    percent,
+    seeds,
+    sentences,
+    tenths,
+)
+from newton_page import ENGINES, groups, laws_found
+from page_blocks import plain, table
+from study_facts import LOGN, P15, RISING, Facts, Study
+from study_facts import LONG as FAR
+from study_findings import behind_in_the_mix, the_best_of_the_mix
+from study_findings_ablations import level_in_the_demo
+from study_findings_keys import at_least_nine_of_ten, no_sink, step_ratios, two_find_them_at_each_size
+from study_findings_mix import SIZES_OF_THE_MIX, millions, near_to_softmax, the_best_sharpness, the_loss_falls
+from study_findings_rotary import (
+    FAILING,
+    lengths,
+    passes_at,
+    rises_of_the_power_15,
+    softmax_ahead_again,
+    softmax_ahead_up_to_8x,
+    the_context_is_not_used,
+    the_headline,
+)
+from study_runs import SMALL
+from study_sizes import OURS as BEST
+from study_sizes import THEIRS
+
+from softplus_attention.report.stability import final_loss
+from softplus_attention.report.study import MIX, ROTARY
+
+ABLATIONS = "books"
+NAMES_OF_THE_DEMO = ("LSSAR", "softmax + QK-norm + log N", "softmax")
+NORMALISED = ("softmax-qknorm-logn", "lssar")
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Measured:
+    study: Study
+    attention: Sequence[Row]
+    cpu: Found
+    demo: Found
+    newton: Sequence[Found]  # by preset
+    stability: Sequence[Found]
+
+
+def the_demo(measured: Measured) -> str:
+    demo, settings, books = measured.demo, measured.demo["settings"], measured.study[ABLATIONS]
+    level_in_the_demo(demo["loss"])
+    ours, logn, softmax = (demo["loss"][name][-1] - demo["loss"][name][0] for name in NAMES_OF_THE_DEMO)
+    holds(ours < logn < softmax, "in the demo softmax climbs, with QK-norm and log N a little, LSSAR least")
+    powers = settings["arms"]["LSSAR"]["power"].split(",")
+    first, last = powers[0], powers[-1].partition("@")[0]
+    config = books.size.any_run.config
+    shape = ("layers", "width", "sequence_length")
+    holds(all(config[word] == settings[word] for word in shape), "the ablations are models as large as the demo's")
+    length = config["sequence_length"]
+    parameters = f"{books.size.any_run.parameters / 1e6:.1f}M"
+    return (
+        f"<sub>`make demo`: {number(len(settings['arms']))} byte-level models of {parameters} parameters, trained on "
+        f"{length} bytes at a time for {settings['steps']} steps, one seed; {demo['seconds']:.0f} s on "
+        f"{number(demo['machine']['cores'])} slow cores of an {demo['machine']['cpu']} beside other work, torch "
+        f"{demo['versions']['torch'].partition('+')[0]}; data in [results/demo.json](results/demo.json). The recipe "
+        f"matters (here the power rises from {first} to {last} during training, and there are {settings['heads']} "
+        f"heads): with the power 15 from the first step on, {config['heads']} heads and another learning rate LSSAR "
+        f"rises by {hundredths(books.rise(P15, 16))} from {length} to {16 * length:,} bytes "
+        "([ablations](docs/results.md#ablations-what-each-part-does)).</sub>"
+    )
+
+
+def cost_of_the_power(study: Study) -> str:
+    """Of the power 15 at the training length, beside the best softmax with rotary positions."""
+    once = study["10m"]
+    softmaxes = [arm for arm in once.size.of_kind(ROTARY).arms if arm.startswith("softmax")]
+    best = all(once.loss(LOGN, 1) <= once.loss(arm, 1) for arm in softmaxes)
+    holds(best, "softmax with QK-norm and log N is the best softmax with rotary positions at 1x")
+    return gaps((study[size].behind(P15, LOGN, 1) for size in ("10m", "10m-again")), 2)
+
+
+def which_power(measured: Measured) -> str:
+    study = measured.study
+    for finding in (the_headline, the_best_of_the_mix, the_best_sharpness, near_to_softmax, step_ratios):
+        finding(study)
+    return (
+        "**Which power?** The default, 15, is the paper's. It suits models with rotary positions in every layer: the "
+        f"loss stays nearly level on long text, and is {cost_of_the_power(study)} nats above the best softmax's at "
+        "the training length. In a model of your own take local and global layers and powers that heads learn: the "
+        "presets `tiny` and `small` of `softplus-attention train` have them, and [the study](docs/results.md) found "
+        "nothing better for LSSAR. `PowerByLength.log_n(0.6)` was the best power there that is not learned; with "
+        "rotary positions in every layer, as most models have them, only high powers held far out. And where all that "
+        "counts is the loss, softmax of cosines times log N (`softmax-qknorm-logn` of the catalogue) in the same mix "
+        "of layers is as good or a little better, and faster."
+    )
+
+
+def models(measured: Measured) -> str:
+    study, facts = measured.study, measured.study["10m"]
+    length = facts.size.any_run.config["sequence_length"]
+    large = [size for size in study.sizes if size.name not in SMALL]
+    arms = {arm for size in large for arm in size.arms}
+    largest = max((Facts(size) for size in large), key=lambda one: one.size.any_run.parameters)
+    return (
+        f"Models of {millions(facts)} parameters, trained at {length} tokens, read at up to "
+        f"{length * facts.size.longest:,}; validation loss in nats, means over seeds; * on other text than the rest "
+        f"([docs/results.md](docs/results.md) has {len(arms)} arms, sizes to {millions(largest)}, "
+        f"{len(study[ABLATIONS].size.arms)} ablations and the noise):"
+    )
+
+
+def nearly_constant_loss(measured: Measured) -> str:
+    the_headline(measured.study)
+    once, again = rises_of_the_power_15(measured.study)
+    return (
+        f"**Holds.** With rotary positions LSSAR with p = 15 is {once} nats higher at 64 times the length ({again} "
+        f"with other text), where {listed([*FAILING.values(), 'p = 3'])} fail within a few training lengths"
+    )
+
+
+def better_than_softmax(measured: Measured) -> str:
+    softmax_ahead_up_to_8x(measured.study)
+    softmax_ahead_again(measured.study)
+    once, again = measured.study["10m"], measured.study["10m-again"]
+    for arm in (P15, RISING):
+        beyond = once.below(arm, "softmax", lengths(once, least=2)) and once.below("softmax", arm, (1,))
+        holds(beyond, f"{arm} is better than plain softmax, beyond the training length alone")
+    gap = {arm: gaps((again.behind(arm, LOGN, multiple) for multiple in FAR), 2) for arm in (P15, RISING)}
+    passes = " or ".join(str(multiple) for multiple in sorted({passes_at(once, arm) for arm in (P15, RISING)}))
+    return (
+        "**Only against plain softmax, and beyond the training length.** Softmax of cosines times log N, the baseline "
+        f"that the paper lacks, is ahead of every LSSAR at every length: by {gap[RISING]} from {FAR[0]} times on where "
+        f"the power is raised in training, by {gap[P15]} with p = 15, which costs "
+        f"{gaps([again.behind(P15, LOGN, 1)], 2)} at the training length. (Rows with *; on the other text, with "
+        f"{seeds(once.count(LOGN))} of that softmax, LSSAR was ahead from {passes} times on.)"
+    )
+
+
+def the_context_is_used(measured: Measured) -> str:
+    the_context_is_not_used(measured.study)
+    the_loss_falls(measured.study)
+    length = measured.study["10m"].size.any_run.config["sequence_length"]
+    return (
+        "**Not with rotary positions**, by any attention: beyond a few training lengths the same tokens are predicted "
+        f"better from the last {length} alone. With local and global layers the loss *falls* with length, for LSSAR as "
+        "for softmax"
+    )
+
+
+def pass_keys_are_found(measured: Measured) -> str:
+    two_find_them_at_each_size(measured.study)
+    small, larger = measured.study["10m-keys"], measured.study["25m-keys"]
+    softmax_too = at_least_nine_of_ten(small, THEIRS) and at_least_nine_of_ten(larger, THEIRS)
+    holds(softmax_too, "softmax finds at least 90% of pass keys to 16x too, at 10m-keys and 25m-keys")
+    return (
+        "**Yes, with local and global layers** and practice at length: two LSSAR recipes at each of two sizes (0.6 log "
+        "N at both) find at least 90% at up to 16 times the training length, as softmax does; the recipe of the "
+        f"presets does with {millions(larger)} parameters ({percent(larger.passkey(BEST, 16))}%), and not with "
+        f"{millions(small)} ({percent(small.passkey(BEST, 16))}%)"
+    )
+
+
+def no_attention_sink(measured: Measured) -> str:
+    no_sink(measured.study)
+    return "True of every attention at these sizes, on the average over heads and layers"
+
+
+def the_law_is_found(found: Found) -> int:
+    """By every pre-trained arm without a window, with the most labels; how many these are."""
+    most = max(cell["labels"] for cell in found["cells"])
+    for (labels, pretrained, arm), cells in groups(found["cells"]).items():
+        if labels == most and pretrained and "-window" not in arm:
+            whole = f"{len(cells)} of {len(cells)}"
+            both = all(laws_found(cells, "ln_force", engine) == whole for engine in ENGINES)
+            holds(both, f"{arm} finds Newton's law with {labels:,} labels ({found['experiment']['preset']})")
+    return most
+
+
+def roll_outs(found: Found, arm: str, multiple: int) -> list[float]:
+    """How far from the ellipse, of each seed."""
+    rows = [row for run in found["long"] if run["arm"] == arm for row in run["roll_out"]]
+    return [row["median_ellipse_error"] for row in rows if row["multiple"] == multiple]
+
+
+def newtons_law(measured: Measured) -> str:
+    labels = {the_law_is_found(found) for found in measured.newton}
+    gpu = next(found for found in measured.newton if found["experiment"]["preset"] == "gpu")
+    for arm in NORMALISED:
+        for multiple in (2, 4):
+            longer = max(roll_outs(gpu, arm, multiple)) < min(roll_outs(gpu, "softmax", multiple))
+            holds(longer, f"roll-outs of {arm} stay on the orbit longer than plain softmax's, at {multiple}x")
+    return (
+        "**Every pre-trained attention that sees the whole orbit does**, softmax too, with "
+        f"{' and '.join(f'{count:,}' for count in sorted(labels))} labels ([docs/newton.md](docs/newton.md)). "
+        "Roll-outs of LSSAR with p = 15, and of softmax + QK-norm + log N, stay on the orbit longer than plain "
+        "softmax's"
+    )
+
+
+def numerical_stability(measured: Measured) -> str:
+    if not measured.stability:
+        raise MissingError("runs of runs/stability.py")
+    for size, precision in {(run["size"], run["precision"]) for run in measured.stability}:
+        alike = [run for run in measured.stability if (run["size"], run["precision"]) == (size, precision)]
+        highest = max(run["learning_rate"] for run in alike)
+        scores, losses = {}, {}
+        for run in (run for run in alike if run["learning_rate"] == highest):
+            loss = None if run["stopped"] else final_loss([loss for _, loss in run["losses"]])
+            losses[run["arm"]] = math.inf if loss is None else loss
+            scores[run["arm"]] = math.inf if run["stopped"] else run["largest_score"]
+        plain_loss, plain_score = losses.pop("softmax"), scores.pop("softmax")
+        bounded = max(scores.values()) < 2 * min(scores.values()) and max(scores.values()) < plain_score / 5
+        worst = max(losses.values()) < plain_loss
+        holds(bounded and worst, f"normalised queries and keys bring stability ({size}, {precision}, {highest:g})")
+    return "Normalised queries and keys bring it, with softmax as with LSSAR ([docs/stability.md](docs/stability.md))"
+
+
+CLAIMS: dict[str, Callable[[Measured], str]] = {
+    "nearly constant loss far beyond the training length": nearly_constant_loss,
+    "better than softmax": better_than_softmax,
+    "the long context is used": the_context_is_used,
+    "pass keys are found": pass_keys_are_found,
+    "no attention sink": no_attention_sink,
+    "a GPT on orbits lets symbolic regression find Newton's law": newtons_law,
+    "numerical stability": numerical_stability,
+}
+
+
+def claims_table(measured: Measured) -> str:
+    columns = [list(CLAIMS), sentences(CLAIMS.values(), measured)]
+    return "\n".join(table(["the paper's claim", "what we measured"], columns, "---")).strip()
+
+
+def the_best_recipe(measured: Measured) -> str:
+    study = measured.study
+    mix = study["10m"].size.of_kind(MIX).arms
+    softmaxes = sum(arm.startswith("softmax") for arm in mix)
+    sizes = dict.fromkeys(millions(study[name]) for name in SIZES_OF_THE_MIX)
+    gap = behind_in_the_mix(study)
+    return (
+        "The best recipe, the last row of the first table, was chosen by its loss on these same texts among "
+        f"{number(the_best_of_the_mix(study))} LSSAR arms in that mix of layers (of softmax there were "
+        f"{number(softmaxes)} arms to choose from); it is the default of the presets `tiny` and `small`. It does not "
+        f"beat the strongest softmax: with {listed(sizes)} parameters it is behind by {gaps(gap.at_once)} nats at the "
+        f"training length, and by {gaps(gap.far)} from 16 times on, where two seeds of it are up to "
+        f"{plain(max(gap.seeds_apart))} apart."
+    )
+
+
+def times(measured: Measured) -> str:
+    rows = measured.attention
+    every = column(rows_of(rows, OURS), "ratio")
+    holds(min(every) > 1, "training is slower than with FlashAttention-2")
+    the_fastest(rows)
+    long_caches(rows)
+    flex = rows_of(rows, "flex lssar p=15", "compile", length=SHORT)[0]
+    ours = rows_of(rows, OURS, head_dim=flex["head_dim"], length=SHORT)[0]
+    slower = flex["forward_ratio"] / ours["forward_ratio"]
+    tens = 10 * int(slower // 10)
+    holds(tens >= 10, "FlexAttention takes over 10 times as long for the same")
+    learned = over(rows, LEARNED, OURS, least=LONG)
+    on_cpu = between((row["ratio"] for row in measured.cpu["time"]), tenths)
+    return (
+        f"So training is slower than with FlashAttention-2 (at {SHORT:,} tokens a training step takes "
+        f"{each(column(rows_of(rows, OURS, length=SHORT), 'ratio'), hundredths)} times as long), and a training step "
+        f"takes {between(over(rows, OURS, FASTEST), tenths)} times that of cuDNN's attention, the fastest there; "
+        f"FlexAttention takes over {tens} times as long for the same (forward, {SHORT:,} tokens, of an earlier run). "
+        f"Powers that heads learn take {between(learned, tenths)} times as long as the power 15 from {LONG:,} tokens "
+        "on. A decode step over a long cache is faster than softmax's, since only values that have weight are read. "
+        "[docs/kernels.md](docs/kernels.md) says what bounds it and what was tried. On a CPU it takes "
+        f"{on_cpu} times SDPA's time."
+    )
+
+
+def the_host(measured: Measured) -> str:
+    rows = measured.attention
+    forward, backward = host_times(rows, OURS)
+    sums = [[sum(column(rows_of(rows, name), word)) for name in (OURS, BASELINE)] for word in HOST.values()]
+    holds(all(ours > theirs for ours, theirs in sums), "FlashAttention-2 takes the host less time")
+    return (
+        f"- In the benchmark on an H200 a forward of p = 15 took the host {forward} ms, launches included, and a "
+        f"backward {backward}, on the mean {each((ours / theirs for ours, theirs in sums), tenths)} times what "
+        "FlashAttention-2 takes it ([docs/performance.md](docs/performance.md#gpu-training))."
+    )
+
+
+WORDS: dict[str, Callable[[Measured], str]] = {
+    "demo": the_demo,
+    "power": which_power,
+    "models": models,
+    "claims": claims_table,
+    "recipe": the_best_recipe,
+    "times": times,
+    "host": the_host,
+}
