@@ -287,7 +287,8 @@ def times(measured: Measured) -> str:
         f"takes {between(over(rows, OURS, FASTEST), tenths)} times that of cuDNN's attention, the fastest there; "
         f"FlexAttention takes over {tens} times as long for the same (forward, {SHORT:,} tokens, of an earlier run). "
         f"Powers that heads learn take {between(learned, tenths)} times as long as the power 15 from {LONG:,} tokens "
-        "on. A decode step over a long cache of unit keys, as our GPT has it, is faster than softmax's, since only values that have weight are read. "
+        "on. A decode step over a long cache of unit keys, as our GPT has it, is faster than softmax's, since only "
+        "values that have weight are read. "
         "[docs/kernels.md](docs/kernels.md) says what bounds it and what was tried. On a CPU it takes "
         f"{on_cpu} times SDPA's time."
     )
