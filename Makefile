@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two busy cores spinning on each other's OpenMP locks cost up to ten times the work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lint test-slow test-gpu bench-cpu clean
+.PHONY: setup demo test lint test-slow test-gpu bench-cpu pages clean
 
 setup: $(VENV)/installed
 
@@ -36,6 +36,10 @@ test-gpu: setup
 
 bench-cpu: setup
 	$(BIN)/python benchmarks/cpu.py
+
+# README and docs, from results/.
+pages: setup
+	for page in pages/*_page.py; do $(BIN)/python $$page || exit; done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What the tests of all pages share whose tables are made from data (runs/page_blocks.py)."""
+"""What the tests of all pages share whose tables are made from data (pages/page_blocks.py)."""
 
 from __future__ import annotations
 

@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[1] / "runs"
+ROOT = Path(__file__).parents[1]
+RUNS, PAGES = ROOT / "runs", ROOT / "pages"
 TRAINED = 4
 MULTIPLES = (1, 16, 64)
 
 
 @contextmanager
 def imported(name: str) -> Iterator[ModuleType]:
-    """A script of the study as a module; until the end the others can be imported too."""
+    """A script of runs/ or pages/ as a module; until the end the others can be imported too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPTS))
+        patch.syspath_prepend(str(RUNS))
+        patch.syspath_prepend(str(PAGES))
         yield importlib.import_module(name)
 
 

@@ -278,7 +278,7 @@ def test_a_claim_that_no_longer_holds(
     change(folder, page, contender, section, **values)
     assert page.main(words(folder)) == 2
     error = capsys.readouterr().err
-    assert "the results do not bear what runs/attention_words.py says" in error
+    assert "the results do not bear what pages/attention_words.py says" in error
     assert claim in error
     assert (folder / "page.md").read_text() == PAGE
 
@@ -287,7 +287,7 @@ def test_models_that_were_not_trained_alike(folder: Path, page: ModuleType, caps
     rows = [TRAINING["rows"][0], TRAINING["rows"][1] | {"micro_batch": 16}]
     (folder / page.TRAINING).write_text(json.dumps(TRAINING | {"rows": rows}))
     assert page.main(words(folder)) == 2
-    assert "runs/training_tables.py says: the_training_run: all models were trained alike" in capsys.readouterr().err
+    assert "pages/training_tables.py says: the_training_run: all models were trained alike" in capsys.readouterr().err
 
 
 def test_rows_without_the_host(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,7 @@ def test_a_length_that_was_not_measured_is_said(
         ("attention-h200.json", "attention-h200.json is not there"),
         ("cpu.json", "cpu.json is not there: benchmarks/cpu.py writes it"),
         ("newton/h200.json", "h200.json is not there: softplus-attention newton writes it"),
-        ("study/books-lssar-p15-seed?.json", "runs/readme_words.py speaks of what is not there: lssar-p15 at books"),
+        ("study/books-lssar-p15-seed?.json", "pages/readme_words.py speaks of what is not there: lssar-p15 at books"),
         ("stability/*.json", "speaks of what is not there: runs of runs/stability.py"),
     ],
 )
@@ -145,5 +145,5 @@ def test_the_command_stops_at_a_claim(folder: Path, page: ModuleType, capsys: py
     set_loss(folder, f"85m-{MIX}-seed0", 3.0)
     assert page.main([*words(folder), "--check"]) == 2
     error = capsys.readouterr().err
-    assert "the results do not bear what runs/readme_words.py says: " in error
+    assert "the results do not bear what pages/readme_words.py says: " in error
     assert "the_best_recipe: LSSAR is behind softmax in the mix at 85m" in error

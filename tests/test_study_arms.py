@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from study_cases import SCRIPTS, imported
+from study_cases import RUNS, imported
 
 from softplus_attention.data import prepare
 
@@ -27,7 +27,7 @@ def test_the_study_runs(tmp_path: Path) -> None:
     command = command_of(tmp_path, "--arms", *arms)
     with imported("study") as study:
         assert study.main(command) == 0
-    program = [sys.executable, str(SCRIPTS / "study.py")]
+    program = [sys.executable, str(RUNS / "study.py")]
     again = subprocess.run([*program, *command], capture_output=True, text=True, timeout=300)
     assert again.returncode == 0, again.stderr
     assert again.stdout.splitlines() == [f"smoke-{arm}-seed0: found" for arm in arms]

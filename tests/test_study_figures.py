@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from study_cases import SCRIPTS, curve, imported, record
+from study_cases import RUNS, curve, imported, record
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def study_page() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def groups() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPTS / "study.py"))["GROUPS"]
+    return runpy.run_path(str(RUNS / "study.py"))["GROUPS"]
 
 
 def size_of(arms: Mapping[str, Mapping[str, Any]]) -> Any:

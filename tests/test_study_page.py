@@ -18,9 +18,9 @@ from study_cases import (
     LOSSES,
     LOSSES_OF_THE_MIX,
     MIX,
+    PAGES,
     RECORDS,
     ROTARY,
-    SCRIPTS,
     imported,
     page_with,
     small_records,
@@ -69,7 +69,7 @@ def change(path: Path, place: Place, value: Any) -> None:
 
 
 def test_the_page_agrees_with_its_files() -> None:
-    command = [sys.executable, str(SCRIPTS / "study_page.py"), "--check"]
+    command = [sys.executable, str(PAGES / "study_page.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 

@@ -1,4 +1,4 @@
-"""The gap over sizes and the line through it (runs/study_sizes.py), on runs whose numbers are known."""
+"""The gap over sizes and the line through it (pages/study_sizes.py), on runs whose numbers are known."""
 
 from __future__ import annotations
 

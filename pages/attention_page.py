@@ -1,7 +1,7 @@
 """Writes the tables and the sentences of docs/performance.md from the results of the benchmarks.
 
-python runs/attention_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
-python runs/attention_page.py --check    writes nothing; exit status 1 where it would
+python pages/attention_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
+python pages/attention_page.py --check    writes nothing; exit status 1 where it would
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ BLOCKS = [*OF_CPU, *OF_ATTENTION, *OF_TRAINING]
 
 def blocks_of(results: Path) -> dict[str, str]:
     return {
-        **written(OF_CPU, read_results(results / CPU, "benchmarks/cpu.py"), "runs/cpu_tables.py"),
-        **written(OF_ATTENTION, read_benchmark(results / FILE), "runs/attention_words.py"),
-        **written(OF_TRAINING, read_results(results / TRAINING, "benchmarks/training.py"), "runs/training_tables.py"),
+        **written(OF_CPU, read_results(results / CPU, "benchmarks/cpu.py"), "pages/cpu_tables.py"),
+        **written(OF_ATTENTION, read_benchmark(results / FILE), "pages/attention_words.py"),
+        **written(OF_TRAINING, read_results(results / TRAINING, "benchmarks/training.py"), "pages/training_tables.py"),
     }
 
 

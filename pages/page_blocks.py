@@ -85,7 +85,7 @@ def write_page(
     if options.check:
         if changed:
             stale = ", ".join(changed)
-            print(f"{options.page} is out of date: {stale}; run python runs/{script}", file=sys.stderr)
+            print(f"{options.page} is out of date: {stale}; run python pages/{script}", file=sys.stderr)
         return 1 if changed else 0
     options.page.write_text(text)
     print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")

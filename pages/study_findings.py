@@ -249,7 +249,7 @@ def prose_of(sizes: Sequence[Size], nothing: str, *, whole: bool) -> dict[str, s
         except ClaimError as error:
             broken.append(str(error))
     if broken:
-        raise PageError(f"the runs do not bear what runs/study_findings*.py says: {'; '.join(broken)}")
+        raise PageError(f"the runs do not bear what pages/study_findings*.py says: {'; '.join(broken)}")
     if missing and whole:
-        raise PageError(f"runs/study_findings*.py speaks of what is not there: {'; '.join(dict.fromkeys(missing))}")
+        raise PageError(f"pages/study_findings*.py speaks of what is not there: {'; '.join(dict.fromkeys(missing))}")
     return made

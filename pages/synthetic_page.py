@@ -1,7 +1,7 @@
 """Writes the table of docs/evaluation.md from the results of `softplus-attention evaluate synthetic`.
 
-python runs/synthetic_page.py            rewrites what stands between <!-- begin: synthetic --> and its end
-python runs/synthetic_page.py --check    writes nothing; exit status 1 where it would
+python pages/synthetic_page.py            rewrites what stands between <!-- begin: synthetic --> and its end
+python pages/synthetic_page.py --check    writes nothing; exit status 1 where it would
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes the tables of README.md, and the sentences about what was measured, from the files of results/.
 
-python runs/readme_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
-python runs/readme_page.py --check    writes nothing; exit status 1 where it would
+python pages/readme_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
+python pages/readme_page.py --check    writes nothing; exit status 1 where it would
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def blocks_of(results: Path) -> dict[str, str]:
     sizes = read_study(results / "study")
     losses = losses_table(sizes)
     tables = {"losses": lambda _: losses, "speed": lambda measured: speed_table(measured.attention, training)}
-    return written({**tables, **WORDS}, measured_in(results, sizes), "runs/readme_words.py")
+    return written({**tables, **WORDS}, measured_in(results, sizes), "pages/readme_words.py")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

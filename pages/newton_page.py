@@ -1,7 +1,7 @@
 """Writes the tables of docs/newton.md from the results of `softplus-attention newton`.
 
-python runs/newton_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
-python runs/newton_page.py --check    writes nothing; exit status 1, naming what is out of date
+python pages/newton_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
+python pages/newton_page.py --check    writes nothing; exit status 1, naming what is out of date
 """
 
 from __future__ import annotations

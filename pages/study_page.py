@@ -1,7 +1,7 @@
 """Writes the tables, figures and findings of docs/results.md from the files of runs/study.py.
 
-    python runs/study_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
-    python runs/study_page.py --check    writes nothing; exit status 1, naming what is out of date
+    python pages/study_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
+    python pages/study_page.py --check    writes nothing; exit status 1, naming what is out of date
 
 What people wrote outside of the markers stays as it is. Figures need matplotlib and are left alone without it; the CSV
 file beside a figure is written with it, so it says which numbers the drawing shows.
@@ -468,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stale = [f"block {name}" for name in changed]
         stale += [f"figure {stem}" for stem in stale_figures(options.figures, data)]
         if stale:
-            print(f"{options.page} is out of date: {', '.join(stale)}; run python runs/study_page.py", file=sys.stderr)
+            print(f"{options.page} is out of date: {', '.join(stale)}; run python pages/study_page.py", file=sys.stderr)
         return 1 if stale else 0
     options.page.write_text(text)
     print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")

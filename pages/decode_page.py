@@ -1,7 +1,7 @@
 """Writes the tables of docs/huggingface.md from the results of benchmarks/decode.py.
 
-python runs/decode_page.py            rewrites what stands between <!-- begin: decode-* --> and its end
-python runs/decode_page.py --check    writes nothing; exit status 1 where it would
+python pages/decode_page.py            rewrites what stands between <!-- begin: decode-* --> and its end
+python pages/decode_page.py --check    writes nothing; exit status 1 where it would
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from softplus_attention.report.study import KINDS, kind_of
 
 BASELINE = "baseline"
 SMALL = ("books", "bytes")  # sizes of many arms, trained for the ablations alone
-STUDY = Path(__file__).with_name("study.py")
+STUDY = Path(__file__).parents[1] / "runs" / "study.py"
 
 
 @dataclass(frozen=True)
