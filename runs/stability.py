@@ -1,7 +1,6 @@
-"""How training goes at high learning rates and in float16, attention by attention: one JSON file per run, and a page.
+"""How training goes at high learning rates and in float16, attention by attention: one JSON file per run.
 
     python runs/stability.py DATA --output FOLDER [--arms NAME ...] [--rates X ...] [--precisions P ...]
-    python runs/stability.py --page          writes the table of docs/stability.md from results/stability
 
 DATA is a folder of `softplus-attention data prepare`. Every run has the same data, order, steps and size, AdamW and a
 short warm-up. What is finished is not done again.
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_blocks import PageError, parts_of, rewritten, table
 
 from softplus_attention import provenance
 from softplus_attention.data import TokenDataset
@@ -108,56 +106,15 @@ def largest_score(model: str, data: Path, length: int) -> float:
     return largest
 
 
-def cell(record: dict[str, Any] | None) -> str:
-    if record is None:
-        return "-"
-    loss = None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
-    return "stopped: not finite" if loss is None else f"{loss:.3f} ({record['largest_score']:.0f})"
-
-
-def about(records: list[dict[str, Any]]) -> str:
-    first, words = records[0], records[0]["config"]
-    machine = first["machine"].get("gpu", first["machine"]["cpu"])
-    commits = ", ".join(dict.fromkeys(record["commit"][:7] for record in records))
-    model = f"{words['layers']} layers, width {words['width']}, {words['heads']} heads"
-    steps = f"{words['steps']} steps of {words['batch_size']} sequences of {words['sequence_length']} tokens"
-    return f"{model}, {steps}, seed {first['seed']}; {machine}, torch {first['versions']['torch']}, {commits}."
-
-
-def page_block(results: Path) -> str:
-    records = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    if not records:
-        return "No runs yet."
-    lines = []
-    kinds = dict.fromkeys((record["size"], record["precision"]) for record in records)
-    for size, precision in kinds:
-        chosen = [record for record in records if (record["size"], record["precision"]) == (size, precision)]
-        mine = {(record["arm"], record["learning_rate"]): record for record in chosen}
-        arms, rates = [arm for arm in ARMS if any(key[0] == arm for key in mine)], sorted({key[1] for key in mine})
-        columns = [[f"`{arm}`" for arm in arms]]
-        columns += [[cell(mine.get((arm, rate))) for arm in arms] for rate in rates]
-        lines += table([f"**{size}, {precision}**", *(f"{rate:g}" for rate in rates)], columns)
-        lines += [about(chosen), ""]
-    return "\n".join(lines).strip()
-
-
-def write_page(results: Path, page: Path, check: bool) -> int:
-    try:
-        text, places = parts_of(page, ["stability"])
-    except PageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text, changed = rewritten(text, places, {"stability": page_block(results)})
-    if check:
-        print(f"{page} is {'out of date' if changed else 'as its files are'}", file=sys.stderr)
-        return 1 if changed else 0
-    page.write_text(text)
-    return 0
+def in_words(record: dict[str, Any]) -> str:
+    if record["stopped"]:
+        return str(record["stopped"])
+    return f"loss {final_loss([loss for _, loss in record['losses']])}, largest score {record['largest_score']:.0f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("data", type=Path, nargs="?", help="folder of `softplus-attention data prepare`")
+    parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
     parser.add_argument("--output", type=Path, default=RESULTS, help="for the results (default: results/stability)")
     parser.add_argument("--runs", type=Path, default=Path("stability-runs"), help="for models (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
@@ -165,13 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="X")
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="P", help="bf16, fp16, fp32")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--page", action="store_true", help="write the table of docs/stability.md and train nothing")
-    parser.add_argument("--check", action="store_true", help="with --page: write nothing, exit status 1 where it would")
     options = parser.parse_args(arguments)
-    if options.page:
-        return write_page(options.output, ROOT / "docs" / "stability.md", options.check)
-    if options.data is None:
-        parser.error("DATA is missing")
     options.output.mkdir(parents=True, exist_ok=True)
     for arm in options.arms:
         for precision in options.precisions:
@@ -183,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
                     continue
                 record = run(arm, rate, precision, name, options)
                 result.write_text(json.dumps(record, indent=1) + "\n")
-                print(f"{name}: {cell(record)}, {record['seconds']} s", flush=True)
+                print(f"{name}: {in_words(record)}, {record['seconds']} s", flush=True)
     return 0
 
 

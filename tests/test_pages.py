@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from study_cases import imported
+from study_cases import PAGES, imported
+
+SCRIPTS = sorted(path.stem for path in PAGES.glob("*_page.py") if path.stem != "study_page")
 
 
-@pytest.mark.parametrize("script", ["attention_page", "decode_page", "newton_page", "readme_page", "synthetic_page"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_the_page_agrees_with_its_files(script: str) -> None:
     with imported(script) as page:
         assert page.main(["--check"]) == 0
