@@ -259,7 +259,8 @@ class TestTheOp:
     def test_the_grid_follows_from_shapes(self) -> None:
         device = torch.device("cpu")
         assert triton_decode_launch.splits_for(2048, 8, device) == 198
-        assert triton_decode_launch.splits_for(2048, 64, device) == 24, "24.75, rounded down: no wave of a few"
+        assert triton_decode_launch.splits_for(2048, 64, device) == 24, "25 would be 4 waves and 16 programs"
+        assert triton_decode_launch.splits_for(2048, 800, device) == 2, "1 would be 2 waves and 8 programs"
         assert triton_decode_launch.splits_for(2048, 1, device) == 256
         assert triton_decode_launch.splits_for(3, 8, device) == 3
         assert triton_decode_launch.splits_for(2048, 5000, device) == 1

@@ -19,8 +19,10 @@ from softplus_attention.kernels.triton_launch import (
 )
 from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
 
-# One holds 3 programs of scores_kernel or 6 of values_kernel (heads of 128, few rows): whole waves of both.
+# As measured on an H200 (docs/kernels.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
+# (heads of 128, few rows): whole waves of both.
 PROGRAMS_PER_MULTIPROCESSOR = 12
+PROGRAMS_AT_A_TIME = 3
 MOST_SPLITS = 256
 MOST_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
@@ -82,10 +84,12 @@ def multiprocessors(index: int | None) -> int:
 def splits_for(tiles: int, programs: int, device: torch.device) -> int:
     """Splits of the keys: of shapes alone. ``programs`` is how many there are for one split.
 
-    Rounded down, since a few programs more than fit would be a wave of their own.
+    Of two numbers the one with less in its waves: a few programs more than fit are a wave of their own.
     """
-    room = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device.index if device.type == "cuda" else None)
-    return max(1, min(room // programs, tiles, MOST_SPLITS))
+    many = multiprocessors(device.index if device.type == "cuda" else None)
+    fewer = max(1, PROGRAMS_PER_MULTIPROCESSOR * many // programs)
+    splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * many) / x)
+    return min(splits, tiles, MOST_SPLITS)
 
 
 def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
