@@ -82,8 +82,11 @@ def column(rows: Sequence[Row], word: str) -> list[float]:
 
 def over(rows: Sequence[Row], ours: str, theirs: str, *, least: int = 0) -> list[float]:
     """Times of forward and backward, of one contender over another's at the same place."""
-    base = {(row["head_dim"], row["length"]): row["total_ms"] for row in rows_of(rows, theirs)}
-    return [row["total_ms"] / base[row["head_dim"], row["length"]] for row in rows_of(rows, ours, least=least)]
+    found = []
+    for row in rows_of(rows, ours, least=least):
+        beside = rows_of(rows, theirs, head_dim=row["head_dim"], length=row["length"])
+        found.append(row["total_ms"] / beside[0]["total_ms"])
+    return found
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from newton_page import ENGINES, groups, laws_found
 from page_blocks import plain, table
 from study_facts import LOGN, P15, RISING, Facts, Study
 from study_facts import LONG as FAR
-from study_findings import behind_in_the_mix, the_best_of_the_mix
+from study_findings import behind_in_the_mix, nothing_clearly_better, the_best_of_the_mix
 from study_findings_ablations import level_in_the_demo
 from study_findings_keys import at_least_nine_of_ten, no_sink, step_ratios, two_find_them_at_each_size
 from study_findings_mix import SIZES_OF_THE_MIX, millions, near_to_softmax, the_best_sharpness, the_loss_falls
@@ -102,17 +102,17 @@ def cost_of_the_power(study: Study) -> str:
 
 def which_power(measured: Measured) -> str:
     study = measured.study
-    for finding in (the_headline, the_best_of_the_mix, the_best_sharpness, near_to_softmax, step_ratios):
+    for finding in (the_headline, nothing_clearly_better, the_best_sharpness, near_to_softmax, step_ratios):
         finding(study)
     return (
         "**Which power?** The default, 15, is the paper's. It suits models with rotary positions in every layer: the "
         f"loss stays nearly level on long text, and is {cost_of_the_power(study)} nats above the best softmax's at "
         "the training length. In a model of your own take local and global layers and powers that heads learn: the "
         "presets `tiny` and `small` of `softplus-attention train` have them, and [the study](docs/results.md) found "
-        "nothing better for LSSAR. `PowerByLength.log_n(0.6)` was the best power there that is not learned; with "
-        "rotary positions in every layer, as most models have them, only high powers held far out. And where all that "
-        "counts is the loss, softmax of cosines times log N (`softmax-qknorm-logn` of the catalogue) in the same mix "
-        "of layers is as good or a little better, and faster."
+        "nothing clearly better for LSSAR. `PowerByLength.log_n(0.6)` was the best power there that is not learned; "
+        "with rotary positions in every layer, as most models have them, only high powers held far out. And where all "
+        "that counts is the loss, softmax of cosines times log N (`softmax-qknorm-logn` of the catalogue) in the same "
+        "mix of layers is as good or a little better, and faster."
     )
 
 
@@ -187,20 +187,26 @@ def no_attention_sink(measured: Measured) -> str:
 
 
 def the_law_is_found(found: Found) -> int:
-    """By every pre-trained arm without a window, with the most labels; how many these are."""
-    most = max(cell["labels"] for cell in found["cells"])
+    """By every pre-trained arm without a window, with the most labels; how many labels these are."""
+    most, arms = max(cell["labels"] for cell in found["cells"]), []
     for (labels, pretrained, arm), cells in groups(found["cells"]).items():
         if labels == most and pretrained and "-window" not in arm:
+            arms.append(arm)
             whole = f"{len(cells)} of {len(cells)}"
             both = all(laws_found(cells, "ln_force", engine) == whole for engine in ENGINES)
             holds(both, f"{arm} finds Newton's law with {labels:,} labels ({found['experiment']['preset']})")
+    if "softmax" not in arms or len(arms) < 2:
+        raise MissingError(f"pre-trained arms of newton, softmax among them ({found['experiment']['preset']})")
     return most
 
 
 def roll_outs(found: Found, arm: str, multiple: int) -> list[float]:
     """How far from the ellipse, of each seed."""
     rows = [row for run in found["long"] if run["arm"] == arm for row in run["roll_out"]]
-    return [row["median_ellipse_error"] for row in rows if row["multiple"] == multiple]
+    errors = [row["median_ellipse_error"] for row in rows if row["multiple"] == multiple]
+    if not errors:
+        raise MissingError(f"roll-outs of {arm} at {multiple}x")
+    return errors
 
 
 def newtons_law(measured: Measured) -> str:
@@ -229,6 +235,8 @@ def numerical_stability(measured: Measured) -> str:
             loss = None if run["stopped"] else final_loss([loss for _, loss in run["losses"]])
             losses[run["arm"]] = math.inf if loss is None else loss
             scores[run["arm"]] = math.inf if run["stopped"] else run["largest_score"]
+        if "softmax" not in scores or len(scores) < 2:
+            raise MissingError(f"runs of softmax and another arm at {highest:g} ({size}, {precision})")
         plain_loss, plain_score = losses.pop("softmax"), scores.pop("softmax")
         bounded = max(scores.values()) < 2 * min(scores.values()) and max(scores.values()) < plain_score / 5
         worst = max(losses.values()) < plain_loss
@@ -273,7 +281,6 @@ def times(measured: Measured) -> str:
     every = column(rows_of(rows, OURS), "ratio")
     holds(min(every) > 1, "training is slower than with FlashAttention-2")
     the_fastest(rows)
-    long_caches(rows)
     flex = rows_of(rows, "flex lssar p=15", "compile", length=SHORT)[0]
     ours = rows_of(rows, OURS, head_dim=flex["head_dim"], length=SHORT)[0]
     slower = flex["forward_ratio"] / ours["forward_ratio"]
@@ -283,14 +290,14 @@ def times(measured: Measured) -> str:
     on_cpu = between((row["ratio"] for row in measured.cpu["time"]), tenths)
     return (
         f"So training is slower than with FlashAttention-2 (at {SHORT:,} tokens a training step takes "
-        f"{each(column(rows_of(rows, OURS, length=SHORT), 'ratio'), hundredths)} times as long), and a training step "
+        f"{each(column(rows_of(rows, OURS, length=SHORT), 'ratio'), hundredths)} times as long with heads of "
+        f"{each(column(rows_of(rows, OURS, length=SHORT), 'head_dim'), str)}), and a training step "
         f"takes {between(over(rows, OURS, FASTEST), tenths)} times that of cuDNN's attention, the fastest there; "
         f"FlexAttention takes over {tens} times as long for the same (forward, {SHORT:,} tokens, of an earlier run). "
         f"Powers that heads learn take {between(learned, tenths)} times as long as the power 15 from {LONG:,} tokens "
-        "on. A decode step over a long cache of unit keys, as our GPT has it, is faster than softmax's, since only "
-        "values that have weight are read. "
-        "[docs/kernels.md](docs/kernels.md) says what bounds it and what was tried. On a CPU it takes "
-        f"{on_cpu} times SDPA's time."
+        "on. [docs/kernels.md](docs/kernels.md) says what bounds the kernels and what was tried. On a CPU the op takes "
+        f"{on_cpu} times SDPA's time. A decode step over a long cache of unit keys takes no longer than softmax's (as "
+        f"a CUDA graph, {long_caches(rows)}), since only values that have weight are read."
     )
 
 

@@ -124,10 +124,21 @@ def the_best_of_the_mix(study: Study) -> int:
     return len(arms)
 
 
+def nothing_clearly_better(study: Study) -> None:
+    """Than the recipe of the presets, of LSSAR in the mix, at any size: by more than seeds of it are apart there."""
+    the_best_of_the_mix(study)
+    for facts in (study[name] for name in SIZES_OF_THE_MIX):
+        for arm in facts.size.of_kind(MIX).arms:
+            if arm.startswith("lssar") and arm != OURS:
+                for multiple in facts.size.multiples:
+                    better = facts.behind(OURS, arm, multiple) > facts.apart(OURS, multiple)
+                    holds(not better, f"{arm} is not clearly better than {OURS} at {multiple}x ({facts.size.name})")
+
+
 def answer_positions(study: Study) -> str:
     the_loss_falls(study)
     the_best_sharpness(study)
-    the_best_of_the_mix(study)
+    nothing_clearly_better(study)
     facts = study["10m"]
     ours, theirs = (-facts.rise(arm, 64) for arm in (OURS, THEIRS))
     return (
@@ -197,7 +208,8 @@ def answer_parts(study: Study) -> str:
 def answer_time(study: Study) -> str:
     one_power, learned = step_ratios(study)
     return (
-        f"**It costs time.** A training step of LSSAR takes {one_power} times softmax's with one power for all heads, "
+        f"**It costs time.** A training step of LSSAR takes {one_power} times that of softmax with QK-norm and log N "
+        "with one power for all heads, "
         f"and took {learned} times with powers that heads learn; the kernels for these have become faster since."
     )
 

@@ -247,7 +247,7 @@ def test_every_limit_is_met(folder: Path, page: ModuleType) -> None:
     text = page.blocks_of(folder)["attention-met"]
     assert text.startswith('All ten limits ("at most") are met')
     assert "Missed" not in text
-    assert "Met by less than two machines differ by (2% and more): the training step at D = 128 (1.290)." in text
+    assert "Within 2% of its limit, and two machines differ by as much: the training step at D = 128 (1.290)." in text
 
 
 def test_a_goal_of_decoding_that_is_missed(folder: Path, page: ModuleType) -> None:
@@ -260,7 +260,8 @@ def test_a_goal_of_decoding_that_is_missed(folder: Path, page: ModuleType) -> No
 @pytest.mark.parametrize(
     ("contender", "section", "values", "claim"),
     [
-        ("lssar p=15 unit keys", "decode", {"forward_ratio": 1.01}, "takes less time than softmax's"),
+        ("lssar p=15 unit keys", "decode", {"forward_ratio": 1.03}, "takes no longer than softmax's"),
+        ("sdpa cudnn", "decode", {"commit": "another"}, "the tables of decoding and of training are of the same run"),
         ("lssar learned", "train", {"forward_host_ms": 9.0}, "no row of lssar learned waits for the host"),
         ("lssa", "train", {"ratio": 0.5}, "cuDNN is the fastest at D = 64, T = 1024"),
         ("lssar p=15 without offset", "train", {"forward_host_ms": 0.2}, "takes the host about as long as the GPU"),
@@ -269,7 +270,7 @@ def test_a_goal_of_decoding_that_is_missed(folder: Path, page: ModuleType) -> No
 def test_a_claim_that_no_longer_holds(
     contender: str,
     section: str,
-    values: dict[str, float],
+    values: dict[str, Any],
     claim: str,
     folder: Path,
     page: ModuleType,
