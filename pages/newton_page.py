@@ -178,18 +178,19 @@ def faithful_block(found: Found) -> list[str]:
 
 
 FILES = {"cpu": "cpu.json", "h200": "h200.json", "faithful": "faithful-h200.json"}
-KINDS: dict[str, Callable[[Found], list[str]]] = {
+Kinds = dict[str, Callable[[Found], list[str]]]
+KINDS: Kinds = {
     "force": force_block,
     "controls": controls_block,
     "length": length_block,
     "probes": probes_block,
 }
-KINDS_OF = {"cpu": KINDS, "h200": KINDS, "faithful": {"force": faithful_block}}
+KINDS_OF: dict[str, Kinds] = {"cpu": KINDS, "h200": KINDS, "faithful": {"force": faithful_block}}
 BLOCKS = [f"{name}-{kind}" for name, kinds in KINDS_OF.items() for kind in kinds]
 
 
 def blocks_of(results: Path) -> dict[str, str]:
-    made = {}
+    made: dict[str, str] = {}
     for name, file in FILES.items():
         try:
             found = json.loads((results / file).read_text())

@@ -367,7 +367,7 @@ def ablations_block(size: Size) -> list[str]:
     columns = [[f"`{arm}`" for arm in arms], [ABLATED[arm] for arm in arms]]
     columns += [column([loss_at(own, multiple) for own in curves]) for multiple in multiples]
     columns.append(column([rise(own, multiples[-1]) for own in curves], signed))
-    behind = [None if whole is None else spread(one.loss.get(1) - whole.mean for one in own) for own in curves]
+    behind = [None if whole is None else spread(one.loss[1] - whole.mean for one in own) for own in curves]
     columns.append(column(behind, signed))
     head = ["arm", "attention", *(f"{multiple}x" for multiple in multiples)]
     head += [f"{multiples[-1]}x - 1x", f"1x, less `{WHOLE}`'s"]
