@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_rows import FILE, SHOWN_IN_DECODE, Row, goals, read_benchmark, read_results
+from attention_rows import FILE, SHOWN_IN_DECODE, Goal, Row, goals, read_benchmark, read_results
 from attention_words import decoding, the_host, the_run, what_is_met
 from claims import between, hundredths, written
 from cpu_tables import FILE as CPU
 from cpu_tables import memory_table, the_cpu_run, time_table
-from page_blocks import table, write_page
+from page_blocks import table_of, table_text, write_page
 from training_tables import FILE as TRAINING
 from training_tables import the_training_run, training_table
 
@@ -67,7 +67,7 @@ def by_length(rows: Sequence[Row], names: dict[str, str]) -> str:
         columns += [[cell(found.get((name, length))) for name in shown] for cell in (times, ratio)]
     head.append(f"step MiB, T = {lengths[0]}")
     columns.append([number(found.get((name, lengths[0]), {}).get("step_mib")) for name in shown])
-    return "\n".join(table(head, columns)).strip()
+    return table_text(head, columns)
 
 
 def decode_table(rows: Sequence[Row]) -> str:
@@ -77,19 +77,18 @@ def decode_table(rows: Sequence[Row]) -> str:
     for length in lengths:
         cells = [found.get((name, length)) for name in SHOWN_IN_DECODE]
         columns.append([f"{number(x['forward_ms'])} ({x['forward_ratio']:.2f})" if x else "" for x in cells])
-    return "\n".join(table(["", *(f"{length:,}" for length in lengths)], columns)).strip()
+    return table_text(["", *(f"{length:,}" for length in lengths)], columns)
 
 
 def goals_table(rows: Sequence[Row]) -> str:
-    every = goals(rows)
-    columns = [
-        [goal.words for goal in every],
-        [between(goal.values, hundredths) for goal in every],
-        [f"{goal.most:g}" for goal in every],
-        [f"{goal.goal:g}" for goal in every],
-        [goal.met for goal in every],
-    ]
-    return "\n".join(table(["", "measured", "at most", "goal", "met"], columns)).strip()
+    cells: dict[str, Callable[[Goal], str]] = {
+        "": lambda goal: goal.words,
+        "measured": lambda goal: between(goal.values, hundredths),
+        "at most": lambda goal: f"{goal.most:g}",
+        "goal": lambda goal: f"{goal.goal:g}",
+        "met": lambda goal: goal.met,
+    }
+    return table_of(goals(rows), cells)
 
 
 def of_section(results: dict[str, Any], section: str, head_dim: int | None = None) -> list[Row]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attention_rows import command_of
-from page_blocks import table
+from page_blocks import table_of, table_text
 
 FILE = "cpu.json"
 IMPLEMENTATIONS = ("chunked", "sdpa", "reference")
@@ -26,15 +27,15 @@ def the_cpu_run(results: dict[str, Any]) -> str:
 
 
 def time_table(results: dict[str, Any]) -> str:
-    rows = results["time"]
-    columns = [
-        [str(row["threads"]) for row in rows],
-        [str(row["length"]) for row in rows],
-        [DIRECTIONS[row["direction"]] for row in rows],
-        *([f"{row[word]:.0f}" for row in rows] for word in ("chunked_ms", "sdpa_ms")),
-        [f"{row['ratio']:.2f}" for row in rows],
-    ]
-    return "\n".join(table(["threads", "T", "", "chunked ms", "SDPA ms", "ratio"], columns)).strip()
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "threads": lambda row: str(row["threads"]),
+        "T": lambda row: str(row["length"]),
+        "": lambda row: DIRECTIONS[row["direction"]],
+        "chunked ms": lambda row: f"{row['chunked_ms']:.0f}",
+        "SDPA ms": lambda row: f"{row['sdpa_ms']:.0f}",
+        "ratio": lambda row: f"{row['ratio']:.2f}",
+    }
+    return table_of(results["time"], cells)
 
 
 def memory_table(results: dict[str, Any]) -> str:
@@ -47,4 +48,4 @@ def memory_table(results: dict[str, Any]) -> str:
             head.append(f"{NAMES[implementation]} {words}")
             sizes = [found.get((implementation, direction, length)) for length in lengths]
             columns.append(["" if size is None else f"{size / 2**20:.0f}" for size in sizes])
-    return "\n".join(table(head, columns)).strip()
+    return table_text(head, columns)

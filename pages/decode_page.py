@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from page_blocks import PageError, table, write_page
+from page_blocks import PageError, table_text, write_page
 
 ROOT = Path(__file__).parents[1]
 FILES = {"gpu": "decode-h200.json", "cpu": "decode-cpu.json"}
@@ -42,8 +42,8 @@ def blocks_of(results: Path) -> dict[str, str]:
     cpu_columns += [[f"{row[word]:.0f}" for row in on_cpu] for word in ("softmax", "lssar")]
     cpu_columns.append([f"{row['ratio']:.2f}" for row in on_cpu])
     return {
-        "decode-gpu": "\n".join(table(head, columns)).strip(),
-        "decode-cpu": "\n".join(table(["context", "softmax ms", "LSSAR ms", "ratio"], cpu_columns)).strip(),
+        "decode-gpu": table_text(head, columns),
+        "decode-cpu": table_text(["context", "softmax ms", "LSSAR ms", "ratio"], cpu_columns),
     }
 
 

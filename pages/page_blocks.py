@@ -8,7 +8,9 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+Row = TypeVar("Row")
 MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
 
 
@@ -28,6 +30,15 @@ def signed(value: float, digits: int = 3) -> str:
 def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> list[str]:
     rows = [head, ["---", *[rule] * (len(head) - 1)], *zip(*columns, strict=True)]
     return [*("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def table_text(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "---:") -> str:
+    return "\n".join(table(head, columns, rule)).strip()
+
+
+def table_of(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> str:
+    """A line for each row of data; a column for each cell, by the words above it."""
+    return table_text(list(cells), [[write(row) for row in rows] for write in cells.values()])
 
 
 def parts_of(page: Path, names: Collection[str]) -> tuple[str, dict[str, tuple[int, int]]]:

@@ -15,7 +15,7 @@ from typing import Any
 from attention_rows import FILE, LONG, LONG_CACHE, OURS, STAGE_1, UNIT_KEYS, Row, read_benchmark, read_results, rows_of
 from claims import MissingError, between, hundredths, written
 from cpu_tables import FILE as CPU
-from page_blocks import PageError, table, write_page
+from page_blocks import PageError, table_text, write_page
 from readme_words import WORDS, Measured
 from study_facts import Study
 from study_runs import Size, loss_at, read_study
@@ -60,7 +60,7 @@ def losses_table(sizes: Sequence[Size]) -> str:
                 cells.append(f"{found.mean:.3f}")
             lines.append([words, *cells, f"{len(size.curves(arm))}{' *' if size.name == OTHER_TEXT else ''}"])
     head = ["", *(f"{multiple * length:,}" for multiple in MULTIPLES), "seeds"]
-    return "\n".join(table(head, [list(column) for column in zip(*lines, strict=True)])).strip()
+    return table_text(head, [list(column) for column in zip(*lines, strict=True)])
 
 
 def by_head_dim(rows: Sequence[Row], word: str) -> list[str]:
@@ -84,7 +84,7 @@ def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:
         "LSSAR, training step of GPT-2 small at 1,024 tokens, to softmax's": [hundredths(whole_model), ""],
     }
     columns = [list(lines), *([cells[i] for cells in lines.values()] for i in (0, 1))]
-    return "\n".join(table(["", "head dimension 64", "128"], columns)).strip()
+    return table_text(["", "head dimension 64", "128"], columns)
 
 
 def measured_in(results: Path, sizes: Sequence[Size]) -> Measured:

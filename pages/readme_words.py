@@ -27,7 +27,8 @@ from claims import (
     tenths,
 )
 from newton_page import ENGINES, groups, laws_found
-from page_blocks import plain, table
+from page_blocks import plain, table_text
+from stability_page import loss_of
 from study_facts import LOGN, P15, RISING, Facts, Study
 from study_facts import LONG as FAR
 from study_findings import behind_in_the_mix, nothing_clearly_better, the_best_of_the_mix
@@ -48,7 +49,6 @@ from study_runs import SMALL
 from study_sizes import OURS as BEST
 from study_sizes import THEIRS
 
-from softplus_attention.report.stability import final_loss
 from softplus_attention.report.study import MIX, ROTARY
 
 ABLATIONS = "books"
@@ -232,7 +232,7 @@ def numerical_stability(measured: Measured) -> str:
         highest = max(run["learning_rate"] for run in alike)
         scores, losses = {}, {}
         for run in (run for run in alike if run["learning_rate"] == highest):
-            loss = None if run["stopped"] else final_loss([loss for _, loss in run["losses"]])
+            loss = loss_of(run)
             losses[run["arm"]] = math.inf if loss is None else loss
             scores[run["arm"]] = math.inf if run["stopped"] else run["largest_score"]
         if "softmax" not in scores or len(scores) < 2:
@@ -257,7 +257,7 @@ CLAIMS: dict[str, Callable[[Measured], str]] = {
 
 def claims_table(measured: Measured) -> str:
     columns = [list(CLAIMS), sentences(CLAIMS.values(), measured)]
-    return "\n".join(table(["the paper's claim", "what we measured"], columns, "---")).strip()
+    return table_text(["the paper's claim", "what we measured"], columns, "---")
 
 
 def the_best_recipe(measured: Measured) -> str:

@@ -20,10 +20,15 @@ ROOT = Path(__file__).parents[1]
 ARMS = ("softmax", "softmax-qknorm-logn", "lssar-p3", "lssar-p15")  # in this order
 
 
+def loss_of(record: dict[str, Any]) -> float | None:
+    """At the end; None where training stopped or became something that is not finite."""
+    return None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
+
+
 def cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return "-"
-    loss = None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
+    loss = loss_of(record)
     return "stopped: not finite" if loss is None else f"{loss:.3f} ({record['largest_score']:.0f})"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from page_blocks import PageError, table, write_page
+from page_blocks import PageError, table_text, write_page
 
 from softplus_attention.evaluation.forms import form_of
 
@@ -47,7 +47,7 @@ def blocks_of(results: Path) -> dict[str, str]:
         columns.append([f"{100 * own[multiple]['accuracy']:.1f}" if multiple in own else "-" for own in lengths])
     columns.append([f"{own[max(own)]['answers']:,}" for own in lengths])
     head = ["answers right, %", "attention", *(f"{multiple}x" for multiple in multiples), "answers at the longest"]
-    return {"synthetic": "\n".join(table(head, columns)).strip()}
+    return {"synthetic": table_text(head, columns)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from attention_rows import command_of
 from claims import holds, listed
-from page_blocks import table
+from page_blocks import table_of
 
 FILE = "training-h200.json"
 NAMES = {"softmax": "softmax (SDPA)", "lssar": "LSSAR, power 15"}
@@ -31,14 +32,12 @@ def the_training_run(results: dict[str, Any]) -> str:
 
 
 def training_table(results: dict[str, Any]) -> str:
-    rows = results["rows"]
-    columns = [
-        [NAMES[row["attention"]] for row in rows],
-        [f"{row['step_ms']:.1f} ms" for row in rows],
-        [f"{row['tokens_per_second']:,.0f}" for row in rows],
-        [f"{100 * row['mfu']:.1f}%" for row in rows],
-        [f"{row['peak_memory_gib']:.1f} GiB" for row in rows],
-        [f"{row['time_to_softmax']:.2f}" for row in rows],
-    ]
-    head = ["attention", "step", "tokens/s", "MFU", "memory", "times softmax's"]
-    return "\n".join(table(head, columns)).strip()
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "attention": lambda row: NAMES[row["attention"]],
+        "step": lambda row: f"{row['step_ms']:.1f} ms",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "MFU": lambda row: f"{100 * row['mfu']:.1f}%",
+        "memory": lambda row: f"{row['peak_memory_gib']:.1f} GiB",
+        "times softmax's": lambda row: f"{row['time_to_softmax']:.2f}",
+    }
+    return table_of(results["rows"], cells)
