@@ -49,7 +49,7 @@ KERNELS = {
 TILED = ("Q", "K", "V", "GradOut")  # descriptors in the Hopper kernels
 FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
-NOT_ALIGNED = ("h", "h_kv", "window", "range_stride", "seen_stride")
+NOT_ALIGNED = ("h", "h_kv", "inverse", "window", "range_stride", "seen_stride")
 INT_POINTERS = ("Flat", "Again", "Start", "End", "Counts", "FirstRow", "LastRow")
 HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV")
 

@@ -35,6 +35,7 @@ from softplus_attention.kernels.gluon_tiles import Tiles
 
 NAN = float("nan")
 GARBAGE = 777.0
+LEAST_NORMAL = 2.0**-126  # what is below is nothing to some instructions
 
 
 class Value(torch.Tensor):
@@ -351,6 +352,9 @@ def assembly(text: str, constraints: str, operands: Sequence[Any], dtype: Any, i
         return (a * b + c).float().clamp(0.0, 1.0).nan_to_num(nan=0.0).as_subclass(Value)
     if text.startswith("lg2.approx.ftz.f32"):
         return torch.log2(torch.as_tensor(operands[0])).as_subclass(Value)
+    if text.startswith("rcp.approx.ftz.f32"):
+        x = torch.as_tensor(operands[0])
+        return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x).reciprocal().as_subclass(Value)
     raise NotImplementedError(text)
 
 
@@ -376,8 +380,8 @@ class Language:
     int32, int64 = torch.int32, torch.int64
     constexpr = object
     maximum, minimum = staticmethod(elementwise(larger)), staticmethod(elementwise(smaller))
-    abs, exp2, log, log2, sqrt = (
-        staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt)
+    abs, exp2, log, log2, sqrt, rsqrt = (
+        staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt, torch.rsqrt)
     )
     where = staticmethod(chosen)
     max = staticmethod(largest)
@@ -500,6 +504,7 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
     replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
     # Nothing but their being there means something, to the compiler alone.
     replaced |= {"warpgroup_mma_init": lambda x: x}
+    replaced |= {"mma_v2": lambda a, b, acc: acc + a.float() @ b.float()}  # by registers: it waits for nothing
     replaced |= {"assigned": assigned}
     done: dict[FunctionType, FunctionType] = {}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -57,6 +59,37 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gluon_launch, "MOST_KEYS_WITH_RANGES", 69)
     assert not gluon_launch.fits(ranges)
     assert gluon_launch.fits(problem())
+
+
+def test_grids_that_are_too_large_are_left_to_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    many = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16).expand(2, 24_000, 70, 64)
+    assert not gluon_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
+    few = many[:, :20_000]
+    assert gluon_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
+    monkeypatch.setattr(gluon_launch, "MOST_OF_A_GRID", 1)  # and 70 rows are two blocks
+    assert not gluon_launch.fits(problem())
+
+
+@given(st.integers(1, 5000), st.integers(1, 4096), st.integers(1, 1 << 34))
+def test_a_grid_has_every_block_of_every_head_once(heads: int, length: int, size: int) -> None:
+    together, blocks, rest = gluon_launch.grid_of(length, heads, size)
+    assert together * rest == heads
+    assert (blocks - 1) * 64 < length <= blocks * 64
+    distance = abs(math.log(together * size / gluon_launch.NEARBY))
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    assert all(distance <= abs(math.log(n * size / gluon_launch.NEARBY)) for n in divisors)
+
+
+def test_heads_that_are_many_are_together() -> None:
+    assert gluon_launch.grid_of(64, 12 * 65535, 1 << 40) == (12, 1, 65535)
+
+
+@given(st.integers(1, 1 << 15).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, ((1 << 30) - 1) // n))))
+def test_a_product_in_place_of_a_division(numbers: tuple[int, int]) -> None:
+    heads, n = numbers
+    assert n * gluon_launch.inverse_of(heads) >> triton_common.INVERSE_BITS.value == n // heads
+    assert gluon_launch.inverse_of(heads) < 1 << 31
 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])

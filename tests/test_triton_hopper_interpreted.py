@@ -190,6 +190,41 @@ def test_rows_whose_scores_are_all_below_zero(
         assert not set().union(*(kernel.called for kernel in late_kernels)) & CAREFUL
 
 
+@pytest.mark.parametrize("power", [None, 15])
+@pytest.mark.usefixtures("late_kernels")
+def test_queries_of_every_size(power: float | None) -> None:
+    """Their squares overflow or vanish in one block and not in the next; a query of zeros has the cosine 0."""
+    q, k, v = (randn(1, 1, 130, 64, seed=seed).bfloat16() for seed in range(3))
+    sizes = torch.ones(130, 1)
+    sizes[:64] = torch.tensor([1.0, 2.0**-80, 2.0**80, 0.0])[torch.arange(64) % 4, None]
+    assert_within_yardstick(
+        softplus_attention, q * sizes.bfloat16(), k, v, impl="triton", power=power, is_causal=True, gradients=False
+    )
+
+
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_heads_in_another_order(
+    bad: float, monkeypatch: pytest.MonkeyPatch, late_kernels: list[InterpretedKernel]
+) -> None:
+    """The same numbers, those of a block that is looked at twice too."""
+    q, k, v, grad = (randn(3, 4, 70, 64, seed=seed).bfloat16() for seed in range(4))
+    k, v = k[:, :2], v[:, :2].clone()
+    v[1, 1, 20, 3] += bad
+
+    def outcome(together: int) -> list[Tensor]:
+        monkeypatch.setattr(gluon_launch, "heads_together", lambda heads, size: together)
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = softplus_attention(*given, is_causal=True, enable_gqa=True, impl="triton")
+        return [out, *torch.autograd.grad(out, given, grad)]
+
+    expected = outcome(6)
+    for together in (1, 2, 3):
+        for x, y in zip(outcome(together), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    ran = set().union(*(kernel.called for kernel in late_kernels))
+    assert ("careful_pass" in ran) == math.isnan(bad)
+
+
 @pytest.mark.parametrize("above", [False, True])
 @pytest.mark.usefixtures("late_kernels")
 def test_the_largest_score_lies_below_zero_in_a_full_tile(above: bool) -> None:

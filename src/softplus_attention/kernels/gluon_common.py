@@ -13,9 +13,21 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from softplus_attention.kernels.triton_common import LONG, NOWHERE, SHORT, norm_stride, row_power
+from softplus_attention.kernels.triton_common import (
+    INVERSE_BITS,
+    LN2,
+    LONG,
+    NOWHERE,
+    SHORT,
+    any_extreme,
+    inverse_norm,
+    norm_stride,
+    row_power,
+    special_log2,
+)
 
 
 class KeyTiles(NamedTuple):
@@ -50,14 +62,13 @@ class RowWeights(NamedTuple):
 @gluon.jit
 def note_trouble(Again, trouble):
     """Leaves the block of this program to a launch that looks again: Again has the number of such blocks, and then
-    which programs had them, counted through the grid.
+    which they are, counted through the blocks of all heads.
 
     Rows of equal scores and numbers that are not finite are rare. Their code inside the kernels would cost every block,
     since it holds more registers than all else.
     """
     if trouble > 0:
-        heads = gl.program_id(1) + gl.num_programs(1) * gl.program_id(2)
-        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(0) + gl.num_programs(0) * heads)
+        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(1) + gl.num_programs(1) * own_head())
 
 
 @gluon.constexpr_function
@@ -68,16 +79,24 @@ def fineness(dtype, power):
 
 
 @gluon.jit
-def own_place():
-    """The block, head and sequence of this program. The grid says which, since divisions at a program's start would
-    take longer than its first loads."""
-    return gl.program_id(0), gl.program_id(1), gl.program_id(2)
+def own_head():
+    """That of this program, among the heads of all sequences. The grid is ``gluon_launch.grid_of``."""
+    return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
-def noted_place(program, blocks, heads):
-    """The same of a program that ``note_trouble`` has left."""
-    return program % blocks, program // blocks % heads, program // (blocks * heads)
+def own_place(heads, inverse):
+    """The block, head and sequence of this program; ``inverse`` is ``gluon_launch.inverse_of`` the heads, since a
+    division at a program's start would take longer than its first loads."""
+    bh = own_head()
+    b = ((bh.to(gl.int64) * inverse) >> INVERSE_BITS).to(gl.int32)
+    return gl.program_id(1), bh - b * heads, b
+
+
+@gluon.jit
+def noted_place(number, blocks, heads):
+    """The same of a block that ``note_trouble`` has left."""
+    return number % blocks, number // blocks % heads, number // (blocks * heads)
 
 
 @gluon.jit
@@ -240,6 +259,38 @@ def load_layout(width, num_warps):
 def norm_layout(width, num_warps):
     """A quarter of a row to each thread: few shuffles where a row is added up."""
     return gl.BlockedLayout([1, width // 4], [8, 4], [num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def query_norms(q_tile, LAYOUT: gl.constexpr):
+    """[BM], along the rows of LAYOUT: ``inverse_norm`` of each query of a tile.
+
+    The tensor cores add up the squares: they are the diagonal where every 16 queries are multiplied with themselves.
+    Threads would take three times the instructions, and then have to hand the norms over to those that hold the scores.
+    """
+    rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    count: gl.constexpr = q_tile.shape[0]
+    width: gl.constexpr = q_tile.shape[1]
+    by_warp: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [count // 16, 1, 1], [1, 16, 8])
+    tiles = q_tile.reshape([count // 16, 16, width])
+    b_left = tiles.load(gl.DotOperandLayout(0, by_warp, 2))
+    b_right = tiles.permute([0, 2, 1]).load(gl.DotOperandLayout(1, by_warp, 2))
+    products = mma_v2(b_left, b_right, gl.zeros([count // 16, 16, 16], gl.float32, by_warp))
+    o_left = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, by_warp)))[None, :, None]
+    o_right = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, by_warp)))[None, None, :]
+    square = gl.sum(gl.where(o_left == o_right, products, 0.0), 2)
+    square = gl.convert_layout(gl.reshape(square, [count]), rows, assert_trivial=True)
+    inverse = gl.rsqrt(square)
+    if any_extreme(square):
+        b_q = q_tile.load(norm_layout(width, gl.num_warps())).to(gl.float32)
+        inverse = gl.convert_layout(inverse_norm(b_q), rows)
+    return inverse
+
+
+@gluon.jit
+def row_scale(score_scale, b_counts):
+    """[BM]: what multiplies the cosines of rows that see so many keys."""
+    return score_scale * (special_log2(gl.maximum(b_counts, 1.0)) * LN2)
 
 
 @gluon.jit

@@ -329,7 +329,7 @@ def dkv_block(
 @gluon.jit
 def gluon_dkv_kernel(
     Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
-    t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
+    t_q, t_k, shared, h_kv, inverse, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
     seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr, num_warps: gl.constexpr,
@@ -346,7 +346,7 @@ def gluon_dkv_kernel(
             )  # fmt: skip
     else:
         dkv_block(
-            own_place(), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+            own_place(h_kv, inverse), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
             t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
             seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, False,
         )  # fmt: skip

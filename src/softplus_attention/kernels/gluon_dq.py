@@ -27,13 +27,14 @@ from softplus_attention.kernels.gluon_common import (
     load_columns,
     load_layout,
     no_more,
-    norm_layout,
     not_finite,
     note_trouble,
     noted_place,
     own_place,
     product_layout,
+    query_norms,
     read_tile,
+    row_scale,
     rows_and_keys,
     rows_of,
     seen_keys,
@@ -47,7 +48,6 @@ from softplus_attention.kernels.triton_common import (
     LN2,
     ROW_BLOCK,
     finite_rows,
-    inverse_norm,
     row_lift,
     score_factor,
 )
@@ -256,8 +256,8 @@ def dq_block(
     else:
         arrived(rows_copied, 0)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
-    b_inverse = gl.convert_layout(inverse_norm(q_tile.load(norm_layout(D, gl.num_warps())).to(gl.float32)), rows)
-    b_scale = score_scale * gl.log(gl.maximum(b_counts, 1.0))
+    b_inverse = query_norms(q_tile, layout)
+    b_scale = row_scale(score_scale, b_counts)
     b_factor = score_factor(b_scale, b_inverse)
 
     b_weight = gl.load(Weight + p_row, mask=m_rows, other=1.0)
@@ -360,8 +360,8 @@ def dq_block(
 @gluon.jit
 def gluon_dq_kernel(
     Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
-    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, grad_out_strides,
-    dq_strides, range_stride, power_strides,
+    t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     AGAIN: gl.constexpr, num_warps: gl.constexpr,
@@ -381,8 +381,8 @@ def gluon_dq_kernel(
             )  # fmt: skip
     else:
         dq_block(
-            own_place(), Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End,
-            Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides,
-            v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
+            own_place(shared * h_kv, inverse), Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start,
+            End, Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides,
+            k_strides, v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, False,
         )  # fmt: skip

@@ -27,11 +27,12 @@ from softplus_attention.kernels.gluon_common import (
     fineness,
     load_columns,
     no_more,
-    norm_layout,
     not_finite,
     note_trouble,
     own_place,
     product_layout,
+    query_norms,
+    row_scale,
     rows_and_keys,
     rows_of,
     saturated,
@@ -45,11 +46,11 @@ from softplus_attention.kernels.triton_common import (
     LONG,
     ROW_BLOCK,
     SHORT,
-    inverse_norm,
     log2_one_plus,
     raised,
     score_factor,
     softplus2,
+    special_inverse,
     special_log2,
 )
 
@@ -266,8 +267,8 @@ def second_loop(
 @gluon.jit
 def gluon_forward_kernel(
     Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
-    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
-    power_strides,
+    t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -283,8 +284,8 @@ def gluon_forward_kernel(
     fine: gl.constexpr = fineness(dtype, POWER)
 
     place, of_rows, of_keys, p_norm = rows_and_keys(
-        own_place(), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
-        CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
+        own_place(shared * h_kv, inverse), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth,
+        range_stride, power_strides, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
     m, bh, b, head, kv_head = place
     o_m, b_counts, b_p = of_rows
@@ -308,8 +309,7 @@ def gluon_forward_kernel(
     copy_tile(copied, 1, v_ring, 0, V, at_key(keys, 0))
     copy_tile(copied, 1, v_ring, 1, V, at_key(keys, BN))
     arrived(copied, 0)
-    b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
-    b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), gl.convert_layout(b_inverse, rows))  # [BM]
+    b_factor = score_factor(row_scale(score_scale, b_counts), query_norms(q_tile, layout))  # [BM]
     scoring = RowScores(b_factor, b_start, b_end)
 
     queries = q_tile
@@ -413,20 +413,17 @@ def gluon_forward_kernel(
     no_more(copied)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
-    trouble = not_finite(b_out)
-    if POWER == 0:
-        b_total = b_weight
-        if dtype == gl.float16:  # which f' may be too small for
-            trouble = gl.maximum(trouble, gl.max((b_total < b_counts * 1e-3).to(gl.int32), 0))
-    trouble = gl.maximum(trouble, any_flat)
+    too_small = gl.to_tensor(0)
+    if POWER == 0 and dtype == gl.float16:  # for which f' may be
+        too_small = gl.max((b_weight < b_counts * 1e-3).to(gl.int32), 0)
+    b_weight = gl.where(b_weight == 0, 1.0, b_weight)
+    b_out = b_out * gl.convert_layout(special_inverse(b_weight), gl.SliceLayout(1, out_layout))[:, None]
+    trouble = gl.maximum(gl.maximum(not_finite(b_out), too_small), any_flat)
     note_trouble(Again, trouble)
     if trouble > 0:
         gl.atomic_max(Flat + bh, 1)
-    b_weight = gl.where(b_weight == 0, 1.0, b_weight)
-    b_out = b_out * gl.convert_layout(1.0 / b_weight, gl.SliceLayout(1, out_layout))[:, None]
-    if POWER == 0:
-        b_weight = gl.where(b_total == 0, 1.0, b_total)
-    gl.store(Weight + p_row, b_weight, mask=m_rows)
+    if HAS_REST or POWER == 0:  # the backward, and a second look at LSSA
+        gl.store(Weight + p_row, b_weight, mask=m_rows & (HAS_REST or trouble > 0))
     store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
     if HAS_REST:
         rest = b_out - b_out.to(dtype).to(gl.float32)

@@ -10,10 +10,11 @@ from softplus_attention.kernels.gluon_common import (
     by_thread,
     fineness,
     load_columns,
-    norm_layout,
     noted_place,
     product_layout,
+    query_norms,
     read_tile,
+    row_scale,
     rows_and_keys,
     rows_of,
     seen_keys,
@@ -22,7 +23,6 @@ from softplus_attention.kernels.gluon_common import (
 from softplus_attention.kernels.triton_common import (
     AGAIN_PROGRAMS,
     ROW_BLOCK,
-    inverse_norm,
     raised,
     score_factor,
     softplus2,
@@ -69,8 +69,8 @@ def careful_pass(
 @gluon.jit
 def gluon_forward_again_kernel(
     Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
-    t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides, range_stride,
-    power_strides,
+    t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
+    range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
@@ -101,9 +101,7 @@ def gluon_forward_again_kernel(
         p_row = bh * t_q + o_m
 
         q_tile.store(read_tile(rows_of(Q, b, head, m, q_strides), t_q - m, q_strides[2], BM, D))
-        b_inverse = inverse_norm(q_tile.load(norm_layout(D, num_warps)).to(gl.float32))
-        b_inverse = gl.convert_layout(b_inverse, rows)
-        b_factor = score_factor(score_scale * gl.log(gl.maximum(b_counts, 1.0)), b_inverse)  # [BM]
+        b_factor = score_factor(row_scale(score_scale, b_counts), query_norms(q_tile, layout))  # [BM]
         b_slope = gl.zeros([BM], gl.float32, rows)
         b_offset = b_slope
         b_flat = b_counts < 0

@@ -6,14 +6,14 @@ The kernels are imported where they are first used: Gluon is a part of Triton wh
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
-from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK
+from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, INVERSE_BITS, ROW_BLOCK
 from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
 from softplus_attention.kernels.triton_replay import Scratch
 
@@ -32,7 +32,8 @@ DKV_ROWS = {64: 64, 128: 32}
 MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 LARGEST_STRIDE_OF_HEADS = 1 << 39  # and of sequences: a descriptor has 40 bits for the bytes
-MOST_OF_A_GRID = 65535  # programs along its second and third axis: heads and sequences
+MOST_OF_A_GRID = 65535  # programs along its second and third axis
+NEARBY = 12 << 20  # bytes: what programs that run at one time read more than once is to stay in the second-level cache
 
 
 @cache
@@ -58,7 +59,8 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     return (
         problem.d in WIDTHS
         and min(problem.t_q, problem.t_k) > 1
-        and max(problem.h, problem.batch) <= MOST_OF_A_GRID
+        and blocks_of(max(problem.t_q, problem.t_k)) <= MOST_OF_A_GRID
+        and problem.batch * problem.h**2 < 1 << INVERSE_BITS.value
         and problem.d == problem.dv
         and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.offset
@@ -76,6 +78,31 @@ def aligned(count: int) -> int:
 
 def blocks_of(length: int) -> int:
     return (length + ROWS - 1) // ROWS  # in plain Python: Triton's own takes microseconds
+
+
+@lru_cache(4096)
+def heads_together(heads: int, size: int) -> int:
+    """How many heads, each of which reads ``size`` bytes, come to NEARBY: of the numbers that divide ``heads`` the one
+    next to it."""
+    low = -(-heads // MOST_OF_A_GRID)
+    pairs = [(n, heads // n) for n in range(1, math.isqrt(heads) + 1) if heads % n == 0]
+    return min((n for pair in pairs for n in pair if n >= low), key=lambda n: abs(math.log(n * size / NEARBY)))
+
+
+def grid_of(length: int, heads: int, size: int) -> tuple[int, int, int]:
+    """Programs for the blocks of a length in each of ``heads``: of some heads together, from the longest blocks to the
+    shortest, and then of the next.
+
+    Programs start in this order, those along the first axis one after the other. Head by head, the last head's longest
+    block would start when all else is nearly done, and multiprocessors would wait for it.
+    """
+    together = heads_together(heads, size)
+    return together, blocks_of(length), heads // together
+
+
+def inverse_of(heads: int) -> int:
+    """n * inverse >> INVERSE_BITS is n // heads, as long as n * heads is below 1 << INVERSE_BITS."""
+    return (1 << INVERSE_BITS.value) // heads + 1
 
 
 def launch_twice(
@@ -111,6 +138,11 @@ def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
     return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
 
 
+def bytes_of_keys(problem: Problem) -> int:
+    """And of values, for each head of queries."""
+    return 2 * problem.t_k * problem.d * problem.q.element_size() // problem.shared
+
+
 def forward(problem: Problem, kept: Kept) -> Scratch:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
@@ -118,7 +150,7 @@ def forward(problem: Problem, kept: Kept) -> Scratch:
 
     out, rest, stats, flat, norms = kept
     keys, registers = FORWARD_TILES[problem.d]
-    grid = (blocks_of(problem.t_q), problem.h, problem.batch)
+    grid = grid_of(problem.t_q, problem.batch * problem.h, bytes_of_keys(problem))
     again = flat[-1 - math.prod(grid) :]
     tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys))
     tensors = (
@@ -126,9 +158,9 @@ def forward(problem: Problem, kept: Kept) -> Scratch:
         problem.power_pointer,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.score_scale,
-        problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
-        problem.range_stride, problem.power_strides,
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h), problem.window or 0,
+        problem.score_scale, problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3],
+        out.stride()[:3], problem.range_stride, problem.power_strides,
     )  # fmt: skip
     constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
     both = (constants, constants)
@@ -171,16 +203,16 @@ def backward_of_queries(
 
     out, rest, stats, _, norms = kept
     keys, registers = DQ_TILES[problem.d]
-    grid = (blocks_of(problem.t_q), problem.h, problem.batch)
+    grid = grid_of(problem.t_q, problem.batch * problem.h, bytes_of_keys(problem))
     tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys), (grad_out, ROWS))
     tensors = (
         out, rest, norms, *stats.unbind(), again, problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
         stats if grad_power is None else grad_power, rows,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.score_scale,
-        problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], out.stride()[:3],
-        grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h), problem.window or 0,
+        problem.score_scale, problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3],
+        out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
     )  # fmt: skip
     constants = (
         *sight(problem), problem.power_rows is not None, grad_power is not None, problem.d, keys, DKV_ROWS[problem.d],
@@ -195,15 +227,16 @@ def backward_of_keys(
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
-    grid = (blocks_of(problem.t_k), problem.h_kv, problem.batch)
+    size = 2 * problem.shared * problem.t_q * problem.d * problem.q.element_size()  # queries and gradients of outputs
+    grid = grid_of(problem.t_k, problem.batch * problem.h_kv, size)
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     of_rows = DKV_ROWS[problem.d]
     tiled = ((problem.q, of_rows), (problem.k, ROWS), (problem.v, ROWS), (grad_out, of_rows))
     tensors = (kept.norms, kept.flat, again, rows, first_row, last_row, dk, dv)
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, problem.window or 0, problem.q.stride()[:3],
-        problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3], dk.stride()[:3], dv.stride()[:3],
-        problem.seen_stride(first_row),
+        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h_kv), problem.window or 0,
+        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3],
+        dk.stride()[:3], dv.stride()[:3], problem.seen_stride(first_row),
     )  # fmt: skip
     constants = (*sight(problem), problem.normalized_keys, problem.d, DKV_ROWS[problem.d])
     both = ((*constants, False), (*constants, True))

@@ -22,6 +22,7 @@ EQUAL_SCORES = tl.constexpr(2.0**-10)
 NOWHERE = tl.constexpr(1 << 30)
 NORM_BLOCK = tl.constexpr(128)
 ROW_BLOCK = tl.constexpr(64)  # of a warp group of Hopper
+INVERSE_BITS = tl.constexpr(30)  # of what a program multiplies by in place of a division
 AGAIN_PROGRAMS = tl.constexpr(256)  # that share the few blocks which need a second look there
 # log2(1 + e) by a polynomial of four or seven terms, or a series: relative errors of 4e-4, 1.4e-6 and 1e-7.
 SHORT = tl.constexpr(0)
@@ -74,6 +75,16 @@ def special_log2(x):
         y = tl.log2(x)
     else:
         y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return y
+
+
+@triton.jit
+def special_inverse(x):
+    """1 / x in one instruction, to a unit in the last place; below 2^-126 x counts as 0. Triton's own takes ten."""
+    if INTERPRETED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return y
 
 
@@ -232,12 +243,18 @@ def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.cons
 
 
 @triton.jit
+def any_extreme(b_square):
+    """Whether any of the sums of squares [ROWS] may have met overflow or underflow, or is that of a zero vector."""
+    return tl.min(((b_square > SMALLEST_SQUARE) & (b_square < LARGEST_SQUARE)).to(tl.int32), 0) == 0
+
+
+@triton.jit
 def inverse_norm(b_x):
     """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares; NaN where x is
     not finite."""
     square = tl.sum(b_x * b_x, 1)
     inverse = 1.0 / tl.sqrt(square)
-    if tl.min(((square > SMALLEST_SQUARE) & (square < LARGEST_SQUARE)).to(tl.int32), 0) == 0:
+    if any_extreme(square):
         size = tl.max(tl.abs(b_x), 1)  # drops a NaN; the sum of squares keeps it
         # A power of two near 1 / size, 2^-126 at least: the products are exact, and so the result is the same.
         exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
