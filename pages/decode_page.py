@@ -1,4 +1,4 @@
-"""Writes the tables of docs/huggingface.md from the results of benchmarks/decode.py.
+"""Writes the tables of docs/huggingface.md, and what is said of them, from the results of benchmarks/decode.py.
 
 python pages/decode_page.py            rewrites what stands between <!-- begin: decode-* --> and its end
 python pages/decode_page.py --check    writes nothing; exit status 1 where it would
@@ -12,25 +12,70 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from claims import between, holds, hundredths, listed, tenths
 from page_blocks import PageError, table_text, write_page
 
 ROOT = Path(__file__).parents[1]
 FILES = {"gpu": "decode-h200.json", "cpu": "decode-cpu.json"}
+LAYERS = {"gpt": 12, "llama": 8}  # of the models of benchmarks/decode.py
 Place = tuple[str, int, int]
+Ways = dict[str, dict[Place, dict[str, Any]]]
 
 
-def rows_of(path: Path) -> dict[str, dict[Place, dict[str, Any]]]:
-    """The rows of a file by way ("eager", "graph") and by model, batch and context."""
+def read(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise PageError(f"{path} is not there: benchmarks/decode.py writes it")
-    found: dict[str, dict[Place, dict[str, Any]]] = {}
-    for row in json.loads(path.read_text())["rows"]:
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def rows_of(results: dict[str, Any]) -> Ways:
+    """The rows of a file by way ("eager", "graph") and by model, batch and context."""
+    found: Ways = {}
+    for row in results["rows"]:
         found.setdefault(row["way"], {})[row["model"], row["batch"], row["context"]] = row
     return found
 
 
+def beside_softmax(ways: Ways) -> str:
+    """How LSSAR's times compare, and where they come from."""
+    shares = [
+        row["lssar"] / min(way[place]["softmax"] for way in ways.values()) for place, row in ways["graph"].items()
+    ]
+    batch, context = max(place[1:] for place in ways["eager"])
+    more: dict[bool, list[float]] = {False: [], True: []}
+    models = []
+    for place, row in ways["eager"].items():
+        largest = place[1:] == (batch, context)
+        more[largest].append((row["lssar"] - row["softmax"]) / LAYERS[place[0]])
+        models += [place[0]] if largest else []
+    holds(min(more[False]) > 0, "in eager mode LSSAR takes longer than softmax, but for the longest caches")
+    there = listed(
+        f"{hundredths(abs(x))} ms {'more' if x > 0 else 'less'} ({model})"
+        for x, model in zip(more[True], models, strict=True)
+    )
+    return (
+        "Read with care: over a static cache SDPA gets a boolean mask, for which torch has no fast decode kernel, so "
+        "its column grows steeply; the decode kernel here takes lengths. Against the faster of softmax's two ways "
+        f"LSSAR with a graph takes {between(shares, tenths)} of its time. In eager mode both columns are bound by "
+        f"Python and kernel launches, but for {context:,} tokens at batch {batch}, where copies of the cache count: "
+        f"three Triton launches per layer cost more than one of SDPA's, {between(more[False], hundredths)} ms per "
+        f"layer on that machine; at {context:,} tokens and batch {batch} a layer takes {there}."
+    )
+
+
+def the_run(results: dict[str, Any]) -> str:
+    command = results["command"].replace(f" --commit {results['commit']}", "")
+    versions, path = results["versions"], f"results/{FILES['gpu']}"
+    return (
+        f"`{command}`, commit {results['commit'][:7]}, {results['machine']['gpu']}, torch {versions['torch']}, CUDA "
+        f"{versions['cuda']}, transformers {versions['transformers']}; data in [{path}](../{path})."
+    )
+
+
 def blocks_of(results: Path) -> dict[str, str]:
-    gpu, cpu = (rows_of(results / name) for name in FILES.values())
+    of_gpu, of_cpu = (read(results / name) for name in FILES.values())
+    gpu, cpu = rows_of(of_gpu), rows_of(of_cpu)
     head = ["model", "batch", "context"]
     columns = [list(column) for column in zip(*((m, str(b), f"{c:,}") for m, b, c in gpu["graph"]), strict=True)]
     for way in ("graph", "eager"):
@@ -43,13 +88,16 @@ def blocks_of(results: Path) -> dict[str, str]:
     cpu_columns.append([f"{row['ratio']:.2f}" for row in on_cpu])
     return {
         "decode-gpu": table_text(head, columns),
+        "decode-words": beside_softmax(gpu),
+        "decode-run": the_run(of_gpu),
         "decode-cpu": table_text(["context", "softmax ms", "LSSAR ms", "ratio"], cpu_columns),
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     page = ROOT / "docs" / "huggingface.md"
-    return write_page("decode_page.py", arguments, ROOT / "results", page, ["decode-gpu", "decode-cpu"], blocks_of)
+    names = ["decode-gpu", "decode-words", "decode-run", "decode-cpu"]
+    return write_page("decode_page.py", arguments, ROOT / "results", page, names, blocks_of)
 
 
 if __name__ == "__main__":

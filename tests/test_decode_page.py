@@ -17,6 +17,12 @@ PAGE = """By hand.
 old
 <!-- end: decode-gpu -->
 More.
+<!-- begin: decode-words -->
+said
+<!-- end: decode-words -->
+<!-- begin: decode-run -->
+made
+<!-- end: decode-run -->
 <!-- begin: decode-cpu -->
 older
 <!-- end: decode-cpu -->
@@ -26,6 +32,10 @@ GPU = """\
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 | gpt | 1 | 1,024 | 2.00 | 1.00 | 0.50 | 4.00 | 5.00 | 1.25 |
 | gpt | 8 | 1,024 | 3.00 | 1.50 | 0.50 | 4.50 | 5.40 | 1.20 |"""
+RUN = (
+    "`benchmarks/decode.py --output x.json`, commit 0123456, a card, torch 2, CUDA 13, transformers 5; data in "
+    "[results/decode-h200.json](../results/decode-h200.json)."
+)
 CPU = """\
 | context | softmax ms | LSSAR ms | ratio |
 | --- | ---: | ---: | ---: |
@@ -54,15 +64,33 @@ def folder(tmp_path: Path, page: ModuleType) -> Path:
         ],
         "cpu": [row(1, 4096, "eager", 75.2, 72.4, 0.967)],
     }
+    run = {
+        "command": "benchmarks/decode.py --commit 0123456789 --output x.json", "commit": "0123456789",
+        "machine": {"gpu": "a card"}, "versions": {"torch": "2", "cuda": "13", "transformers": "5"},
+    }  # fmt: skip
     for name, rows in files.items():
-        (tmp_path / page.FILES[name]).write_text(json.dumps({"rows": rows}))
+        (tmp_path / page.FILES[name]).write_text(json.dumps({**run, "rows": rows}))
     (tmp_path / "page.md").write_text(PAGE)
     return tmp_path
 
 
 def test_rewriting_and_checking(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     text = assert_rewritten(page, folder, capsys)
-    assert text == PAGE.replace("older", CPU).replace("old", GPU)
+    said = text.split("<!-- begin: decode-words -->\n")[1].split("\n<!-- end")[0]
+    assert "takes 0.5 of its time" in said
+    assert "cost more than one of SDPA's, 0.08 ms per layer" in said
+    assert "at 1,024 tokens and batch 8 a layer takes 0.08 ms more (gpt)." in said
+    assert text == PAGE.replace("older", CPU).replace("old", GPU).replace("said", said).replace("made", RUN)
+
+
+def test_a_claim_that_does_not_hold(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / page.FILES["gpu"]
+    results = json.loads(path.read_text())
+    results["rows"][0]["lssar"] = 3.9
+    path.write_text(json.dumps(results))
+    assert page.main(words(folder)) == 2
+    assert "in eager mode LSSAR takes longer than softmax" in capsys.readouterr().err
+    assert (folder / "page.md").read_text() == PAGE
 
 
 def test_a_file_that_is_missing(folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
