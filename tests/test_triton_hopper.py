@@ -81,6 +81,13 @@ def test_a_grid_has_every_block_of_every_head_once(heads: int, length: int, size
     assert all(distance <= abs(math.log(n * size / gluon_launch.NEARBY)) for n in divisors)
 
 
+def test_keys_that_many_heads_share() -> None:
+    q, k = (torch.zeros(1, heads, 2, 64, dtype=torch.bfloat16) for heads in (2048, 1))
+    shared = dataclasses.replace(problem(), q=q, k=k, v=k)
+    assert gluon_launch.bytes_of_keys(shared) == 0.25
+    assert gluon_launch.grid_of(2, 2048, gluon_launch.bytes_of_keys(shared)) == (2048, 1, 1)
+
+
 def test_heads_that_are_many_are_together() -> None:
     assert gluon_launch.grid_of(64, 12 * 65535, 1 << 40) == (12, 1, 65535)
 

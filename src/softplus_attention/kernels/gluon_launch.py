@@ -81,7 +81,7 @@ def blocks_of(length: int) -> int:
 
 
 @lru_cache(4096)
-def heads_together(heads: int, size: int) -> int:
+def heads_together(heads: int, size: float) -> int:
     """How many heads, each of which reads ``size`` bytes, come to NEARBY: of the numbers that divide ``heads`` the one
     next to it."""
     low = -(-heads // MOST_OF_A_GRID)
@@ -89,7 +89,7 @@ def heads_together(heads: int, size: int) -> int:
     return min((n for pair in pairs for n in pair if n >= low), key=lambda n: abs(math.log(n * size / NEARBY)))
 
 
-def grid_of(length: int, heads: int, size: int) -> tuple[int, int, int]:
+def grid_of(length: int, heads: int, size: float) -> tuple[int, int, int]:
     """Programs for the blocks of a length in each of ``heads``: of some heads together, from the longest blocks to the
     shortest, and then of the next.
 
@@ -138,9 +138,9 @@ def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
     return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
 
 
-def bytes_of_keys(problem: Problem) -> int:
+def bytes_of_keys(problem: Problem) -> float:
     """And of values, for each head of queries."""
-    return 2 * problem.t_k * problem.d * problem.q.element_size() // problem.shared
+    return 2 * problem.t_k * problem.d * problem.q.element_size() / problem.shared
 
 
 def forward(problem: Problem, kept: Kept) -> Scratch:
