@@ -505,7 +505,8 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
     # Nothing but their being there means something, to the compiler alone.
     replaced |= {"warpgroup_mma_init": lambda x: x}
     replaced |= {"mma_v2": lambda a, b, acc: acc + a.float() @ b.float()}  # by registers: it waits for nothing
-    replaced |= {"assigned": assigned}
+    # Here it is not Triton's interpreter: kernels take the path of the hardware.
+    replaced |= {"assigned": assigned, "INTERPRETED": False}
     done: dict[FunctionType, FunctionType] = {}
 
     def of(function: FunctionType) -> FunctionType:
@@ -545,10 +546,12 @@ class InterpretedKernel:
         self.late_products = late_products
         self.ran = [] if ran is None else ran
         self.called: set[str] = set()
+        self.grids: list[tuple[int, int, int]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
         def launch(*arguments: Any, maxnreg: int | None = None) -> None:
             self.ran.append(self.__name__)
+            self.grids.append(grid)
             parameters = self.kernel.params
             assert len(arguments) == len(parameters), "an argument is missing, or there is one too many"
             assert parameters[-1].name == "num_warps"

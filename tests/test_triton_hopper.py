@@ -67,12 +67,15 @@ def test_grids_that_are_too_large_are_left_to_the_plain_kernels(monkeypatch: pyt
     assert not gluon_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
     few = many[:, :20_000]
     assert gluon_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
-    monkeypatch.setattr(gluon_launch, "MOST_OF_A_GRID", 1)  # and 70 rows are two blocks
+    short = problem().q[:, :, :64]
+    monkeypatch.setattr(gluon_launch, "MOST_OF_A_GRID", 1)  # and 70 rows or keys are two blocks
+    assert gluon_launch.fits(problem(length=64))
     assert not gluon_launch.fits(problem())
+    assert not gluon_launch.fits(dataclasses.replace(problem(), q=short))
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096), st.integers(1, 1 << 34))
-def test_a_grid_has_every_block_of_every_head_once(heads: int, length: int, size: int) -> None:
+def test_a_grid_has_heads_together_that_read_about_what_the_cache_holds(heads: int, length: int, size: int) -> None:
     together, blocks, rest = gluon_launch.grid_of(length, heads, size)
     assert together * rest == heads
     assert (blocks - 1) * 64 < length <= blocks * 64
@@ -193,6 +196,7 @@ for name in sys.argv[1:]:
     widened = re.findall(r"arith.extsi %\\w*_strides\\w* : i32 to i64", found)
     products = re.findall(r"arith.muli .*_stride.* : i32", found)
     assert widened, name
+    assert ("arith.extsi %inverse : i32 to i64" in found) != name.endswith("again"), name
     assert not products, (name, products)
     begun, ended = (compiled.asm["ptx"].count(f"mbarrier.{word}") for word in ("init", "inval"))
     assert begun == ended, (name, begun, ended)
@@ -201,7 +205,8 @@ for name in sys.argv[1:]:
 
 
 def test_what_the_compiler_is_told() -> None:
-    """Strides below 2^31 are 32 bits to Triton; what they are multiplied by must not be. And barriers end: else their
+    """Strides below 2^31 are 32 bits to Triton; what they are multiplied by must not be, nor what takes the place of a
+    division. And barriers end: else their
     memory would be used for something else while they count as barriers."""
     names = ["hopper-forward", "hopper-forward-again", "hopper-dq", "hopper-dq-again", "hopper-dkv", "hopper-dkv-again"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -32,6 +32,7 @@ from softplus_attention.kernels import (
     gluon_launch,
     triton_common,
 )
+from softplus_attention.kernels.gluon_common import own_place
 from softplus_attention.kernels.gluon_forward import least_mean, softplus_above, terms_above
 from softplus_attention.kernels.triton_common import softplus2
 
@@ -158,6 +159,25 @@ def test_a_forward_that_no_backward_follows(case: Case, launches: list[str]) -> 
     assert launches == FORWARD
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power", [None, 15])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_a_second_look_that_no_backward_follows(
+    power: float | None, dtype: torch.dtype, late_kernels: list[InterpretedKernel]
+) -> None:
+    """It finds what it needs of the first, though nothing else will be read."""
+    q, k, v = (randn(1, 1, 130, 64, seed=seed).to(dtype) for seed in range(3))
+    plain = softplus_attention(q, k, v, power=power, is_causal=True, impl="reference")
+    v[0, 0, 70, 3] = math.nan
+    out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
+    expected = softplus_attention(*(x.double() for x in (q, k, v)), power=power, is_causal=True, impl="reference")
+    assert out.isnan().any()
+    assert not (out.isnan() & expected.isfinite()).any()  # a weight may be too small for half precision
+    others = torch.arange(64) != 3
+    torch.testing.assert_close(out[..., others], plain[..., others], rtol=0.02, atol=0.02)
+    assert "careful_pass" in set().union(*(kernel.called for kernel in late_kernels))
+
+
 @pytest.mark.parametrize(
     ("dtype", "d", "power"),
     [(torch.bfloat16, 64, 15), (torch.bfloat16, 128, 3), (torch.float16, 64, 15), (torch.float16, 128, 3)],
@@ -191,15 +211,56 @@ def test_rows_whose_scores_are_all_below_zero(
 
 
 @pytest.mark.parametrize("power", [None, 15])
+@pytest.mark.parametrize("size", [2.0**-80, 2.0**80, 0.0])
 @pytest.mark.usefixtures("late_kernels")
-def test_queries_of_every_size(power: float | None) -> None:
+def test_queries_of_every_size(size: float, power: float | None) -> None:
     """Their squares overflow or vanish in one block and not in the next; a query of zeros has the cosine 0."""
     q, k, v = (randn(1, 1, 130, 64, seed=seed).bfloat16() for seed in range(3))
     sizes = torch.ones(130, 1)
-    sizes[:64] = torch.tensor([1.0, 2.0**-80, 2.0**80, 0.0])[torch.arange(64) % 4, None]
+    sizes[1:64:2] = size
     assert_within_yardstick(
         softplus_attention, q * sizes.bfloat16(), k, v, impl="triton", power=power, is_causal=True, gradients=False
     )
+
+
+@gluon.jit
+def places_kernel(Places, heads, inverse, num_warps: gl.constexpr):
+    """Of every program its block, head and sequence, in the order in which programs start."""
+    block, head, b = own_place(heads, inverse)
+    began = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
+    gl.store(Places + 3 * began, block)
+    gl.store(Places + 3 * began + 1, head)
+    gl.store(Places + 3 * began + 2, b)
+
+
+@pytest.mark.parametrize("together", [1, 2, 6, 12])
+def test_programs_start_with_the_longest_blocks_of_heads_that_are_together(together: int) -> None:
+    heads, batch, blocks = 4, 3, 2
+    grid = (together, blocks, heads * batch // together)
+    places = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
+    InterpretedKernel(places_kernel, late_products=False)[grid](places, heads, gluon_launch.inverse_of(heads), 4)
+    found = places.tolist()
+    assert sorted(found) == [[x, y, z] for x in range(blocks) for y in range(heads) for z in range(batch)]
+    for first in range(0, len(found), together):  # neighbours are of one length, and of neighbouring heads
+        part = found[first : first + together]
+        assert {block for block, _, _ in part} == {first // together % blocks}
+        numbers = [b * heads + head for _, head, b in part]
+        assert numbers == list(range(numbers[0], numbers[0] + together))
+        assert numbers[0] == first // (together * blocks) * together
+
+
+def test_grids_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of queries reads its part of the keys that it shares; a head of keys all queries that share it."""
+    kernels = interpret(monkeypatch, late_products=False)[1]
+    monkeypatch.setattr(gluon_launch, "NEARBY", 4 * 70 * 64 * 2)  # four times the keys, or values, of a head
+    q, k, v = (randn(2, heads, 70, 64, seed=seed).bfloat16() for seed, heads in enumerate((8, 2, 2)))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out = softplus_attention(*given, is_causal=True, enable_gqa=True, impl="triton")
+    torch.autograd.grad(out, given, torch.ones_like(out))
+    grids = {kernel.__name__: kernel.grids for kernel in kernels}
+    assert grids["gluon_forward_kernel"] == [(8, 2, 2)]
+    assert grids["gluon_dq_kernel"][0] == (8, 2, 2)
+    assert grids["gluon_dkv_kernel"][0] == (1, 2, 4)  # eight times a head's: half a head, so one
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan])

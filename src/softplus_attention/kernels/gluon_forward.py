@@ -272,7 +272,8 @@ def gluon_forward_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does; Q, K and V are descriptors. POWER 0 is LSSA, -1 a power per row.
+    """Reads and writes what ``forward_kernel`` does, Weight only for a backward or for LSSA's second look; Q, K and V
+    are descriptors. POWER 0 is LSSA, -1 a power per row.
     Blocks with rows of equal scores or with values that are not finite are left to ``gluon_forward_again_kernel``,
     which takes the same arguments: their strides are for it alone."""
     BM: gl.constexpr = ROW_BLOCK
@@ -414,7 +415,7 @@ def gluon_forward_kernel(
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     too_small = gl.to_tensor(0)
-    if POWER == 0 and dtype == gl.float16:  # for which f' may be
+    if POWER == 0 and dtype == gl.float16:  # it cannot hold f' of rows with such a mean: a second look scales them
         too_small = gl.max((b_weight < b_counts * 1e-3).to(gl.int32), 0)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
     b_out = b_out * gl.convert_layout(special_inverse(b_weight), gl.SliceLayout(1, out_layout))[:, None]

@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
     out: Tensor
     rest: Tensor  # where not empty, what rounding took from ``out``: the row sums of the backward need it
-    stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w
+    stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w; the last on Hopper only where a backward follows
     flat: Tensor  # by sequence and head whether any row has equal scores, and from ``flags_of`` on ``Again`` of gluon
     norms: Tensor  # (B, H_kv, norm_stride): 1 / ||k||
 
