@@ -58,9 +58,9 @@ def beside_softmax(ways: Ways) -> str:
         "Read with care: over a static cache SDPA gets a boolean mask, for which torch has no fast decode kernel, so "
         "its column grows steeply; the decode kernel here takes lengths. Against the faster of softmax's two ways "
         f"LSSAR with a graph takes {between(shares, tenths)} of its time. In eager mode both columns are bound by "
-        f"Python and kernel launches, but for {context:,} tokens at batch {batch}, where copies of the cache count: "
-        f"three Triton launches per layer cost more than one of SDPA's, {between(more[False], hundredths)} ms per "
-        f"layer on that machine; at {context:,} tokens and batch {batch} a layer takes {there}."
+        f"Python and kernel launches, but for {context:,} tokens at batch {batch}, where copies of the cache count "
+        f"and a layer takes {there}. Elsewhere three Triton launches per layer cost "
+        f"{between(more[False], hundredths)} ms more than one of SDPA's on that machine."
     )
 
 
