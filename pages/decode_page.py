@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from attention_rows import command_of
 from claims import between, holds, hundredths, listed, tenths
 from page_blocks import PageError, table_text, write_page
 
@@ -65,11 +66,10 @@ def beside_softmax(ways: Ways) -> str:
 
 
 def the_run(results: dict[str, Any]) -> str:
-    command = results["command"].replace(f" --commit {results['commit']}", "")
     versions, path = results["versions"], f"results/{FILES['gpu']}"
     return (
-        f"`{command}`, commit {results['commit'][:7]}, {results['machine']['gpu']}, torch {versions['torch']}, CUDA "
-        f"{versions['cuda']}, transformers {versions['transformers']}; data in [{path}](../{path})."
+        f"`{command_of(results)}`, commit {results['commit'][:7]}, {results['machine']['gpu']}, torch "
+        f"{versions['torch']}, CUDA {versions['cuda']}, transformers {versions['transformers']}; data in [{path}](../{path})."
     )
 
 

@@ -33,7 +33,7 @@ GPU = """\
 | gpt | 1 | 1,024 | 2.00 | 1.00 | 0.50 | 4.00 | 5.00 | 1.25 |
 | gpt | 8 | 1,024 | 3.00 | 1.50 | 0.50 | 4.50 | 5.40 | 1.20 |"""
 RUN = (
-    "`benchmarks/decode.py --output x.json`, commit 0123456, a card, torch 2, CUDA 13, transformers 5; data in "
+    "`benchmarks/decode.py`, commit 0123456, a card, torch 2, CUDA 13, transformers 5; data in "
     "[results/decode-h200.json](../results/decode-h200.json)."
 )
 CPU = """\
