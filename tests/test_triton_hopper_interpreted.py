@@ -253,6 +253,8 @@ def test_grids_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of queries reads its part of the keys that it shares; a head of keys all queries that share it."""
     kernels = interpret(monkeypatch, late_products=False)[1]
     monkeypatch.setattr(gluon_launch, "NEARBY", 4 * 70 * 64 * 2)  # four times the keys, or values, of a head
+    # What it remembers is of another NEARBY.
+    monkeypatch.setattr(gluon_launch, "heads_together", gluon_launch.heads_together.__wrapped__)
     q, k, v = (randn(2, heads, 70, 64, seed=seed).bfloat16() for seed, heads in enumerate((8, 2, 2)))
     given = [x.requires_grad_() for x in (q, k, v)]
     out = softplus_attention(*given, is_causal=True, enable_gqa=True, impl="triton")
@@ -282,6 +284,8 @@ def test_heads_in_another_order(
     for together in (1, 2, 3):
         for x, y in zip(outcome(together), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    forward = next(kernel for kernel in late_kernels if kernel.__name__ == FORWARD[0])
+    assert forward.grids == [(6, 2, 2), (1, 2, 12), (2, 2, 6), (3, 2, 4)]
     ran = set().union(*(kernel.called for kernel in late_kernels))
     assert ("careful_pass" in ran) == math.isnan(bad)
 

@@ -143,6 +143,11 @@ def bytes_of_keys(problem: Problem) -> float:
     return 2 * problem.t_k * problem.d * problem.q.element_size() / problem.shared
 
 
+def bytes_of_rows(problem: Problem) -> float:
+    """Queries and gradients of outputs, for each head of keys."""
+    return 2 * problem.t_q * problem.d * problem.q.element_size() * problem.shared
+
+
 def forward(problem: Problem, kept: Kept) -> Scratch:
     """As ``triton_launch.forward``."""
     from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
@@ -227,8 +232,7 @@ def backward_of_keys(
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
 
-    size = 2 * problem.shared * problem.t_q * problem.d * problem.q.element_size()  # queries and gradients of outputs
-    grid = grid_of(problem.t_k, problem.batch * problem.h_kv, size)
+    grid = grid_of(problem.t_k, problem.batch * problem.h_kv, bytes_of_rows(problem))
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
     of_rows = DKV_ROWS[problem.d]
     tiled = ((problem.q, of_rows), (problem.k, ROWS), (problem.v, ROWS), (grad_out, of_rows))
