@@ -69,7 +69,8 @@ def the_run(results: dict[str, Any]) -> str:
     versions, path = results["versions"], f"results/{FILES['gpu']}"
     return (
         f"`{command_of(results)}`, commit {results['commit'][:7]}, {results['machine']['gpu']}, torch "
-        f"{versions['torch']}, CUDA {versions['cuda']}, transformers {versions['transformers']}; data in [{path}](../{path})."
+        f"{versions['torch']}, CUDA {versions['cuda']}, transformers {versions['transformers']}; data in "
+        f"[{path}](../{path})."
     )
 
 
