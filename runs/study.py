@@ -68,8 +68,10 @@ SIZES: dict[str, dict[str, Any]] = {
 # On data with longer practice of pass keys: are they found wherever the form is learned? Made by `passkey-data
 # --documents 10000 --least-characters 1200 --most-characters 2000 --questions 3`.
 SIZES |= {f"{size}-keys": SIZES[size] for size in ("10m", "25m")}
-# The rows of the headline that decide, with a second seed and the text of 25m-keys, which can be made again.
+# On the text of 25m-keys, which can be made again: the rows of the headline that decide, and with 25m-keys three sizes
+# that differ in nothing else.
 SIZES["10m-again"] = SIZES["10m"]
+SIZES["85m-again"] = SIZES["85m"] | {"sequence_length": 512}
 RECIPE: dict[str, Any] = {
     "batch_size": 64, "micro_batch_size": 64, "optimizer": "muon", "muon_learning_rate": 5e-3, "learning_rate": 3e-3,
     "warmup": 0.05, "final_learning_rate": 0.05, "compile": torch.cuda.is_available(), "loss": "chunked", "workers": 4,
@@ -126,6 +128,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
     # The same from a softer start, where its heads end.
     f"{LOGN}-learned-soft-global3": {"attention": f"{LOGN}-learned-soft", **MIX},
+    # Heads of 128 in place of 64: cosines of vectors that have nothing to do with each other are nearer to 0.
+    "lssar-learned-log-global3-wide": {"attention": "lssar", "power": "learned-log", "heads": "half", **MIX},
+    f"{LOGN}-learned-global3-wide": {"attention": f"{LOGN}-learned", "heads": "half", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
 }
@@ -215,6 +220,8 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
         words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
     if words.get("window") == "half":
         words["window"] = words["sequence_length"] // 2
+    if words["heads"] == "half":
+        words["heads"] = SIZES[options.size]["heads"] // 2
     config = TrainConfig(data=str(options.data), output=str(folder), **words)
     began = time.monotonic()
     model = train(config)
