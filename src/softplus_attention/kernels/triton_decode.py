@@ -122,6 +122,16 @@ def precise_product(
 
 
 @triton.jit
+def squares_by_product(b_k):
+    """[BN, BD] -> [BN]: the diagonals of K K^T for every 16 keys. A small product more costs less than converting and
+    squaring the tile outside of one."""
+    b_groups = tl.reshape(b_k, [b_k.shape[0] // 16, 16, b_k.shape[1]])
+    b_products = tl.dot(b_groups, tl.permute(b_groups, (0, 2, 1)))  # [BN / 16, 16, 16]
+    diagonal = tl.arange(0, 16)[:, None] == tl.arange(0, 16)[None, :]
+    return tl.reshape(tl.sum(tl.where(diagonal[None, :, :], b_products, 0.0), 1), [b_k.shape[0]])
+
+
+@triton.jit
 def inverse_root(square, PRECISE: tl.constexpr):
     """1 / sqrt(square), 0 for 0."""
     if PRECISE:
@@ -187,9 +197,7 @@ def scores_kernel(
             t = tl.dot(b_q, tl.trans(b_k)) * b_factor[:, None]  # [BM, BN]
             if not NORMALIZED_KEYS:
                 if BY_PRODUCT:
-                    # The diagonal of K K^T: a product more costs less than squaring the tile outside of one.
-                    diagonal = tl.arange(0, BN)[:, None] == tl.arange(0, BN)[None, :]
-                    b_key_square = tl.sum(tl.where(diagonal, tl.dot(b_k, tl.trans(b_k)), 0.0), 0)  # [BN]
+                    b_key_square = squares_by_product(b_k)
                 else:
                     b_wide = b_k.to(tl.float32)
                     b_key_square = tl.sum(b_wide * b_wide, 1)  # [BN]
