@@ -33,7 +33,7 @@ if INTERPRETED or torch.cuda.is_available():
     import triton.language as tl
 
     from softplus_attention.kernels import triton_decode_launch, triton_decode_ops, triton_relaunch  # noqa: F401  registers the op
-    from softplus_attention.kernels.triton_decode import careful_squares
+    from softplus_attention.kernels.triton_decode import careful_squares, squares_by_product
     from softplus_attention.kernels.triton_relaunch import all_aligned, launch
 
     @triton.jit
@@ -42,6 +42,11 @@ if INTERPRETED or torch.cuda.is_available():
         b_inverse, b_square = careful_squares(K + o_n * D, o_n < n_high, BN, D, BD)
         tl.store(Inverse + o_n, b_inverse)
         tl.store(Square + o_n, b_square)
+
+    @triton.jit
+    def products_kernel(K, Square, D: tl.constexpr, BN: tl.constexpr):
+        o_n, o_d = tl.arange(0, BN), tl.arange(0, D)
+        tl.store(Square + o_n, squares_by_product(tl.load(K + o_n[:, None] * D + o_d[None, :])))
 
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
@@ -91,6 +96,13 @@ class TestAgainstTheReference:
         lengths = torch.full((q.shape[0],), k.shape[2], dtype=torch.int32)
         lengths[1:] -= 3
         assert_agrees(q, k, v, lengths)
+
+    @pytest.mark.parametrize("d", [60, 64, 100, 128, 256])
+    def test_raw_keys_of_many_lengths(self, d: int) -> None:
+        """In half precision, where their squares come from a product."""
+        q, k, v = caches(torch.float16, batch=1, d=d, t_max=90)
+        k *= torch.logspace(-2, 1, 90)[:, None]
+        assert_agrees(q, k, v, torch.tensor([83]))
 
     @DTYPES
     def test_short_sequences(self, dtype: torch.dtype) -> None:
@@ -303,6 +315,19 @@ def test_squares_of_keys_beyond_float32s(d: int) -> None:
     assert found[4] == 0
     assert found[6].isnan()
     assert (square[12:] == 0).all()
+
+
+@interpreted
+@pytest.mark.parametrize("bn", [32, 64])
+@pytest.mark.parametrize("d", [64, 128])
+def test_squares_by_product(d: int, bn: int) -> None:
+    k = randn(bn, d, seed=4, dtype=torch.float16) * torch.logspace(-2, 1, bn)[:, None].half()
+    k[5, 3], k[20] = float("nan"), 0
+    square = torch.full((bn,), 7.0)
+    products_kernel[(1,)](k, square, D=d, BN=bn)
+    assert square.isnan().nonzero().tolist() == [[5]]
+    assert square[20] == 0
+    torch.testing.assert_close(square.double(), k.double().square().sum(1), rtol=1e-6, atol=0, equal_nan=True)
 
 
 GPTS = ("softplus-gpt", "softplus-gpt learned", "softplus-gpt mix", "softplus-gpt bare")

@@ -150,6 +150,9 @@ def decode(
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
     fine = exactness(precise, needs_long_polynomial(code, dtype))
+    # As measured on an H200 (docs/kernels.md): squares of raw keys by a product, and as few registers as that lets be.
+    by_product = bd >= 64 and not normalized_keys
+    few_registers = {"maxnreg": 128} if by_product and bd == 128 and not heavy else {}
 
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
@@ -161,9 +164,9 @@ def decode(
         launch(
             kernels.scores_kernel, plan.grid, (q, k, scratch, lengths, starts), (
                 *numbers, score_scale, q_strides, k_strides, plan.f_stride, *visible, normalized_keys,
-                dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4, bd >= 128,
+                dtype != torch.float16, precise, fine, d, bd, bm, bn, 3 if heavy else 4, by_product,
             ),
-            {"num_warps": 8 if heavy else 4}, key and ("scores", *key), stream,
+            {"num_warps": 8 if heavy else 4, **few_registers}, key and ("scores", *key), stream,
         )  # fmt: skip
         growth = (power, 0.0, 1.0) if power_by_length is None else tuple(power_by_length)
         lift = 4096.0 if dtype == torch.float16 else 1.0
