@@ -22,7 +22,7 @@ from study_runs import Size, loss_at, read_study
 from training_tables import FILE as TRAINING
 
 ROOT = Path(__file__).parents[1]
-SIZE, OTHER_TEXT = "10m", "10m-again"  # the same models and steps
+SIZE, OTHER_TEXT = "10m-again", "10m"  # the same models and steps
 MULTIPLES = (1, 16, 64)
 SHOWN = {
     "rotary positions in every layer": {
@@ -34,6 +34,8 @@ SHOWN = {
     "two local layers for each global one without positions": {
         "softmax-qknorm-logn-learned-global3": "softmax + QK-norm + log N, a scale learned by each head",
         "lssar-learned-log-global3": "LSSAR, p = c log N, c learned by each head",
+        "softmax-qknorm-logn-learned-global3-wide": "that softmax with heads of 128 in place of 64",
+        "lssar-learned-log-global3-wide": "that LSSAR with heads of 128",
     },
 }
 

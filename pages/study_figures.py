@@ -17,8 +17,11 @@ from softplus_attention.report.study import MIX, ROTARY
 
 WINDOW_COLOUR = "#777777"
 # The last of COLOURS is too near to the windows' grey.
-ARM_COLOURS = (*COLOURS[:-1], "#8C510A", "#7B3294", "#1B7837", "#A6192E", "#808000", "#5D3FD3", "#003F5C")
-ARM_MARKERS = (*MARKERS, "<", "h", ">", "p", "d", "8")
+ARM_COLOURS = (
+    *COLOURS[:-1],
+    *("#8C510A", "#7B3294", "#1B7837", "#A6192E", "#808000", "#5D3FD3", "#003F5C", "#F28E8E", "#00CED1"),
+)
+ARM_MARKERS = (*MARKERS, "<", "h", ">", "p", "d", "8", "H", "$o$")
 NEAR_NO_GAIN = 0.5
 APART = 0.04  # of two arms' bars at one length, as a power of two
 

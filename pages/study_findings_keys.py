@@ -6,8 +6,21 @@ import json
 
 from claims import MissingError, between, each, holds, hundredths, listed, percent, seeds
 from page_blocks import PageError, plain
-from study_facts import LOCAL_SOFTMAX, LOG_MIX, LOGN, LOGN_MIX, P3, P15, RISING, ROOT, Facts, Study
-from study_findings_mix import millions
+from study_facts import (
+    LOCAL_SOFTMAX,
+    LOG_MIX,
+    LOGN,
+    LOGN_MIX,
+    OURS_WIDE,
+    P3,
+    P15,
+    RISING,
+    ROOT,
+    THEIRS_WIDE,
+    Facts,
+    Study,
+)
+from study_findings_mix import ALL_ELSE_EQUAL, millions
 from study_runs import timed
 from study_sizes import OURS, THEIRS, step_ratio
 
@@ -146,17 +159,17 @@ def step_ratios(study: Study) -> tuple[str, str]:
 
 def step_times(study: Study) -> str:
     one_power, learned = step_ratios(study)
-    shared = [study[name] for name in ("10m-keys", "25m-keys")]
-    timed_alone = [facts for facts in shared if ratio_of_the_best(facts)]
-    holds(not timed_alone, "the step alone is not timed yet at 10m-keys and 25m-keys")
+    names = ("10m-keys", *ALL_ELSE_EQUAL)
+    timed_alone = [name for name in names if ratio_of_the_best(study[name])]
+    holds(not timed_alone, f"the step alone is not timed yet at {listed(names)}")
     return (
         f"At 10m a training step of LSSAR with one power for all heads takes {one_power} times that of softmax with "
         "QK-norm and log N in the same layers (the table of speed). The best recipe at "
         f"{millions(study['85m'])} took {learned} times the step of softmax with learned scales in "
         "the same mix, one run each: the kernels for a power per head were slower than those for one integer. They "
         "have since become faster ([kernels.md](kernels.md#hopper-the-log), "
-        "[performance.md](performance.md#gpu-training)); the models of 10m-keys and 25m-keys were trained several at "
-        "a time, so their step alone is not timed yet."
+        f"[performance.md](performance.md#gpu-training)); the models of {listed(names)} were trained several at a "
+        "time, so their step alone is not timed yet."
     )
 
 
@@ -189,7 +202,7 @@ def not_measured(study: Study) -> str:
         ours >= 0.95 and abs(ours - theirs) < 0.005,
         "recall reaches its target, with softmax + QK-norm + log N as with LSSAR",
     )
-    for name in ("25m", "85m", "25m-keys"):
+    for name in ("25m", "85m", "25m-keys", "85m-again"):
         mixed_alone = study[name].size.kinds == [MIX] and not any(map(study[name].size.options, study[name].size.arms))
         holds(mixed_alone, f"windows, YaRN and other attentions are not measured at {name}")
     single = one_seed(study)
@@ -203,5 +216,21 @@ def not_measured(study: Study) -> str:
     )
 
 
-KEY_FINDINGS = (practice_was_too_short, longer_practice, longer_practice_of_the_larger)
+def at_three_sizes(study: Study) -> str:
+    sizes = [study[name] for name in ALL_ELSE_EQUAL]
+    for facts in sizes:
+        holds(at_least_nine_of_ten(facts, OURS), f"{OURS} finds at least 90% of pass keys to 16x at {facts.size.name}")
+    wide = study["10m-again"]
+    holds(at_least_nine_of_ten(wide, OURS_WIDE), "LSSAR with heads of 128 finds at least 90% of pass keys to 16x")
+    far = each((facts.passkey(OURS, 64) for facts in sizes), percent)
+    softmax = each((facts.passkey(THEIRS, 64) for facts in sizes), percent)
+    return (
+        f"**So they do at {listed(ALL_ELSE_EQUAL)}**, on the same text: at least 90% at 1, 2, 4 and 16x with "
+        f"{listed(map(millions, sizes))} parameters. At 64x they find {far}%, softmax {softmax}%; with heads of 128 "
+        f"LSSAR finds {percent(wide.passkey(OURS_WIDE, 64))}% there at 10m-again (softmax "
+        f"{percent(wide.passkey(THEIRS_WIDE, 64))}%)."
+    )
+
+
+KEY_FINDINGS = (practice_was_too_short, longer_practice, longer_practice_of_the_larger, at_three_sizes)
 INSIDE_FINDINGS = (no_sink, entropy_of_stage_1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from claims import each, gaps, holds, nats, number, seeds
-from page_blocks import signed
+from claims import MissingError, each, gaps, holds, listed, nats, number, percent, seeds
+from page_blocks import plain, signed
 from study_facts import (
     LEVEL,
     LOCAL_SOFTMAX,
@@ -15,19 +15,22 @@ from study_facts import (
     LOGN,
     LOGN_MIX,
     LONG,
+    OURS_WIDE,
     ROOT,
     THEIRS_SOFT,
+    THEIRS_WIDE,
     WINDOW,
     WITHOUT_OFFSET,
     Facts,
     Study,
 )
-from study_sizes import OURS, THEIRS
+from study_sizes import OURS, THEIRS, Slope, alike, on_one_text, slope_at
 
 from softplus_attention.report.study import MIX
 
 SEARCH = ROOT / "docs" / "log" / "recipe-search.json"
-SIZES_OF_THE_MIX = ("10m", "25m", "85m", "10m-keys", "25m-keys")
+ALL_ELSE_EQUAL = ("10m-again", "25m-keys", "85m-again")
+SIZES_OF_THE_MIX = ("10m", "25m", "85m", "10m-keys", *ALL_ELSE_EQUAL)
 CONSTANT = ("lssar-p2-global3", "lssar-p3-global3", "lssar-global3")
 NEARLY_MEET = 0.002  # nats
 PLAIN_SCALE, LEARNED_SCALE = LOGN, f"{LOGN}-learned"  # of the ablations
@@ -137,33 +140,62 @@ def the_gap_with_other_text(study: Study) -> str:
     )
 
 
-def no_size_closes_the_gap(study: Study) -> str:
-    small, middle, large = (study[name] for name in ("10m", "25m", "85m"))
-    keys, more = study["10m-keys"], study["25m-keys"]
-    for facts in (small, middle, large, keys, more):
+def slopes_all_else_equal(study: Study, multiple: int) -> Slope:
+    """Of the gap, for each factor of ten in parameters."""
+    groups = [group for group in on_one_text(study.sizes) if alike(group)]
+    slope = slope_at(groups[0], multiple) if groups else None
+    if slope is None or slope.error is None or [size.name for size in groups[0]] != list(ALL_ELSE_EQUAL):
+        raise MissingError(f"both arms, and two seeds of one, at {listed(ALL_ELSE_EQUAL)}")
+    return slope
+
+
+def no_effect_of_size(study: Study) -> str:
+    for facts in (study[name] for name in SIZES_OF_THE_MIX):
         holds(
             facts.below(THEIRS, OURS, facts.size.multiples), f"LSSAR is behind softmax in the mix at {facts.size.name}"
         )
-    holds(
-        large.behind(OURS, THEIRS, 1) <= max(f.behind(OURS, THEIRS, 1) for f in (small, middle)),
-        "at 85m the gap at 1x is as small",
-    )
-    for m in (1, 16):
-        seeds_differ = max(f.apart(arm, m) for f in (small, keys, more) for arm in (OURS, THEIRS))
-        moved = abs(middle.behind(OURS, THEIRS, m) - small.behind(OURS, THEIRS, m))
-        holds(moved <= seeds_differ, f"from 10m to 25m the gap at {m}x does not change beyond what seeds do")
+    equal = [study[name] for name in ALL_ELSE_EQUAL]
+    slopes = {multiple: slopes_all_else_equal(study, multiple) for multiple in (1, *LONG)}
+    for multiple, slope in slopes.items():
+        holds(slope.error is not None and abs(slope.value) < slope.error, f"no slope of the gap is seen at {multiple}x")
+    small, middle, large = (study[name] for name in ("10m", "25m", "85m"))
     ratio = large.behind(OURS, THEIRS, 16) / small.behind(OURS, THEIRS, 16)
     holds(1.5 < ratio < 2.5, "at 85m the gap at 16x is about twice that of 10m")
-    small_to_middle = {m: " to ".join(nats(f.behind(OURS, THEIRS, m)) for f in (small, middle)) for m in (1, 16)}
-    practised = {m: " to ".join(nats(f.behind(OURS, THEIRS, m)) for f in (keys, more)) for m in (1, 16)}
+    by_size = {m: each((facts.behind(OURS, THEIRS, m) for facts in equal), nats) for m in (1, 16, 64)}
+    slope = slopes[16]
     fewest = min(large.count(arm) for arm in (OURS, THEIRS))
     return (
-        f"**No size closes the gap.** From {millions(small)} to {millions(middle)} parameters, all else equal, it "
-        f"goes from {small_to_middle[1]} at 1x and from {small_to_middle[16]} at 16x, no more than seeds differ (with "
-        f"longer practice, and at 25m-keys with other text too, from {practised[1]} and from {practised[16]}). With "
-        f"{millions(large)} it is as small at the training length ({nats(large.behind(OURS, THEIRS, 1))}) and about "
-        f"twice as large at 16x ({nats(large.behind(OURS, THEIRS, 16))}), in runs of {seeds(fewest)} that also had "
-        "sequences twice as long and twice the text: the slopes in the table mix the three."
+        f"**No effect of size on the gap is seen.** With {listed(map(millions, equal))} parameters on one text, all "
+        f"else equal ({listed(ALL_ELSE_EQUAL)}), LSSAR is behind by {by_size[1]} at 1x, by {by_size[16]} at 16x and by "
+        f"{by_size[64]} at 64x; for each factor of ten in parameters that is {signed(slope.value)} ± "
+        f"{plain(slope.error or 0)} at 16x. On the first text it was {nats(small.behind(OURS, THEIRS, 16))} at 16x "
+        f"with {millions(small)} and {nats(middle.behind(OURS, THEIRS, 16))} with {millions(middle)}; about twice as "
+        f"much with {millions(large)} ({nats(large.behind(OURS, THEIRS, 16))}), in runs of {seeds(fewest)} with "
+        "sequences twice as long, twice the text and windows of twice the length."
+    )
+
+
+def wide_heads(study: Study) -> str:
+    facts = study["10m-again"]
+    for ours, narrow in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS)):
+        holds(facts.below(ours, narrow, facts.size.multiples), f"{ours} is below {narrow} at every length")
+    holds(
+        facts.every_seed_below(OURS_WIDE, OURS, facts.size.multiples),
+        "every seed of LSSAR with heads of 128 is below every seed with heads of 64",
+    )
+    holds(facts.below(THEIRS_WIDE, OURS_WIDE, facts.size.multiples), "softmax with heads of 128 stays ahead of LSSAR")
+    level = all(facts.behind(OURS_WIDE, THEIRS, m) <= 0.0005 for m in LONG)
+    holds(level, "LSSAR with heads of 128 is level with softmax with heads of 64 from 16x on, or below it")
+    won = {m: [facts.behind(b, a, m) for a, b in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS))] for m in (1, 16, 64)}
+    words = [f"{nats(ours)} at {m}x (softmax {nats(theirs)})" for m, (ours, theirs) in won.items()]
+    found = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16, 64))
+    return (
+        "**Heads of 128 in place of 64 help both** (10m-again, half as many heads, "
+        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {listed(words)}. Then it is behind softmax with such heads "
+        f"by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
+        f"{gaps(long_gaps(facts, OURS_WIDE, THEIRS_WIDE))} from 16x on, and there it is level with softmax with heads "
+        f"of 64, or below it ({nats(facts.behind(THEIRS, OURS_WIDE, 64))} at 64x). It finds at least {percent(found)}% "
+        "of the pass keys at every length to 64x. Larger models were not trained with such heads."
     )
 
 
@@ -183,17 +215,20 @@ def the_far_context(study: Study) -> str:
                 not facts.gain_told_from_none(arm, 64),
                 f"the gain of {arm} at 64x is not told from zero ({facts.size.name})",
             )
-    large = study["85m"]
+    large, alone = study["85m"], study["85m-again"]
     holds(
         all(large.gain_told_from_none(arm, 32) for arm in (OURS, THEIRS)), "at 85m both gains at 32x are told from zero"
     )
     ours, theirs = large.gain(OURS, 32), large.gain(THEIRS, 32)
     holds(ours < theirs / 2, "at 85m LSSAR gains less than half of what softmax does at 32x")
+    holds(alone.gain(OURS, 64) > alone.gain(THEIRS, 64), "at 85m-again LSSAR gains more at 64x than softmax")
     return (
         "**The far context is worth something**, to LSSAR's best recipe and to softmax, up to 16x at every size "
         f"({told} of the {len(every)} gains at 16x in the mix are more than two standard errors). At the longest "
-        f"length, {large.size.any_run.used['longest']:,} tokens, only the {millions(large)} pair is told from zero, "
-        f"and there LSSAR gains {nats(ours)}, less than half of softmax's {nats(theirs)}."
+        f"length, {large.size.any_run.used['longest']:,} tokens, only the pair of 85m is told from zero, "
+        f"and there LSSAR gains {nats(ours)}, less than half of softmax's {nats(theirs)}; at 85m-again it is "
+        f"{nats(alone.gain(OURS, 64))} for LSSAR and {nats(alone.gain(THEIRS, 64))} for softmax, neither of which is "
+        "two standard errors."
     )
 
 
@@ -264,5 +299,5 @@ def without_the_offset(study: Study) -> str:
 
 MIX_FINDINGS = (
     positions_are_most_of_it, the_best_sharpness, near_to_softmax, the_learned_scale, the_gap_with_other_text,
-    no_size_closes_the_gap, the_far_context, local_softmax, beside_a_softer_softmax, without_the_offset,
+    no_effect_of_size, wide_heads, the_far_context, local_softmax, beside_a_softer_softmax, without_the_offset,
 )  # fmt: skip

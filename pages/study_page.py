@@ -35,7 +35,7 @@ from study_runs import (
     spread,
     timed,
 )
-from study_sizes import OURS, THEIRS, both_measured, degrees_of_freedom, gap_at, slope_at, step_ratio
+from study_sizes import OURS, THEIRS, alike, degrees_of_freedom, gap_at, on_one_text, parameters, slope_at, step_ratio
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
@@ -92,11 +92,12 @@ def runs_block(size: Size) -> list[str]:
     parameters = sorted({other.parameters for other in size.runs})
     between = " to ".join(f"{number:,}" for number in (parameters[:1] + parameters[1:][-1:]))
     seeds = [f"`{arm}` ({', '.join(str(run.seed) for run in runs)})" for arm, runs in size.arms.items()]
+    heads = " or ".join(str(n) for n in sorted({other.config["heads"] for other in size.runs}, reverse=True))
     packages = ("python", "torch", "cuda", "triton", "transformers")
     versions = [", ".join(f"{name} {other.versions.get(name)}" for name in packages) for other in size.runs]
     used = run.used
     facts = {
-        "model": f"{config['layers']} layers, width {config['width']}, {config['heads']} heads; {between} parameters",
+        "model": f"{config['layers']} layers, width {config['width']}, {heads} heads; {between} parameters",
         "training": f"{config['sequence_length']} tokens, {config['steps']:,} steps of {config['batch_size']} "
         f"sequences: {run.tokens:,} tokens, the same in the same order for every arm",
         "measured on": f"{used['sequences']} texts of {used['longest']:,} tokens; "
@@ -375,15 +376,27 @@ def ablations_block(size: Size) -> list[str]:
 
 
 def sizes_block(sizes: Sequence[Size]) -> list[str]:
-    """The best LSSAR beside the strongest softmax, size by size, at the lengths that all of them have."""
-    sizes = both_measured(sizes)
-    if not sizes:
-        return []
+    """The best LSSAR beside the strongest softmax, size by size, one table for each text."""
+    lines = []
+    for group in on_one_text(sizes):
+        what = "all else equal" if alike(group) else "lengths and amounts of text differ too"
+        lines += [f"**{', '.join(size.name for size in group)}**: one text, {what}", "", *sizes_table(group)]
+    if lines:
+        lines += [
+            f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds "
+            "differ; step times are of runs that had the GPU to themselves.",
+            "",
+        ]
+    return lines
+
+
+def sizes_table(sizes: Sequence[Size]) -> list[str]:
+    """At the lengths that all of them have."""
     shared = set.intersection(*(set(size.multiples) for size in sizes))
     multiples = [multiple for multiple in sorted(shared) if multiple == 1 or multiple >= SHORTEST_LONG]
     columns = [
         [*(size.name for size in sizes), "slope"],
-        [*(f"{size.any_run.parameters / 1e6:.0f}M" for size in sizes), "for each factor of ten"],
+        [*(f"{parameters(size) / 1e6:.0f}M" for size in sizes), "for each factor of ten"],
         [*(f"{size.any_run.config['sequence_length']:,}" for size in sizes), ""],
         [*(f"{size.any_run.tokens / 1e6:.0f}M" for size in sizes), ""],
         [*(" and ".join(str(len(size.arms[arm])) for arm in (OURS, THEIRS)) for size in sizes), ""],
@@ -399,13 +412,8 @@ def sizes_block(sizes: Sequence[Size]) -> list[str]:
     head.append("step time, times softmax's")
     columns.append([*("-" if (ratio := step_ratio(size)) is None else plain(ratio, 2) for size in sizes), ""])
     freedom = degrees_of_freedom(sizes, 1)
-    return [
-        *table(head, columns),
-        f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds differ "
-        f"({freedom} degree{'' if freedom == 1 else 's'} of freedom); step times are of runs that had the GPU to "
-        "themselves.",
-        "",
-    ]
+    degrees = f"{freedom} degree{'' if freedom == 1 else 's'} of freedom"
+    return [*table(head, columns), f"Errors of these slopes rest on {degrees}.", ""]
 
 
 def figures_block(size: Size) -> list[str]:

@@ -174,20 +174,24 @@ def read_study(folder: Path) -> list[Size]:
     """The runs by size, kind of layers and arm, sizes and arms in the order of runs/study.py."""
     study = runpy.run_path(str(STUDY))
     found: dict[tuple[str, str], list[Run]] = {}
-    first: dict[str, tuple[Path, Run]] = {}
+    first: dict[tuple[str, str], tuple[Path, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         run = read_run(path, study["SIZES"], study["ARMS"])
-        other_path, other = first.setdefault(run.size, (path, run))
-        mine, theirs = run.same_for_a_size(), other.same_for_a_size()
-        unlike = [word for word in mine if mine[word] != theirs[word]]
+        # An arm may have a setting of its own: that is what it is about.
+        shared = {word: value for word, value in run.same_for_a_size().items() if word not in study["ARMS"][run.arm]}
+        others = {word: first.setdefault((run.size, word), (path, value)) for word, value in shared.items()}
+        unlike = {word: beside for word, (beside, value) in others.items() if value != shared[word]}
         if unlike:
-            raise PageError(f"{path} cannot stand beside {other_path}: they differ in {', '.join(unlike)}")
+            beside = next(iter(unlike.values()))
+            raise PageError(f"{path} cannot stand beside {beside}: they differ in {', '.join(unlike)}")
         found.setdefault((run.size, run.arm), []).append(run)
     for runs in found.values():
         runs.sort(key=lambda run: run.seed)
     sizes = []
-    for size in filter(first.__contains__, study["SIZES"]):
+    for size in study["SIZES"]:
         arms = [arm for arm in study["ARMS"] if (size, arm) in found]
+        if not arms:
+            continue
         arms.sort(key=lambda arm: KINDS.index(found[size, arm][0].kind))
         sizes.append(Size(size, {arm: found[size, arm] for arm in arms}))
     return sizes

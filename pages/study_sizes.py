@@ -20,10 +20,24 @@ class Slope:
     error: float | None
 
 
-def both_measured(sizes: Sequence[Size]) -> list[Size]:
-    """Those that have both arms, on the data of the first of them: the line is about parameters alone."""
-    both = [size for size in sizes if OURS in size.arms and THEIRS in size.arms]
-    return [size for size in both if size.any_run.data == both[0].any_run.data]
+def on_one_text(sizes: Sequence[Size]) -> list[list[Size]]:
+    """Those that have both arms, from the smallest to the largest, one list for each text that several were trained on;
+    first those that differ in their parameters alone."""
+    groups: dict[str, list[Size]] = {}
+    for size in sizes:
+        if OURS in size.arms and THEIRS in size.arms:
+            groups.setdefault(size.any_run.data, []).append(size)
+    several = [sorted(group, key=parameters) for group in groups.values() if len(group) > 1]
+    return sorted(several, key=lambda group: not alike(group))
+
+
+def parameters(size: Size) -> int:
+    return size.any_run.parameters
+
+
+def alike(sizes: Sequence[Size]) -> bool:
+    """But for their parameters."""
+    return len({(size.any_run.config["sequence_length"], size.any_run.tokens) for size in sizes}) == 1
 
 
 def losses(runs: Sequence[Run], multiple: int) -> list[float]:
@@ -57,7 +71,7 @@ def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
     points = [(size, gap) for size in sizes if (gap := gap_at(size, multiple)) is not None]
     if len(points) < LEAST_SIZES:
         return None
-    x = [math.log10(size.any_run.parameters) for size, _ in points]
+    x = [math.log10(parameters(size)) for size, _ in points]
     # The variance of a gap in those of one run.
     variances = [sum(1 / len(losses(size.arms[arm], multiple)) for arm in (OURS, THEIRS)) for size, _ in points]
     weights = [1 / variance for variance in variances]

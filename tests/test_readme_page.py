@@ -62,19 +62,21 @@ def set_loss(folder: Path, run: str, loss: float) -> None:
 
 def test_a_mean_over_seeds(folder: Path, page: ModuleType) -> None:
     for seed, loss in ((0, 2.0), (1, 3.0)):
-        set_loss(folder, f"10m-{MIX}-seed{seed}", loss)
+        set_loss(folder, f"{page.SIZE}-{MIX}-seed{seed}", loss)
     assert "| LSSAR, p = c log N, c learned by each head | 2.500 |" in losses(folder, page)
 
 
 def test_the_text_with_more_seeds_counts(folder: Path, page: ModuleType) -> None:
-    first, *others = sorted((folder / "study").glob(f"{page.OTHER_TEXT}-softmax-qknorm-logn-seed*.json"))
+    first, *others = sorted((folder / "study").glob(f"{page.SIZE}-softmax-qknorm-logn-seed*.json"))
     whole = losses(folder, page)
-    assert re.search(rf"softmax \+ QK-norm \+ log N \|.* {1 + len(others)} \* \|", whole)
+    assert re.search(rf"softmax \+ QK-norm \+ log N \|.* {1 + len(others)} \|", whole)
     for path in others:
         path.unlink()
     assert re.search(r"softmax \+ QK-norm \+ log N \|.* 1 \|", losses(folder, page))  # as many on either
     first.unlink()
-    assert losses(folder, page).count("\n") == whole.count("\n")
+    other = losses(folder, page)
+    assert re.search(r"softmax \+ QK-norm \+ log N \|.* 1 \* \|", other)
+    assert other.count("\n") == whole.count("\n")
 
 
 def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
@@ -110,19 +112,19 @@ def test_short_lengths_do_not_count(
 def test_a_length_that_was_not_measured_is_said(
     folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for path in (folder / "study").glob(f"10m-{MIX}-seed?.json"):
+    for path in (folder / "study").glob(f"{page.SIZE}-{MIX}-seed?.json"):
         record = json.loads(path.read_text())
         del record["evaluation"]["lengths"]["lengths"][0]
         path.write_text(json.dumps(record))
     assert page.main(words(folder)) == 2
-    assert f"{MIX} at 10m was not measured at 1 times its length" in capsys.readouterr().err
+    assert f"{MIX} at {page.SIZE} was not measured at 1 times its length" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        (f"study/10m-{MIX}-seed?.json", f"there is no run of {MIX} at 10m"),
-        ("study/*.json", "there are no runs of 10m"),
+        (f"study/10m-*{MIX}-wide-seed?.json", f"there is no run of {MIX}-wide at 10m-again"),
+        ("study/*.json", "there are no runs of 10m-again"),
         ("training-h200.json", "training-h200.json is not there"),
         ("attention-h200.json", "attention-h200.json is not there"),
         ("cpu.json", "cpu.json is not there: benchmarks/cpu.py writes it"),

@@ -273,6 +273,11 @@ def of_longer_training(path: Path) -> None:
     change(path, ("config", "steps"), 2000)
 
 
+def of_more_heads(path: Path) -> None:
+    """An arm's own are allowed: those of `lssar-learned-log-global3-wide` in the repository."""
+    change(path, ("config", "heads"), 99)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -282,6 +287,7 @@ def of_longer_training(path: Path) -> None:
         (of_another_seed, "holds another run than its name says: 10m, softmax, seed 7"),
         (of_an_unknown_arm, "is of an arm or size that runs/study.py does not have: 10m, lssar-p99"),
         (of_longer_training, "they differ in steps"),
+        (of_more_heads, "they differ in heads"),
     ],
 )
 def test_a_file_that_cannot_be_used(

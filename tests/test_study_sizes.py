@@ -79,11 +79,20 @@ def test_no_line_and_no_error_without_the_runs_for_them(scripts: tuple[ModuleTyp
     assert sizes.slope_at(three, 2) is None, "nothing was measured there"
 
 
-def test_other_data_is_no_point_of_the_line(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+def test_a_line_is_of_one_text(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
     sizes, *_ = scripts
-    first, second = made(scripts, "10m", [4.01], [4.0]), made(scripts, "25m", [3.03], [3.0])
-    other = {arm: [replace(run, data="other") for run in runs] for arm, runs in second.arms.items()}
-    assert sizes.both_measured([first, replace(second, arms=other), second]) == [first, second]
+    small, middle, large = (made(scripts, name, [4.01], [4.0]) for name in PARAMETERS)
+
+    def on(size: Any, **words: Any) -> Any:
+        return replace(size, arms={arm: [replace(run, **words) for run in runs] for arm, runs in size.arms.items()})
+
+    of_other_text = [on(large, data="other"), on(small, data="other")]
+    alone = on(middle, data="a third")
+    without = replace(middle, arms={sizes.OURS: middle.arms[sizes.OURS]})
+    assert sizes.on_one_text([*of_other_text, without, alone]) == [of_other_text[::-1]]
+    unlike = [small, on(middle, tokens=7)]
+    assert sizes.on_one_text([*unlike, *of_other_text]) == [of_other_text[::-1], unlike], "all else equal comes first"
+    assert (sizes.alike(of_other_text), sizes.alike(unlike)) == (True, False)
 
 
 def test_step_times_are_of_the_same_code_alone(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
@@ -104,7 +113,9 @@ def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
         made(scripts, "85m", [2.05], [2.0]),
     ]
     rows = page.sizes_block(study)
-    assert rows[:6] == [
+    assert rows[:8] == [
+        "**10m, 25m, 85m**: one text, all else equal",
+        "",
         "| size | parameters | trained at | tokens of training | seeds | 1x | 16x | 64x | step time, times softmax's |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 10m | 10M | 4 | 0M | 1 and 2 | +0.0100 | +0.0100 | +0.0100 | 1.50 |",
@@ -112,5 +123,5 @@ def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
         "| 85m | 1000M | 4 | 0M | 1 and 1 | +0.0500 | +0.0500 | +0.0500 | 1.50 |",
         "| slope | for each factor of ten |  |  |  | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 |  |",
     ]
-    assert "(1 degree of freedom)" in rows[7]
+    assert rows[9] == "Errors of these slopes rest on 1 degree of freedom."
     assert page.sizes_block(study[:0]) == []

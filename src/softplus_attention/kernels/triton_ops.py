@@ -157,7 +157,7 @@ def _grad_by(backward: Callable[..., Any], ctx: Any, grad_out: Tensor | None) ->
 
 class SoftplusAttention(torch.autograd.Function):
     """The op where nobody but the caller wants to know of it: the same without the dispatcher, which takes Python long
-    (docs/kernels.md has the times)."""
+    (docs/kernels-log.md has the times)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
