@@ -1,7 +1,7 @@
 """What the two kernels of the Hopper backward share; the formulas are those of ``triton_backward``.
 
-``gluon_dq`` leaves terms of each row, which ``gluon_dkv`` reads. In both, tiles are copied ahead, and the products of a
-tile run while other warp groups of the multiprocessor compute.
+``gluon_dq`` leaves terms of each row, which ``gluon_dkv`` reads. In both, tiles are copied ahead, and products run
+beside arithmetic: that of the same warp group where it does not wait for them, and that of the others.
 """
 
 from __future__ import annotations
