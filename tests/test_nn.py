@@ -428,6 +428,10 @@ def test_bad_calls() -> None:
         ({"cache": KeyValueCache(), "is_causal": False}, "`is_causal` must be True where `cache`"),
         ({"cu_seqlens": cu, "max_seqlen": T}, r"`x` must be \(1, total, dim\)"),
         ({"token_counts": cu}, "`token_counts` must be None"),
+        ({"token_counts": [1, 2]}, "`token_counts` must be None without a `cache`, got list"),
+        ({"max_seqlen": T}, f"`max_seqlen` must be None without `cu_seqlens`, got {T}"),
+        ({"cache": KeyValueCache(), "max_seqlen": T}, "`max_seqlen` must be None without `cu_seqlens`"),
+        ({"source": x, "position_ids": torch.arange(T)}, "`position_ids` must be None where `source` is given"),
         ({"position_ids": torch.arange(T + 1)}, "`position_ids` must be of shape"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -444,3 +448,66 @@ def test_bad_calls() -> None:
     layer(x, cache=cache)
     with pytest.raises(ValueError, match="as the cache holds them"):
         layer(x[:1], cache=cache)
+
+
+BAD_COUNTS: dict[str, tuple[Any, type[Exception], str]] = {
+    "list": ([5, 7], TypeError, r"an int32 or int64 tensor \(B,\) = \(2,\), got list"),
+    "floats": (torch.tensor([5.0, 7.0]), TypeError, "an int32 or int64 tensor, got a torch.float32 tensor"),
+    "bools": (torch.tensor([True, False]), TypeError, "an int32 or int64 tensor, got a torch.bool tensor"),
+    "batch": (torch.tensor([5]), ValueError, r"of shape \(B,\) = \(2,\)"),
+    "rank": (torch.tensor([[5], [7]]), ValueError, r"of shape \(B,\) = \(2,\)"),
+    "device": (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "on the device of the queries, cpu"),
+    "too-many": (torch.tensor([9, 9]), ValueError, r"from 0 to 7, got \[9, 9\]"),
+    "negative": (torch.tensor([-3, 2]), ValueError, r"from 0 to 7, got \[-3, 2\]"),
+}
+
+
+@pytest.mark.parametrize(("counts", "kind", "words"), BAD_COUNTS.values(), ids=BAD_COUNTS)
+@torch.no_grad()
+def test_bad_token_counts_are_refused_before_the_cache_takes_anything(
+    counts: Any, kind: type[Exception], words: str
+) -> None:
+    layer, x, cache = module(), tokens(length=8), KeyValueCache()
+    with pytest.raises(kind, match=f"`token_counts` must be {words}"):
+        layer(x[:, :7], cache=cache, token_counts=counts)
+    k = torch.randn(B, HEADS, 7, DIM // HEADS)
+    with pytest.raises(kind, match=f"`counts` must be {words}"):
+        cache.append(k, k, counts)
+    assert len(cache) == 0
+    assert cache.keys is None
+    assert_close(step_by_step(layer, x, cache, 7), layer(x))
+
+
+@torch.no_grad()
+def test_a_sequence_may_have_none_or_all_of_the_new_tokens() -> None:
+    layer, x, cache = module(), tokens(), KeyValueCache()
+    layer(x[:, :4], cache=cache, token_counts=torch.tensor([0, 4]))
+    out = layer(torch.stack([x[0, 0], x[1, 4]])[:, None], cache=cache)
+    assert_close(out[0, 0], layer(x[:1])[0, 0])
+    assert_close(out[1, 0], layer(x[1:])[0, 4])
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "words"),
+    [
+        ({"cu_seqlens": [0, T]}, TypeError, "`cu_seqlens` must be an int32 tensor, got list"),
+        ({"cu_seqlens": torch.tensor([0.0, T])}, TypeError, "`cu_seqlens` must be an int32 tensor, got a torch.float"),
+        ({"cu_seqlens": torch.tensor([[0, T]])}, ValueError, "`cu_seqlens` must be 1-D"),
+        ({"cu_seqlens": torch.tensor([0, T - 1])}, ValueError, f"`cu_seqlens` must be ending at .*{T}, got {T - 1}"),
+        ({"max_seqlen": None}, TypeError, "`max_seqlen` must be an int >= 0 where `cu_seqlens` is given, got None"),
+        ({"max_seqlen": float(T)}, TypeError, "`max_seqlen` must be an int >= 0"),
+        ({"max_seqlen": -1}, ValueError, "`max_seqlen` must be an int >= 0, got -1"),
+        ({"max_seqlen": T - 1}, ValueError, f"`max_seqlen` must be at least the longest document, {T}, got {T - 1}"),
+    ],
+)
+def test_bad_packing(changed: dict[str, Any], kind: type[Exception], words: str) -> None:
+    packed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, T]), "max_seqlen": T}
+    for layer in (module(), module(rope=None)):
+        layer(tokens(1), **packed)
+        with pytest.raises(kind, match=words):
+            layer(tokens(1), **{**packed, **changed})
+
+
+def test_positions_that_are_no_tensor_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"`position_ids` must be a tensor \(T,\) or \(B, T\) = \(2, 13\), got list"):
+        module()(tokens(), position_ids=list(range(T)))  # type: ignore[arg-type]

@@ -123,6 +123,8 @@ class KeyValueCache:
         batch, _, new, _ = k.shape
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RuntimeError("KeyValueCache keeps no gradients: call under torch.no_grad() or torch.inference_mode()")
+        if counts is not None:
+            check_counts("counts", counts, batch, new, k.device)
         if self.max_length is not None and self.longest + new > self.max_length:
             raise ValueError(
                 f"KeyValueCache is full: {self.longest} of {self.max_length} tokens (`max_length`) are taken, "
@@ -294,9 +296,10 @@ class SoftplusAttention(nn.Module):
 
         ``is_causal`` is True by default, False in cross attention. ``attn_mask``, ``key_start`` and ``key_end`` are
         those of ``softplus_attention``: padding on either side. Positions count from 0; ``position_ids``, (T,) or
-        (B, T), replaces them. ``cu_seqlens`` and ``max_seqlen`` say that x (1, total, dim) holds packed documents;
-        positions restart in each. With a ``cache`` x continues what it holds, causally; left padding is the cache's
-        ``starts``, and ``token_counts`` (B,) is the number of real tokens in a right-padded x.
+        (B, T), replaces them (cross attention has none). ``cu_seqlens`` and ``max_seqlen`` say that x (1, total, dim)
+        holds packed documents; positions restart in each. With a ``cache`` x continues what it holds, causally; left
+        padding is the cache's ``starts``, and ``token_counts`` (B,), from 0 to T, is the number of real tokens in a
+        right-padded x.
         """
         if x.dim() != 3 or x.shape[-1] != self.dim:
             check.fail("x", f"a tensor (B, T, {self.dim})", check.described(x))
@@ -304,14 +307,21 @@ class SoftplusAttention(nn.Module):
         given: dict[str, Any] = {"source": source, "attn_mask": attn_mask, "key_start": key_start, "key_end": key_end}
         if cu_seqlens is not None:
             refuse("cu_seqlens", {**given, "cache": cache})
-            if x.shape[0] != 1 or max_seqlen is None:
-                check.fail("x", "(1, total, dim), with `max_seqlen`, where `cu_seqlens` is given", check.described(x))
+            if x.shape[0] != 1:
+                check.fail("x", "(1, total, dim) where `cu_seqlens` is given", check.described(x))
+            check_packing(cu_seqlens, max_seqlen, x)
+        elif max_seqlen is not None:
+            check.fail("max_seqlen", "None without `cu_seqlens`", repr(max_seqlen))
+        if source is not None:
+            refuse("source", {"position_ids": position_ids})
         if cache is not None:
             refuse("cache", given)
             if not is_causal:
                 check.fail("is_causal", "True where `cache` is given", is_causal)
-        if token_counts is not None and cache is None:
-            check.fail("token_counts", "None without a `cache`", check.described(token_counts))
+        if token_counts is not None:
+            if cache is None:
+                check.fail("token_counts", "None without a `cache`", type(token_counts).__name__)
+            check_counts("token_counts", token_counts, x.shape[0], x.shape[1], x.device)
 
         memory = x if source is None else source
         q = self.heads(self.q_proj(x))
@@ -400,7 +410,22 @@ def chosen_rope(rope: bool | RotaryEmbedding | None, spec: AttentionSpec, head_d
     return rope
 
 
+def check_packing(cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> None:
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt):
+        check.fail("max_seqlen", "an int >= 0 where `cu_seqlens` is given", repr(max_seqlen), TypeError)
+    if max_seqlen < 0:
+        check.fail("max_seqlen", "an int >= 0", max_seqlen)
+    check.check_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[1], max_seqlen, x.device, validate=False)
+
+
+def check_counts(name: str, counts: Tensor, batch: int, new: int, device: torch.device) -> None:
+    """Real tokens among the ``new`` of each sequence. A wrong number would show a step later, as another's error."""
+    check.check_cache_lengths(name, counts, batch, 0, new, device, validate=False)
+
+
 def check_positions(name: str, positions: Tensor, batch: int, length: int) -> None:
+    if not isinstance(positions, Tensor):
+        check.fail(name, f"a tensor (T,) or (B, T) = ({batch}, {length})", type(positions).__name__, TypeError)
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
         check.fail(name, f"of shape (T,) or (B, T) = ({batch}, {length})", check.described(positions))
 
