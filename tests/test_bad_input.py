@@ -17,6 +17,7 @@ from softplus_attention import (
     softplus_attention_decode,
     softplus_attention_varlen,
 )
+from softplus_attention.catalog import attention
 
 B, H, T, D = 2, 4, 6, 8
 
@@ -98,6 +99,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask-heads": ({"attn_mask": torch.ones(3, T, T, dtype=torch.bool)}, ValueError, r"`attn_mask` must be broadcast"),
     "mask-rank": ({"attn_mask": torch.ones(1, 1, 1, T, T, dtype=torch.bool)}, ValueError, r"`attn_mask` must be broad"),
     "mask-device": ({"attn_mask": zeros(T, T, dtype=torch.bool, device="meta")}, ValueError, r"`attn_mask`.*device"),
+    "causal-string": ({"is_causal": "no"}, TypeError, r"`is_causal` must be True or False, got 'no'"),
+    "causal-number": ({"is_causal": 1}, TypeError, r"`is_causal` must be True or False, got 1"),
     "offset-number": ({"offset": 1.0}, TypeError, r"`offset` must be True or False, got 1\.0"),
     "dropout": ({"dropout_p": 0.1}, ValueError, r"`dropout_p` must be 0: no weights are dropped, got 0.1"),
     "sdpa-scale": ({"scale": 0.125}, ValueError, r"`scale` must be None: .*`score_scale`.*, got 0.125"),
@@ -157,8 +160,45 @@ def test_attention_weights_of_an_unknown_stage() -> None:
     ("factor", "kind"), [(0, ValueError), (101, ValueError), (math.nan, ValueError), (True, TypeError)]
 )
 def test_a_factor_of_log_n(factor: float, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=r"`factor` must be a number from 0.01 to 100, got"):
+    with pytest.raises(kind, match=r"`factor` must be a number from 0.02 to 100, got"):
         PowerByLength.log_n(factor)
+
+
+@pytest.mark.parametrize("n0", [0.5, 1e300, 10**400, math.inf])
+def test_a_length_that_float32_does_not_hold(n0: float) -> None:
+    with pytest.raises(ValueError, match=r"PowerByLength: `n0` must be a number from 1 to 1e\+30, got"):
+        PowerByLength(15, 1, n0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_the_least_factor_of_log_n_runs(impl: Any) -> None:
+    out = softplus_attention(**tensors(), power=PowerByLength.log_n(0.02), impl=impl)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid"])
+def test_attentions_of_the_catalogue_take_calls_of_sdpa(name: str) -> None:
+    q, k, v = (torch.randn(B, H, T, D) for _ in range(3))
+    chosen = attention(name)
+    mask = torch.ones(T, T, dtype=torch.bool).tril()
+    assert torch.equal(chosen(q, k, v, None, 0.0, True, scale=None), chosen(q, k, v, is_causal=True))
+    assert torch.equal(chosen(q, k, v, mask), chosen(q, k, v, attn_mask=mask))
+    for words, message in (({"dropout_p": 0.1}, "`dropout_p` must be 0"), ({"scale": 0.1}, "`scale` must be None")):
+        with pytest.raises(ValueError, match=message):
+            chosen(q, k, v, **words)
+
+
+def test_a_scale_is_held_to_what_a_row_sees() -> None:
+    """A window of 64 keys keeps 10 log N below 80, whatever the length."""
+    q, k, v = (torch.randn(1, 1, 4096, 8) for _ in range(3))
+    options: dict[str, Any] = {"score_scale": 10, "is_causal": True, "power": 3}
+    assert softplus_attention(q, k, v, window=64, **options).isfinite().all()
+    ends = torch.tensor([4096])
+    assert softplus_attention_decode(q[:, :, -1:], k, v, ends, window=64, score_scale=10, power=3).isfinite().all()
+    with pytest.raises(ValueError, match=r"`score_scale` must be at most 80 / log\(4096 keys\)"):
+        softplus_attention(q, k, v, **options)
+    with pytest.raises(ValueError, match=r"`score_scale` must be at most 80 / log\(3000 keys\)"):
+        softplus_attention(q, k, v, window=3000, **options)
 
 
 def test_options_that_sdpa_does_not_have_are_keywords_only() -> None:
@@ -188,7 +228,7 @@ def test_chunked_refuses_tensors_of_another_device() -> None:
 )
 def test_power_by_length(arguments: dict[str, Any], name: str) -> None:
     kind = ValueError if isinstance(arguments[name], float | int) and arguments[name] is not True else TypeError
-    with pytest.raises(kind, match=f"`{name}` must be a finite number"):
+    with pytest.raises(kind, match=f"`{name}` must be a number from"):
         PowerByLength(**arguments)
 
 

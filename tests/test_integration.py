@@ -305,6 +305,57 @@ class TestRefused:
             with pytest.raises((RuntimeError, NotImplementedError), match="softplus_attention"):
                 softplus_attention(dual, k, v, impl="chunked")
 
+    @pytest.mark.parametrize("way", ["jvp", "dual inside", "dual from outside"])
+    def test_forward_mode_gradients_of_a_compiled_call(self, way: str) -> None:
+        forward_ad = torch.autograd.forward_ad
+        q, k, v = qkv(grad=False)
+
+        def out(x: Tensor) -> Tensor:
+            return softplus_attention(x, k, v, impl="chunked")
+
+        def inside(x: Tensor) -> Any:
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(out(forward_ad.make_dual(x, x))).tangent
+
+        torch._dynamo.reset()
+        calls = {"jvp": lambda x: torch.func.jvp(out, (x,), (x,))[1], "dual inside": inside, "dual from outside": out}
+        compiled = torch.compile(calls[way], backend="eager")
+        if way != "dual from outside":
+            with pytest.raises(
+                RuntimeError, match=r"softplus_attention: (forward-mode|torch\.func).* do not reach inside"
+            ):
+                compiled(q)
+            return
+        compiled(q)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="softplus_attention: forward-mode gradients"):
+            compiled(forward_ad.make_dual(q, q))
+
+
+class TestTensorsThatStandForOthers:
+    """Fake ones and those of vmap have no values to look at, but for shapes that are wrong."""
+
+    def test_fake_tensors(self) -> None:
+        from torch._subclasses import FakeTensorMode
+
+        with FakeTensorMode():
+            q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+            ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+            assert softplus_attention(q, k, v, power=torch.full((2,), 3.0)).shape == q.shape
+            assert softplus_attention_decode(q[:, :, -1:], k, v, torch.tensor([8])).shape == (1, 2, 1, 16)
+            packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+            assert softplus_attention_varlen(*packed, ends, ends, 5, 5).shape == (8, 2, 16)
+            with pytest.raises(ValueError, match="`power` must be of shape"):
+                softplus_attention(q, k, v, power=torch.full((3,), 3.0))
+
+    def test_vmap_over_powers(self) -> None:
+        q, k, v = (randn(1, 2, 8, 16, seed=s) for s in (1, 2, 3))
+        powers = torch.tensor([[2.0, 3.0], [5.0, 7.0]])
+
+        def one(power: Tensor) -> Tensor:
+            return softplus_attention(q, k, v, power=power, impl="reference")
+
+        assert_same(torch.func.vmap(one)(powers), torch.stack([one(power) for power in powers]))
+
 
 class TestDropIn:
     """The calls people write for scaled_dot_product_attention."""

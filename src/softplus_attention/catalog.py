@@ -131,18 +131,21 @@ class Attention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        is_causal: bool = False,
         attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
         window: int | None = None,
         key_start: Tensor | None = None,
         key_end: Tensor | None = None,
-        enable_gqa: bool = False,
         impl: str = "auto",
         validate: bool = False,
         parameters: Parameters | None = None,
     ) -> Tensor:
         """q (B, H, T_q, D), k and v (B, H_kv, T_k, D) -> (B, H, T_q, D_v)."""
+        check.check_sdpa_options(dropout_p, scale, f"{self.name} has a scale of its own")
         q, k, v = ours.autocast(q, k, v)
         check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
         visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
@@ -153,11 +156,11 @@ class Attention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
         cu_seqlens_q: Tensor,
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        *,
         is_causal: bool = False,
         window: int | None = None,
         enable_gqa: bool = False,
@@ -168,9 +171,10 @@ class Attention:
         """Packed documents, as ``softplus_attention_varlen``: (total, H, D) -> (total_q, H, D_v)."""
         q, k, v = ours.autocast(q, k, v)
         documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, self.window(window), enable_gqa, validate)
+        window = self.window(window)
+        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, window, enable_gqa, validate)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = self.attend(q, k, v, visibility, impl, parameters, validate, most_keys=max_seqlen_k)
+        out = self.attend(q, k, v, visibility, impl, parameters, validate, most_keys=max_seqlen_k, window=window)
         return out[0].transpose(0, 1)
 
     def decode(
@@ -196,7 +200,7 @@ class Attention:
         visibility = ours.cache_visibility(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate)
         cache = ours.Cache(cache_seqlens, cache_starts, window)
         return self.attend(
-            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
+            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, window=window, cache=cache
         )
 
     def weights(
@@ -225,7 +229,7 @@ class Attention:
         baselines.check_parameters(self.spec, parameters, q)
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
-                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2])
+                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2], visibility.window)
                 power = self.power(parameters, visibility)
                 return attention_stages(q, k, visibility, power, score_scale, offset=self.spec.offset).sharpened
             return baselines.composed_weights(self.spec, q, k, visibility, parameters)
@@ -269,9 +273,10 @@ class Attention:
         *,
         normalized_keys: bool = False,
         most_keys: int | None = None,
+        window: int | None = None,
         cache: ours.Cache | None = None,
     ) -> Tensor:
-        """The one dispatch behind the modes; shapes are already checked."""
+        """The one dispatch behind the modes; shapes are already checked. ``window`` as for ``functional.attend``."""
         if not self.spec.is_softplus_attention:
             return baselines.attend(
                 self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
@@ -289,5 +294,6 @@ class Attention:
             validate=validate,
             normalized_keys=normalized_keys,
             most_keys=most_keys,
+            window=window,
             cache=cache,
         )

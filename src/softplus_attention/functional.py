@@ -81,10 +81,7 @@ def softplus_attention(
     Returns:
         (B, H, T_q, D_v) in q's dtype. A row that sees no key is 0, with zero gradient.
     """
-    if dropout_p:
-        check.fail("dropout_p", "0: no weights are dropped", repr(dropout_p))
-    if scale is not None:
-        check.fail("scale", "None: scores are cosines, which `score_scale` multiplies", repr(scale))
+    check.check_sdpa_options(dropout_p, scale, "scores are cosines, which `score_scale` multiplies")
     q, k, v = autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
@@ -121,7 +118,17 @@ def softplus_attention_varlen(
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = attend(
-        q, k, v, visibility, power, score_scale, impl, offset=offset, validate=validate, most_keys=max_seqlen_k
+        q,
+        k,
+        v,
+        visibility,
+        power,
+        score_scale,
+        impl,
+        offset=offset,
+        validate=validate,
+        most_keys=max_seqlen_k,
+        window=window,
     )
     return out[0].transpose(0, 1)
 
@@ -164,6 +171,7 @@ def softplus_attention_decode(
         offset=offset,
         validate=validate,
         normalized_keys=normalized_keys,
+        window=window,
         cache=cache,
     )
 
@@ -194,7 +202,7 @@ def attention_weights(
     if stage not in ("scores", "normalised", "sharpened"):
         check.fail("stage", "'scores', 'normalised' or 'sharpened'", repr(stage))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
-    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2])
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2], window)
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, False)
     check.check_offset(offset)
     with without_autocast(q.device):
@@ -244,7 +252,7 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bo
     if not fused_on(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
         return None
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
-    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], k.shape[2])
+    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], k.shape[2], step.window)
     return decode_launches().decode(q, k, v, None, None, step.window, *step.power, score_scale, normalized_keys)
 
 
@@ -254,12 +262,12 @@ def fused_on(x: Tensor) -> bool:
 
 def refuse_transforms(impl: str, *tensors: object) -> None:
     """torch.func and forward-mode differentiation would pass a fused op by in silence."""
-    if torch.compiler.is_compiling():
-        return
-    forward_mode = forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    compiling = torch.compiler.is_compiling()
+    # A compiler does not show which tensors have tangents. It does know what vmap and grad are to do with an op.
+    forward_mode = forward_ad._current_level >= 0 and (
+        compiling or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     )
-    functional = torch._C._are_functorch_transforms_active()
+    functional = not compiling and torch._C._are_functorch_transforms_active()
     if forward_mode or functional:
         what = "torch.func transforms" if functional else "forward-mode gradients"
         raise RuntimeError(f"softplus_attention: {what} do not reach inside impl={impl!r}; use impl='reference'")
@@ -291,6 +299,7 @@ def batch_visibility(
 ) -> Visibility:
     batch, heads, t_q, _ = q.shape
     t_k = k.shape[2]
+    check.check_causal(is_causal)
     check.check_window(window, is_causal)
     mask = check.check_mask(attn_mask, (batch, heads, t_q, t_k), q.device)
     key_start = check.check_bounds("key_start", key_start, batch, t_q, q.device)
@@ -312,6 +321,7 @@ def packed_visibility(
     validate: bool,
 ) -> Visibility:
     check.check_qkv(q, k, v, layout="(total, H, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
+    check.check_causal(is_causal)
     check.check_window(window, is_causal)
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
@@ -360,12 +370,16 @@ def attend(
     validate: bool = False,
     normalized_keys: bool = False,
     most_keys: int | None = None,
+    window: int | None = None,
     cache: Cache | None = None,
 ) -> Tensor:
-    """The one dispatch behind the public functions; shapes are already checked."""
+    """The one dispatch behind the public functions; shapes are already checked. ``window`` is one that ``visibility``
+    holds as ranges."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
-    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2] if most_keys is None else most_keys)
+    most_keys = k.shape[2] if most_keys is None else most_keys
+    window = visibility.window if window is None else window
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], most_keys, window)
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)
     chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl

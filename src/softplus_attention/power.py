@@ -16,6 +16,7 @@ LEARNED_LOG = "learned-log"
 RAW_NAMES = {LEARNED: "raw_power", LEARNED_LOG: "raw_power_per_log"}
 # Where the factor begins: of those tried as constants the best at the training length (docs/log.md).
 FIRST_FACTOR = 0.6
+LARGEST = 1e30  # of what a PowerByLength is made of: float32 holds it, and what is computed from it
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,19 @@ class PowerByLength:
     def __post_init__(self) -> None:
         for name, least in (("base", 1), ("slope", 0), ("n0", 1)):
             value = getattr(self, name)
-            expected = f"PowerByLength: `{name}` must be a finite number >= {least}, got {value!r}"
+            expected = f"PowerByLength: `{name}` must be a number from {least} to {LARGEST:g}, got {value!r}"
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(expected)
-            if not least <= value < float("inf"):
+            if not least <= value <= LARGEST:
                 raise ValueError(expected)
 
     @classmethod
     def log_n(cls, factor: float) -> PowerByLength:
         """p(N) = factor * log N, and 1 where that is less."""
-        expected = f"PowerByLength.log_n: `factor` must be a number from 0.01 to 100, got {factor!r}"
+        expected = f"PowerByLength.log_n: `factor` must be a number from 0.02 to 100, got {factor!r}"
         if isinstance(factor, bool) or not isinstance(factor, int | float):
             raise TypeError(expected)
-        if not 0.01 <= factor <= 100:
+        if not 0.02 <= factor <= 100:
             raise ValueError(expected)
         return cls(1, factor, math.exp(1 / factor))
 

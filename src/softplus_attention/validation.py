@@ -69,6 +69,19 @@ def check_offset(offset: bool) -> None:
         fail("offset", "True or False", repr(offset), TypeError)
 
 
+def check_sdpa_options(dropout_p: float, scale: float | None, scores: str) -> None:
+    """What calls of SDPA may have and this attention does not; ``scores`` says what they are instead."""
+    if dropout_p:
+        fail("dropout_p", "0: no weights are dropped", repr(dropout_p))
+    if scale is not None:
+        fail("scale", f"None: {scores}", repr(scale))
+
+
+def check_causal(is_causal: bool) -> None:
+    if not isinstance(is_causal, bool):
+        fail("is_causal", "True or False", repr(is_causal), TypeError)
+
+
 def check_window(window: int | None, is_causal: bool) -> None:
     if window is None:
         return
@@ -112,8 +125,12 @@ def check_bounds(name: str, bound: Tensor | None, batch: int, t_q: int, device: 
 
 
 def readable(x: Tensor, validate: bool) -> bool:
-    """Whether to look at values: on a CPU always, elsewhere on demand (the device must wait), never while tracing."""
-    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or validate)
+    """Whether to look at values: on a CPU always, elsewhere on demand (the device must wait), never while tracing, nor
+    at tensors that only stand for values: fake ones, and those of vmap and grad."""
+    if torch.compiler.is_compiling() or not (x.device.type == "cpu" or validate):
+        return False
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def check_power(power: Power, full: tuple[int, int, int], device: torch.device, validate: bool) -> None:
@@ -138,15 +155,19 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
-def check_score_scale(score_scale: float | None, head_dim: int, t_k: int) -> float:
+def check_score_scale(score_scale: float | None, head_dim: int, most_keys: int, window: int | None = None) -> float:
+    """``most_keys`` is the most that a row can see, or as many as its window has."""
     if score_scale is None:
         score_scale = math.log(head_dim)
     elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
         fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
     if not 0 <= score_scale < math.inf:
         fail("score_scale", "a finite number >= 0", score_scale)
-    if not torch.compiler.is_compiling() and score_scale and t_k > math.exp(min(LARGEST_SCORE / score_scale, 700)):
-        fail("score_scale", f"at most {LARGEST_SCORE:g} / log({t_k} keys), or softplus underflows", f"{score_scale:g}")
+    if not torch.compiler.is_compiling() and score_scale:  # a compiler would make a rule of the length
+        seen = most_keys if window is None else min(window, most_keys)
+        if seen > math.exp(min(LARGEST_SCORE / score_scale, 700)):
+            expected = f"at most {LARGEST_SCORE:g} / log({seen} keys), or softplus underflows"
+            fail("score_scale", expected, f"{score_scale:g}")
     return float(score_scale)
 
 

@@ -88,8 +88,8 @@ def logarithmic_power(text: str | float) -> PowerByLength | None:
     if not text.startswith(LOGARITHMIC):
         return None
     slope = number_in(text.removeprefix(LOGARITHMIC), text)
-    if not 0.01 <= slope <= 100:
-        fail("power", "log: with a factor from 0.01 to 100", repr(text))
+    if not 0.02 <= slope <= 100:
+        fail("power", "log: with a factor from 0.02 to 100", repr(text))
     return PowerByLength.log_n(slope)
 
 
