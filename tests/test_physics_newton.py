@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from softplus_attention.cli import main
+from softplus_attention.physics.command import NUMBERS, add_command
+from softplus_attention.physics.distributions import DISTRIBUTIONS
 from softplus_attention.physics.forces import quality, said_forces
 from softplus_attention.physics.laws import NEWTON
 from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
-from softplus_attention.physics.presets import preset
+from softplus_attention.physics.presets import PRESETS, preset
 from softplus_attention.physics.stages import read_arrays
 
 
@@ -97,7 +100,12 @@ def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
         (["--labels", ""], "`--labels` must be at least one"),
         (["--labels", "many"], "`--labels` must be ints separated by commas"),
         (["--seeds", "1,1"], "`seeds` must be each named once"),
-        (["--distribution", "solar"], "`distribution` must be one of"),
+        (["--width", "63"], "`width` must be an even multiple of `heads`, 2: rotary positions turn pairs, got 63"),
+        (["--width", "66", "--heads", "22"], "`width` must be an even multiple of `heads`, 22"),
+        (["--width", "63", "--arms", "softmax-alibi"], "`width` must be a multiple of `heads`, 2, got 63"),
+        (["--bins", "1"], "`bins` must be at least 2"),
+        (["--workers", "-1"], "`--workers` must be at least 0, got -1"),
+        (["--save-updates", "-1"], "`--save-updates` must be at least 0, got -1"),
         (["--stages", "laws"], "the stage `tune` has left forces"),
         (["--stages", "tune"], "`checkpoint` must be a folder with a config.json"),
         (["--context-noise", "-1"], "`context_noise` must be at least 0"),
@@ -108,6 +116,38 @@ def test_bad_words_are_answered(
 ) -> None:
     assert main(["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_sizes_are_at_least_one(name: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    option = f"--{name.replace('_', '-')}"
+    assert main(["newton", "--preset", "smoke", "--out", str(tmp_path / "out"), option, str(value)]) == 2
+    assert f"`{option}` must be at least 1, got {value}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match=f"`{name}` must be at least|`positions` must be more than"):
+        preset("smoke", **{name: value})
+
+
+def newton_parser() -> argparse.ArgumentParser:
+    parsers = argparse.ArgumentParser().add_subparsers()
+    add_command(parsers)
+    return parsers.choices["newton"]
+
+
+def test_every_option_is_explained() -> None:
+    actions = {action.option_strings[-1]: action for action in newton_parser()._actions}
+    assert [name for name, action in actions.items() if not action.help] == []
+    assert set(actions["--distribution"].choices or ()) == set(DISTRIBUTIONS)
+    assert set(actions["--preset"].choices or ()) == set(PRESETS)
+
+
+def test_a_distribution_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["newton", "--preset", "smoke", "--distribution", "solar"])
+    assert "--distribution: invalid choice: 'solar' (choose from" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="`distribution` must be one of"):
+        preset("smoke", distribution="solar")
 
 
 def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

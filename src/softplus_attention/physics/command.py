@@ -16,19 +16,28 @@ if TYPE_CHECKING:
 
 PRESET_NAMES = ("smoke", "cpu", "gpu", "faithful", "paper")
 STAGE_NAMES = ("pretrain", "probe", "tune", "long", "laws", "figures")
-NUMBERS = (
-    "pretrain_updates",
-    "pretrain_batch",
-    "tune_updates",
-    "tune_batch",
-    "test_systems",
-    "positions",
-    "layers",
-    "width",
-    "heads",
-    "law_seconds",
-    "law_restarts",
+DISTRIBUTION_NAMES = (
+    "identifiable",
+    "identifiable-heavier",
+    "identifiable-wider",
+    "published-code",
+    "published-text",
 )
+# Sizes that replace the preset's, and what they are. Each is at least 1.
+NUMBERS = {
+    "pretrain_updates": "steps of the optimiser in pre-training",
+    "pretrain_batch": "systems per update and process in pre-training",
+    "tune_updates": "steps of the optimiser while the force is tuned",
+    "tune_batch": "labelled systems per update and process while the force is tuned",
+    "test_systems": "systems on which the said force is tested",
+    "positions": "in a sequence: the time step, then each body's place step by step; odd where roll-outs follow",
+    "layers": "how many the model has",
+    "width": "of the model's hidden states, a multiple of --heads",
+    "heads": "of the attention in each layer",
+    "bins": "per coordinate, with --form tokens",
+    "law_seconds": "of each restart of the symbolic regression, at most",
+    "law_restarts": "of the symbolic regression; all of them make one front",
+}
 
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,28 +48,51 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "regression, beside the controls. Every stage leaves files under --out and is not run again; the stages laws "
         "and figures need nothing but those files.",
     )
-    parser.add_argument("--preset", choices=PRESET_NAMES, default="cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--preset",
+        choices=PRESET_NAMES,
+        default="cpu",
+        help="the sizes and settings; the options below replace single ones (default: %(default)s)",
+    )
     parser.add_argument("--out", type=Path, help="folder for all files (default: newton-PRESET)")
     parser.add_argument("--stages", default=",".join(STAGE_NAMES), help="some of %(default)s")
     parser.add_argument("--arms", help="attentions of the catalogue, or NAME-windowK for a window of K time steps")
-    parser.add_argument("--seeds", help="such as 0,1,2")
+    parser.add_argument("--seeds", help="of weights and systems, each a run of its own, such as 0,1,2")
     parser.add_argument("--labels", help="numbers of labelled systems, such as 50,200,2000")
     parser.add_argument("--target", choices=("ln_force", "force", "vector"), help="what the force model says")
-    parser.add_argument("--distribution", help="from which systems are drawn")
+    parser.add_argument("--distribution", choices=DISTRIBUTION_NAMES, help="from which systems are drawn")
     parser.add_argument("--form", choices=("continuous", "tokens"), help="how a model reads coordinates")
-    parser.add_argument("--bins", type=int, help="per coordinate, with --form tokens")
     parser.add_argument("--context-noise", type=float, help="in AU, on what the model reads while it is pre-trained")
     parser.add_argument("--differences", choices=("yes", "no"), help="whether models also read each body's last way")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"))
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of the arithmetic in training")
     parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
-    for name in NUMBERS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    for name, words in NUMBERS.items():
+        parser.add_argument(option_of(name), type=int, metavar="N", help=words)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
-    parser.add_argument("--workers", type=int, help="processes that simulate (default: 2 with a GPU, else 0)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes that simulate (default: 2 with a GPU, else 0)"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
-    parser.add_argument("--save-updates", type=int, default=0, help="checkpoint long trainings this often, to resume")
-    parser.add_argument("--commit", help="written into the results")
+    parser.add_argument(
+        "--save-updates",
+        type=int,
+        default=0,
+        metavar="N",
+        help="checkpoint every N updates, so that a call that was cut short goes on from there (default: never)",
+    )
+    parser.add_argument("--commit", help="the commit to name in the results")
     parser.set_defaults(run=run)
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    for name, least in {**dict.fromkeys(NUMBERS, 1), "workers": 0, "save_updates": 0}.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            fail(option_of(name), f"at least {least}", value)
 
 
 def listed(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
@@ -79,7 +111,7 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
     for name, kind in (("arms", str), ("seeds", int), ("labels", int)):
         if getattr(options, name) is not None:
             changes[name] = listed(name, getattr(options, name), kind)
-    for name in ("target", "distribution", "form", "bins", "context_noise", "precision", *NUMBERS):
+    for name in ("target", "distribution", "form", "context_noise", "precision", *NUMBERS):
         if getattr(options, name) is not None:
             changes[name] = getattr(options, name)
     for name in ("differences", "without_pretraining"):
@@ -93,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
     for stage in stages:
         if stage not in STAGE_NAMES:
             fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
+    check_numbers(options)
     quieten()
 
     from softplus_attention.physics.presets import preset

@@ -12,6 +12,24 @@ from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.sequences import TARGETS, SequenceForm
 from softplus_attention.validation import fail
 
+SIZES = (
+    "layers",
+    "width",
+    "heads",
+    "most_planets",
+    "pretrain_updates",
+    "pretrain_batch",
+    "tune_updates",
+    "tune_batch",
+    "test_systems",
+    "probe_systems",
+    "long_systems",
+    "law_points",
+    "law_samples",
+    "law_length",
+    "law_seconds",
+    "law_restarts",
+)
 PRECISIONS = ("fp32", "tf32", "bf16")
 # What the public recipe lets a law be made of, and what a power law needs.
 PUBLISHED_OPERATORS = "add,mul,div,sin,cos,exp"
@@ -114,9 +132,14 @@ class Experiment:
             fail("target", f"one of {', '.join(TARGETS)}", repr(self.target))
         if self.precision not in PRECISIONS:
             fail("precision", f"one of {', '.join(PRECISIONS)}", repr(self.precision))
-        for word in ("pretrain_updates", "tune_updates", "pretrain_batch", "tune_batch", "test_systems"):
+        for word in SIZES:
             if getattr(self, word) < 1:
                 fail(word, "at least 1", getattr(self, word))
+        attentions = [attention(arm(name).attention).spec for name in self.arms]
+        rotated = not self.learned_positions and any(spec.positions == "rope" for spec in attentions)
+        if self.width % self.heads or (rotated and self.width // self.heads % 2):
+            expected = f"{'an even' if rotated else 'a'} multiple of `heads`, {self.heads}"
+            fail("width", expected + (": rotary positions turn pairs" if rotated else ""), self.width)
         least = max(self.first_step, self.first_label)
         if self.steps <= least:
             fail("positions", f"more than {1 + 2 * least}: labels and tests start at step {least}", self.positions)
