@@ -30,7 +30,7 @@ from softplus_attention.cli import main
 from softplus_attention.data import builtin_text
 from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.evaluation.loss import TokenLoss
-from softplus_attention.evaluation.models import fingerprint
+from softplus_attention.evaluation.models import fingerprint, request_of
 from softplus_attention.evaluation.passkey import prompt_of
 from softplus_attention.evaluation.results import file_name, read
 from softplus_attention.huggingface import use_attention
@@ -228,6 +228,19 @@ class TestIdentity:
         assert all(len(file) < 200 and "/" not in file for file in files)
 
 
+def test_pluses_in_names_and_folders(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("lssar", "lssar+x", "runs/y"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert request_of("lssar+x").source == "lssar+x"
+    assert request_of("lssar+x+power=3").source == "lssar+x"
+    named = request_of("lssar+y=runs/y+power=3")
+    assert (named.name, named.source, named.options) == ("lssar+y", "runs/y", {"power": "3"})
+
+
+KNOWN_OPTIONS = "`MODEL` must be a folder with options of +power=P, +reweight, +window=N or +rope=TYPE:FACTOR after it"
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("words", "message"),
@@ -235,6 +248,14 @@ class TestMistakes:
             (["lssar+rope=ntk:0"], "`--rope` must be one of"),
             (["lssar", "softmax+power=3"], "`--power` must be left out for 'softmax'"),
             (["lssar+window=0"], "`--window` must be a whole number"),
+            (["lssar+power=log:many"], "log:FACTOR (times the log of the number of keys), got 'log:many'"),
+            (["lssar+powr=3"], KNOWN_OPTIONS + ", got '+powr=3' in 'lssar+powr=3'"),
+            (["./lssar+powr=3"], KNOWN_OPTIONS + ", got '+powr=3' in './lssar+powr=3'"),
+            (["named=lssar+powr=3"], KNOWN_OPTIONS + ", got '+powr=3' in 'named=lssar+powr=3'"),
+            (["lssar+powr=3+window=4"], KNOWN_OPTIONS + ", got '+powr=3'"),
+            (["lssar+window=4+powr=3"], KNOWN_OPTIONS + ", got '+powr=3'"),
+            (["lssar+reweigh"], KNOWN_OPTIONS + ", got '+reweigh'"),
+            (["lssar+"], KNOWN_OPTIONS + ", got '+' in 'lssar+'"),
             (["lssar", "--output", "text.txt"], "`--output` must be a folder"),
         ],
     )

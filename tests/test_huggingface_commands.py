@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluation_cases import open_saved, saved_model
 from huggingface_models import byte_tokenizer
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -22,11 +24,14 @@ from transformers import (
     TrainingArguments,
 )
 
+from softplus_attention import PowerByLength
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power, use_attention
+from softplus_attention.huggingface.attention import attention_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
+POWERS = "`--power` must be a number >= 1, or log:FACTOR (FACTOR times the log of the number of keys)"
 BYTES = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
 
 
@@ -68,7 +73,11 @@ class TestConvert:
             (["{}/llama", "--output", "{}/new", "--attention", "lsar"], "no attention is named 'lsar'"),
             (["{}/none", "--output", "{}/new"], "`model` must be a folder with config.json"),
             (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "`--text` must be a readable UTF-8 file"),
-            (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`power` must be a number >= 1"),
+            (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`--power` must be a number >= 1"),
+            (
+                ["{}/llama", "--output", "{}/new", "--power", "log:0"],
+                POWERS + ", got 'log:0'",
+            ),
             (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "learns parameters of its own"),
             (["{}/classifier", "--output", "{}/new"], "a checkpoint of LlamaForCausalLM, all of it and nothing else"),
         ],
@@ -79,6 +88,12 @@ class TestConvert:
         assert main(["convert", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err
         assert not (saved / "new").exists()
+
+    def test_a_power_that_grows_with_the_length(self, saved):
+        words = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "log:0.6"]
+        assert main([*words, "--device", "cpu"]) == 0
+        config = AutoModelForCausalLM.from_pretrained(saved / "new").config
+        assert attention_of(config, "lssar").spec.power == PowerByLength.log_n(0.6)
 
 
 class TestGenerate:
@@ -99,6 +114,21 @@ class TestGenerate:
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(TEXT)
         assert "times the training length of 64" in done.stderr
+
+    @pytest.mark.parametrize("own", [15, "learned", "learned-log"])
+    @pytest.mark.parametrize("power", ["3", "log:2"])
+    def test_another_power_as_evaluate_has_it(self, own, power, tmp_path, capsys):
+        folder = saved_model(tmp_path, power=own)
+        words = ["generate", "--model", str(folder), "--prompt", "abcdefgh" * 4, "--temperature", "0"]
+        said = []
+        for more in ([], ["--power", power]):
+            assert main([*words, "--max-new-tokens", "12", "--device", "cpu", *more]) == 0
+            said.append(capsys.readouterr().out)
+        changed, tokenizer = open_saved(f"{folder}+power={power}").model, AutoTokenizer.from_pretrained(folder)
+        inputs = tokenizer("abcdefgh" * 4, return_tensors="pt", return_token_type_ids=False)
+        expected = changed.generate(**inputs, max_new_tokens=12, do_sample=False)
+        assert said[1].strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
+        assert said[0] != said[1]
 
     def test_beyond_learned_positions(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES)
@@ -127,6 +157,10 @@ class TestGenerate:
                 "`--max-new-tokens` must be at least 1",
             ),
             (["--model", "{}/llama", "--prompt", "a", "--power", "3"], "whose power can be set"),
+            (["--model", "{}/llama", "--prompt", "a", "--power", "log:many"], POWERS + ", got 'log:many'"),
+            (["--model", "{}/llama", "--prompt", "a", "--power", "log:1000"], POWERS + ", got 'log:1000': "),
+            (["--model", "{}/llama", "--prompt", "a", "--power", "learned"], POWERS + ", got 'learned'"),
+            (["--model", "{}/llama", "--prompt", "a", "--power", "nan"], POWERS + ", got 'nan'"),
         ],
     )
     def test_bad_input(self, saved, capsys, words, message):

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.options import power
+from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("model", help="a folder with a saved model, or a name on the hub")
     parser.add_argument("--output", required=True, type=Path, help="the folder to write; it must not exist yet")
     parser.add_argument("--attention", default="lssar", help="a name of the catalogue (default: %(default)s)")
-    parser.add_argument("--power", type=power, help="the sharpening power to start with (default: the attention's own)")
+    parser.add_argument(
+        "--power",
+        metavar="P",
+        help=f"the sharpening power to start with: {CONSTANT_FORMS} (default: the attention's own)",
+    )
     parser.add_argument("--score-scale", type=float, help="replaces log(head dimension) in the scores")
     parser.add_argument("--text", type=Path, help="a UTF-8 file: its loss before and after is printed")
     parser.add_argument(
@@ -41,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         fail("--output", "a folder that does not exist yet", repr(str(options.output)))
     if options.length < 2:
         fail("--length", "at least 2", options.length)
+    power = None if options.power is None else constant_power(options.power)
     from transformers.utils import logging
 
     from softplus_attention.huggingface import use_attention
@@ -54,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     tokenizer = try_tokenizer(options.model) if options.text is None else load_tokenizer(options.model)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)
-    use_attention(model, options.attention, power=options.power, score_scale=options.score_scale)
+    use_attention(model, options.attention, power=power, score_scale=options.score_scale)
     try_out(model)
     after = None if tokens is None else mean_loss(model, tokens)
 

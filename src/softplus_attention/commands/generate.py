@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.options import power
+from softplus_attention.power import PowerByLength, is_learned
+from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest tokens (default: all)")
     parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that hold P of the mass")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--power", type=power, help="another sharpening power than the model's own")
+    parser.add_argument("--power", metavar="P", help=f"another sharpening power than the model's own: {CONSTANT_FORMS}")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
     parser.set_defaults(run=run)
@@ -43,10 +44,10 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_options(options)
+    power = None if options.power is None else constant_power(options.power)
     import torch
     from transformers.utils import logging
 
-    from softplus_attention.huggingface import set_power
     from softplus_attention.huggingface.loading import load_model, load_tokenizer
 
     logging.set_verbosity_error()
@@ -54,8 +55,8 @@ def run(options: argparse.Namespace) -> int:
     prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    if options.power is not None:
-        set_power(model, options.power)
+    if power is not None:
+        change_power(model, power)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     length = inputs["input_ids"].shape[1]
     if length == 0:
@@ -76,6 +77,17 @@ def run(options: argparse.Namespace) -> int:
         fail("--model", "one without learned positions, or a shorter prompt and fewer new tokens", f"{error}")
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
     return 0
+
+
+def change_power(model: Any, power: float | PowerByLength) -> None:
+    """As `evaluate MODEL+power=P` does: set_power is for training too, where what is learned must not be set."""
+    from softplus_attention.evaluation.models import replace_learned_power
+    from softplus_attention.huggingface import SoftplusGPTConfig, set_power
+
+    if isinstance(model.config, SoftplusGPTConfig) and is_learned(model.config.power):
+        replace_learned_power(model, power)
+    else:
+        set_power(model, power)
 
 
 def timed_streamer(tokenizer: Any) -> Any:

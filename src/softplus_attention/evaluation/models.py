@@ -18,7 +18,7 @@ from softplus_attention.huggingface.attention import attention_of, power_from_js
 from softplus_attention.huggingface.loading import DTYPES, device_of, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
-from softplus_attention.training.schedules import as_number, logarithmic_power
+from softplus_attention.training.schedules import as_number, constant_power
 from softplus_attention.validation import fail
 
 OPTIONS = ("power", "reweight", "window", "rope")
@@ -53,11 +53,24 @@ def request_of(text: str, common: Mapping[str, str] | None = None) -> Request:
         named = re.fullmatch(r"([^/=]+)=(.+)", source)
         if named and not Path(source).exists():
             name, source = named[1], named[2]
+        if not Path(source).exists():
+            refuse_unknown_options(matched[1])
     options = {word: value for word, value in {**(common or {}), **own}.items() if value is not None}
     if name is None:
         words = [word if not value else f"{word}={value}" for word, value in options.items()]
         name = " ".join([short_name(source), *words])
     return Request(source, name, options)
+
+
+def refuse_unknown_options(text: str) -> None:
+    """A folder with a misspelt option after it would be looked for on the hub, as a name."""
+    head, *rest = text.split("+")
+    for number, part in enumerate(rest):
+        folder = "+".join([head, *rest[:number]])
+        if any(Path(place).is_dir() for place in (folder, folder.partition("=")[2]) if place):
+            unknown = next((word for word in rest[number:] if word.partition("=")[0] not in OPTIONS), part)
+            known = "+power=P, +reweight, +window=N or +rope=TYPE:FACTOR"
+            fail("MODEL", f"a folder with options of {known} after it", f"{'+' + unknown!r} in {text!r}")
 
 
 def requests_of(texts: Sequence[str], common: Mapping[str, str] | None = None) -> list[Request]:
@@ -268,12 +281,16 @@ def change_own(model: Any, options: Mapping[str, str], training_length: int) -> 
             own = layer.attention.window(None)
             layer.attention = layer.attention.but(window=window if own is None else min(own, window))
     if "power" in options and is_learned(model.config.power):
-        power = power_in(options["power"], training_length)
-        for layer in layers:
-            if layer.learns_power:
-                layer.learns_power = False
-                layer.attention = layer.attention.but(power=power)
-        model.config.power = power_to_json(power)
+        replace_learned_power(model, power_in(options["power"], training_length))
+
+
+def replace_learned_power(model: Any, power: float | PowerByLength) -> None:
+    """One power in place of those that a SoftplusGPT has learned, for inference: their weights stay, unread."""
+    for layer in model.modules():
+        if isinstance(layer, SoftplusGPTAttention) and layer.learns_power:
+            layer.learns_power = False
+            layer.attention = layer.attention.but(power=power)
+    model.config.power = power_to_json(power)
 
 
 def change_host(model: Any, options: Mapping[str, str], training_length: int) -> None:
@@ -311,19 +328,13 @@ def power_in(text: str, training_length: int) -> float | PowerByLength:
         "a number >= 1, grow:BASE,SLOPE (BASE up to the training length, SLOPE more for each factor e beyond), or "
         "log:FACTOR (times the log of the number of keys)"
     )
-    by_length = logarithmic_power(text)
-    if by_length is not None:
-        return by_length
+    if not text.startswith("grow:"):
+        return constant_power(text, expected)
     try:
-        if text.startswith("grow:"):
-            base, slope = (float(part) for part in text.removeprefix("grow:").split(","))
-            return PowerByLength(as_number(base), as_number(slope), training_length)
-        power = float(text)
+        base, slope = (float(part) for part in text.removeprefix("grow:").split(","))
+        return PowerByLength(as_number(base), as_number(slope), training_length)
     except ValueError:
         fail("--power", expected, repr(text))
-    if not 1 <= power < float("inf"):
-        fail("--power", expected, repr(text))
-    return as_number(power)
 
 
 def whole_number(name: str, text: str) -> int:

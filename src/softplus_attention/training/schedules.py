@@ -26,6 +26,8 @@ FORMS = (
     "the number of keys), learned, or learned-log"
 )
 
+CONSTANT_FORMS = "a number >= 1, or log:FACTOR (FACTOR times the log of the number of keys)"
+
 
 @dataclass(frozen=True)
 class PowerSchedule:
@@ -91,6 +93,23 @@ def logarithmic_power(text: str | float) -> PowerByLength | None:
     if not 0.02 <= slope <= 100:
         fail("power", "log: with a factor from 0.02 to 100", repr(text))
     return PowerByLength.log_n(slope)
+
+
+def constant_power(text: str, expected: str = CONSTANT_FORMS) -> float | PowerByLength:
+    """One power for all of a run: what ``--power`` of the commands that do not train says."""
+    logarithmic = text.startswith(LOGARITHMIC)
+    try:
+        number = float(text.removeprefix(LOGARITHMIC))
+    except ValueError:
+        fail("--power", expected, repr(text))
+    if logarithmic:
+        try:
+            return PowerByLength.log_n(number)
+        except ValueError as error:
+            fail("--power", expected, f"{text!r}: {error}")
+    if not 1 <= number < math.inf:
+        fail("--power", expected, repr(text))
+    return as_number(number)
 
 
 def ramp(text: str, rounded: bool) -> PowerSchedule:
