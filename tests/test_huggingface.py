@@ -13,7 +13,6 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     DynamicCache,
-    LlamaConfig,
     OPTConfig,
     StaticCache,
 )
@@ -30,7 +29,6 @@ from transformers.masking_utils import (
 
 from softplus_attention import PowerByLength, softplus_attention
 from softplus_attention.huggingface import set_power, use_attention
-from softplus_attention.huggingface.attention import attention_of
 from softplus_attention.huggingface.masks import end_of_document, first_of_document, range_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -422,63 +420,3 @@ class TestRefusals:
         config._attn_implementation = "softmax-window"
         with pytest.raises(ValueError, match="`window` must be None in a model that is not causal"):
             BertModel(config).eval()(token_rows(1, 8) % 64)
-
-
-class TestComposite:
-    """A model of parts: the attention and its settings reach the part, and come back with it."""
-
-    @staticmethod
-    def llava(**words):
-        from transformers import CLIPVisionConfig, LlavaConfig
-
-        text = LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        vision = CLIPVisionConfig(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-        )
-        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **words)
-
-    def test_one_part_alone_comes_back(self, tmp_path):
-        from transformers import LlavaForConditionalGeneration
-
-        torch.manual_seed(0)
-        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation={"text_config": "lssar"})
-        model.save_pretrained(tmp_path)
-        again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
-        assert again.config.text_config._attn_implementation == "lssar"
-        assert again.config.vision_config._attn_implementation == "sdpa"
-        ids = token_rows(1, 12) % 60
-        with torch.no_grad():
-            torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
-
-    def test_settings_at_the_top_reach_the_part(self):
-        from transformers import LlavaForConditionalGeneration
-
-        ids, logits = token_rows(1, 12) % 60, []
-        for settings in (None, {"power": 2}):
-            torch.manual_seed(0)
-            config = self.llava()
-            config.softplus_attention = settings
-            model = LlavaForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
-            with torch.no_grad():
-                for layer in model.model.language_model.layers:
-                    layer.self_attn.v_proj.weight.mul_(20)
-                logits.append(model(ids).logits)
-        assert (logits[0] - logits[1]).abs().max() > 1e-4
-
-
-def test_settings_are_looked_at_again_when_they_change() -> None:
-    """An attention is made once for settings that stay equal, also where somebody changes them in place."""
-    config = LlamaConfig()
-    assert attention_of(config, "lssar") is attention_of(LlamaConfig(), "lssar")
-    config.softplus_attention = {"power": {"base": 3, "slope": 1, "n0": 8}}
-    assert attention_of(config, "lssar").spec.power == PowerByLength(3, 1, 8)
-    config.softplus_attention["power"]["base"] = 5
-    assert attention_of(config, "lssar").spec.power == PowerByLength(5, 1, 8)
-    assert attention_of(config, "lssar-p3").spec.power == PowerByLength(5, 1, 8)
-    assert attention_of(LlamaConfig(), "lssar").spec.power is None
-    config.softplus_attention = {"powre": 3}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="powre"):
-            attention_of(config, "lssar")

@@ -487,11 +487,14 @@ class TestBadConfigs:
             ({"power": "high"}, "`power` must be a number >= 1"),
             ({"power": {"bse": 3}}, "`power` must be a number or"),
             ({"attention": "lssa", "power": 3}, "`power` must be None"),
-            ({"attention": "softmax", "power": "learned"}, "no second stage whose power could be learned"),
+            ({"attention": "softmax", "power": "learned"}, "`power` must be None: 'softmax' has no second stage"),
             ({"num_key_value_heads": 3}, "`num_key_value_heads` must be a divisor of `num_attention_heads`, 4, got 3"),
             ({"hidden_size": 66}, "`hidden_size` must be a multiple of `num_attention_heads`, 4, got 66"),
             ({"positions": "sine"}, "`positions` must be None, 'rope' or 'none'"),
-            ({"score_scale": -1.0}, "`scale` must be None or a number above 0"),
+            ({"score_scale": -1.0}, "`score_scale` must be a finite number >= 0, got -1"),
+            ({"score_scale": 0.0}, "`score_scale` must be None or a number above 0, got 0"),
+            ({"hidden_act": "gelux"}, "`hidden_act` must be one of .*gelu.*, got 'gelux'"),
+            ({"rope_parameters": {"rope_type": "yearn", "rope_theta": 1e4}}, "`rope_type` must be .*yarn.*'yearn'"),
             ({"window": 0}, "`window`"),
             ({"attention_dropout": 0.1}, "`attention_dropout` must be 0: this model has no dropout, got 0.1"),
             ({"sliding_window": 4}, "`sliding_window` must be left out; here it is `window`, got 4"),
@@ -515,3 +518,21 @@ def test_own_model_cannot_be_swapped():
 
 def test_names_of_the_catalogue_are_the_model_s():
     assert SoftplusGPTConfig(**SIZE, **IDS, attention="lssar-p3").chosen_attention().spec == attention("lssar-p3").spec
+
+
+class TestSavedConfigs:
+    def test_a_power_by_length_is_saved(self, tmp_path):
+        model = tiny(power=PowerByLength(3, 1, 8))
+        model.save_pretrained(tmp_path)
+        again = SoftplusGPTForCausalLM.from_pretrained(tmp_path)
+        assert again.config.power == {"base": 3, "slope": 1, "n0": 8}
+        torch.testing.assert_close(logits(again.eval()), logits(model))
+
+    def test_another_attention_without_a_power(self, tmp_path):
+        tiny(power=15).save_pretrained(tmp_path)
+        with pytest.raises(
+            ValueError, match=r"`power` must be None: 'lssa' has no second stage, and so no power, got 15"
+        ):
+            SoftplusGPTForCausalLM.from_pretrained(tmp_path, attention="lssa")
+        again = SoftplusGPTForCausalLM.from_pretrained(tmp_path, attention="lssa", power=None)
+        assert again.config.attention == "lssa"

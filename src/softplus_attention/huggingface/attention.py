@@ -7,16 +7,18 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
 from softplus_attention import functional as ours
 from softplus_attention import validation as check
 from softplus_attention.catalog import Attention, attention
+from softplus_attention.huggingface.masks import with_documents
 from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility
 
@@ -37,6 +39,46 @@ REFUSED = {
 }
 
 
+class SettingsOfTheWhole(Mapping[str, Any]):
+    """In the config of a part of a composite model (text, vision): the settings of the whole, whatever they are when
+    they are looked at."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+
+    def now(self) -> Any:
+        found = vars(self.whole).get(SETTINGS)
+        return found.now() if isinstance(found, SettingsOfTheWhole) else found
+
+    def __getitem__(self, word: str) -> Any:
+        return (self.now() or {})[word]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.now() or {})
+
+    def __len__(self) -> int:
+        return len(self.now() or {})
+
+    def __repr__(self) -> str:
+        return repr(self.now() or {})
+
+    def __deepcopy__(self, copies: dict[int, Any]) -> SettingsOfTheWhole:
+        """Of a copy of the whole where that is being copied; a part by itself keeps to the whole that it has."""
+        return SettingsOfTheWhole(copies.get(id(self.whole), self.whole))
+
+
+def share_settings(config: PreTrainedConfig) -> None:
+    """The settings of a composite model are those of its parts, also where they change later, unless a part has others
+    of its own."""
+    settings = vars(config).get(SETTINGS)
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig):
+            own = vars(part).get(SETTINGS)
+            if own is None or (settings is not None and dict(own) == dict(settings)):
+                setattr(part, SETTINGS, SettingsOfTheWhole(config))
+
+
 def power_from_json(power: Any) -> Any:
     """A power as a config holds it: a number, or the words of a ``PowerByLength``."""
     if isinstance(power, Mapping):
@@ -55,10 +97,19 @@ def power_to_json(power: Any) -> Any:
     return power
 
 
+def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As a config is saved with them."""
+    power = settings.get("power")
+    return {**settings, "power": power_to_json(power)} if isinstance(power, PowerByLength) else dict(settings)
+
+
 def settings_of(config: Any) -> dict[str, Any]:
     # A config of transformers takes microseconds to answer getattr, in every layer of every step; a compiler notices a
     # change of what it gives, and not one of vars.
-    found = getattr(config, SETTINGS, None) if torch.compiler.is_compiling() else vars(config).get(SETTINGS)
+    compiling = torch.compiler.is_compiling()
+    found = getattr(config, SETTINGS, None) if compiling else vars(config).get(SETTINGS)
+    while isinstance(found, SettingsOfTheWhole):
+        found = getattr(found.whole, SETTINGS, None) if compiling else vars(found.whole).get(SETTINGS)
     settings = found or {}
     if not isinstance(settings, Mapping):
         check.fail(f"config.{SETTINGS}", f"a dictionary of {WORDS}", repr(settings), TypeError)
@@ -88,11 +139,19 @@ def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
     if settings.get("power") is not None:
         changes["power"] = power_from_json(settings["power"])
     if settings.get("score_scale") is not None:
-        changes["scale"] = settings["score_scale"]
+        changes["scale"] = checked_score_scale(settings["score_scale"])
     if settings.get("window") is not None:
         check.check_window(settings["window"], is_causal=True)
         changes["window"] = settings["window"]
     return attention(name, **changes)
+
+
+def checked_score_scale(score_scale: Any) -> float:
+    """As an attention of the catalogue takes it, under the name that configs have for it."""
+    check.check_score_scale(score_scale, head_dim=2, most_keys=1)
+    if not score_scale:
+        check.fail("score_scale", "None or a number above 0", score_scale)
+    return float(score_scale)
 
 
 def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -113,6 +172,8 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         chosen = attention_of(module.config, name)
         check_host(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        sizes = (query.shape[0], query.shape[2], key.shape[2])
+        attention_mask = with_documents(attention_mask, others, sizes, causal, query.device)
         out = attend(chosen, query, key, value, attention_mask, causal)
         wanted = output_attentions or attentions_are_recorded()
         seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
@@ -133,7 +194,10 @@ def check_host(
 ) -> None:
     """Whatever the host model asks for that would otherwise be passed over in silence."""
     if dropout:
-        expected = f"0 with attn_implementation={chosen.name!r}, which has no dropout (attention_dropout or attn_pdrop)"
+        expected = (
+            f"0 with attn_implementation={chosen.name!r}, which has no dropout (attention_dropout, attn_pdrop or "
+            "attention_probs_dropout_prob of the config)"
+        )
         check.fail("dropout of the attention weights", expected, dropout)
     usual = query.shape[-1] ** -0.5
     if scaling is not None and chosen.spec.qk_norm:

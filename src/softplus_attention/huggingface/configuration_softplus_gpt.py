@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import RopeParameters
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from softplus_attention import validation as check
 from softplus_attention.catalog import Attention, attention
-from softplus_attention.huggingface.attention import power_from_json
-from softplus_attention.power import is_learned
+from softplus_attention.huggingface.attention import checked_score_scale, power_from_json, power_to_json
+from softplus_attention.power import PowerByLength, is_learned
 
 # What other models' configs call things that this one does not have, or has under another name.
 FOREIGN = {
@@ -85,6 +86,8 @@ class SoftplusGPTConfig(PreTrainedConfig):
         for word, expected in FOREIGN.items():
             if kwargs.get(word):
                 check.fail(word, expected, kwargs[word])
+        if isinstance(self.power, PowerByLength):
+            self.power = power_to_json(self.power)
         if self.num_attention_heads < 1:
             check.fail("num_attention_heads", "an int >= 1", self.num_attention_heads)
         if self.head_dim is None:
@@ -104,6 +107,11 @@ class SoftplusGPTConfig(PreTrainedConfig):
             check.fail("num_key_value_heads", f"a divisor of `num_attention_heads`, {heads}", kv_heads)
         if self.positions not in (None, "rope", "none"):
             check.fail("positions", "None, 'rope' or 'none'", repr(self.positions))
+        if self.hidden_act not in ACT2FN:
+            check.fail("hidden_act", f"one of {', '.join(sorted(ACT2FN))}", repr(self.hidden_act))
+        rope_type = (self.rope_parameters or {}).get("rope_type", "default")
+        if rope_type not in ("default", *ROPE_INIT_FUNCTIONS):
+            check.fail("rope_type", f"one of default, {', '.join(ROPE_INIT_FUNCTIONS)}", repr(rope_type))
         self.check_layers()
         layers = [self.attention_of_layer(layer) for layer in range(self.num_hidden_layers)]
         if self.head_dim % 2 and any(chosen.spec.positions == "rope" for chosen in layers):
@@ -139,18 +147,19 @@ class SoftplusGPTConfig(PreTrainedConfig):
     def chosen_attention(self) -> Attention:
         """What all layers run, or the global ones where only every n-th is global."""
         window = self.window if self.global_every is None else None
-        words: dict[str, Any] = {"scale": self.score_scale, "window": window, "positions": self.positions}
+        scale = None if self.score_scale is None else checked_score_scale(self.score_scale)
+        words: dict[str, Any] = {"scale": scale, "window": window, "positions": self.positions}
         changes = {word: value for word, value in words.items() if value is not None}
         if isinstance(self.power, str) and not is_learned(self.power):
             forms = "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...}, 'learned' or 'learned-log'"
             check.fail("power", forms, repr(self.power))
-        if self.power is not None and not is_learned(self.power):
-            changes["power"] = power_from_json(self.power)
         chosen = attention(self.attention, **changes)
-        if is_learned(self.power) and chosen.spec.second_stage == "none":
-            expected = f"None: {self.attention!r} has no second stage whose power could be learned"
+        if self.power is not None and chosen.spec.second_stage == "none":
+            expected = f"None: {self.attention!r} has no second stage, and so no power"
             check.fail("power", expected, repr(self.power))
-        return chosen
+        if self.power is None or is_learned(self.power):
+            return chosen
+        return attention(self.attention, **changes, power=power_from_json(self.power))
 
 
 __all__ = ["SoftplusGPTConfig"]

@@ -7,13 +7,16 @@ has another form (a padding mask with holes, blockwise or custom patterns) becom
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import masking_utils
+
+from softplus_attention import validation as check
+from softplus_attention.visibility import packed
 
 
 @dataclass(frozen=True)
@@ -157,3 +160,29 @@ def end_of_document(documents: Tensor) -> Tensor:
     last[..., :-1] = documents[..., 1:] != documents[..., :-1]
     ends = torch.where(last, index, length)
     return ends.flip(-1).cummin(-1).values.flip(-1)
+
+
+def with_documents(
+    mask: Tensor | None, options: Mapping[str, Any], sizes: tuple[int, int, int], is_causal: bool, device: torch.device
+) -> Tensor | None:
+    """The mask, cut where ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of transformers' flattening collator say that a
+    document ends: its own mask functions do not know of them. ``sizes`` are (B, T_q, T_k)."""
+    batch, t_q, t_k = sizes
+    rows: Any = options.get("cu_seq_lens_q")
+    keys: Any = options.get("cu_seq_lens_k")
+    if rows is None and keys is None:
+        return mask
+    if batch > 1:
+        check.fail("cu_seq_lens_q", "None, or of documents packed into a batch of 1", f"a batch of {batch}")
+    check.check_cu_seqlens("cu_seq_lens_q", rows, t_q, t_q, device, False)
+    check.check_cu_seqlens("cu_seq_lens_k", keys, t_k, t_k, device, False)
+    if rows.numel() == 2:
+        return mask
+    own = packed(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()
+    start, end = (bound[:, None] for bound in own)  # (1, 1, T_q)
+    if mask is not None and mask.dtype == torch.bool:
+        key = torch.arange(t_k, device=device)
+        return mask[..., :t_k] & (key >= start[..., None]) & (key < end[..., None])
+    if mask is not None:
+        start, end = torch.maximum(start, mask[..., 0]), torch.minimum(end, mask[..., 1])
+    return torch.stack([start, torch.maximum(start, end)], -1)

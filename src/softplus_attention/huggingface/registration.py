@@ -7,6 +7,7 @@ lost or ignored in silence; tests fail where transformers stops calling them.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
@@ -14,7 +15,14 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from softplus_attention.catalog import KNOWN
-from softplus_attention.huggingface.attention import SETTINGS, attention_function, attention_of
+from softplus_attention.huggingface.attention import (
+    SETTINGS,
+    SettingsOfTheWhole,
+    attention_function,
+    attention_of,
+    settings_to_json,
+    share_settings,
+)
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
@@ -42,6 +50,10 @@ def save_attention_names() -> None:
     @functools.wraps(to_dict)
     def to_dict_with_attention(self: PreTrainedConfig) -> dict[str, Any]:
         saved = to_dict(self)
+        if isinstance(settings := vars(self).get(SETTINGS), Mapping):
+            saved[SETTINGS] = settings_to_json(settings)
+            if not settings and isinstance(settings, SettingsOfTheWhole):
+                del saved[SETTINGS]
         own = None if isinstance(self, SoftplusGPTConfig) else self._attn_implementation
         if own in KNOWN:
             saved["attn_implementation"] = own
@@ -73,12 +85,3 @@ def refuse_models_without_the_interface() -> None:
         return get_correct(self, requested_attention, *others, **more)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_or_refuse  # type: ignore[method-assign]
-
-
-def share_settings(config: PreTrainedConfig) -> None:
-    """The settings of a composite model are those of its parts, where these have none of their own."""
-    settings = getattr(config, SETTINGS, None) or {}
-    for key in config.sub_configs if settings else ():
-        part = getattr(config, key, None)
-        if part is not None and getattr(part, SETTINGS, None) is None:
-            setattr(part, SETTINGS, dict(settings))

@@ -9,7 +9,14 @@ from transformers import PreTrainedModel
 
 from softplus_attention import validation as check
 from softplus_attention.catalog import KNOWN
-from softplus_attention.huggingface.attention import SETTINGS, attention_with, power_to_json, settings_of
+from softplus_attention.huggingface.attention import (
+    SETTINGS,
+    SettingsOfTheWhole,
+    attention_with,
+    power_to_json,
+    settings_of,
+    share_settings,
+)
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
 from softplus_attention.power import PowerByLength
@@ -46,6 +53,8 @@ def use_attention(
         for config, former in zip(configs, before, strict=True):
             delattr(config, SETTINGS) if former is None else setattr(config, SETTINGS, former)
         raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
+    for config in configs:
+        share_settings(config)
     return model
 
 
@@ -55,16 +64,19 @@ def set_power(model: nn.Module, power: float | PowerByLength) -> None:
     ``model`` is a SoftplusGPT or any model with ``attn_implementation="lssar"``, also inside a wrapper such as DDP.
     """
     words = power_to_json(power)
-    changed = False
+    changed: list[Any] = []
     for module in model.modules():
         if isinstance(module, SoftplusGPTPreTrainedModel):
             module.set_power(power)
-            changed = True
+            changed.append(module.config)
         elif isinstance(module, PreTrainedModel) and module.config._attn_implementation in KNOWN:
+            found = vars(module.config).get(SETTINGS)
+            if isinstance(found, SettingsOfTheWhole) and any(found.whole is config for config in changed):
+                continue
             settings = {**settings_of(module.config), "power": words}
             attention_with(module.config._attn_implementation, settings)
             setattr(module.config, SETTINGS, settings)
-            changed = True
+            changed.append(module.config)
     if not changed:
         check.fail("model", "a model with an attention whose power can be set", type(model).__name__)
 

@@ -1,0 +1,178 @@
+"""Settings of an attention in the config of a host model: whole and parts, what is saved, and packing arguments."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from huggingface_models import small_model, token_rows
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
+
+from softplus_attention import PowerByLength
+from softplus_attention.huggingface import set_power, use_attention
+from softplus_attention.huggingface.attention import attention_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class TestComposite:
+    """A model of parts: the attention and its settings reach the part, and come back with it."""
+
+    @staticmethod
+    def llava(**words):
+        from transformers import CLIPVisionConfig, LlavaConfig
+
+        text = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+        vision = CLIPVisionConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
+        )
+        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **words)
+
+    def test_one_part_alone_comes_back(self, tmp_path):
+        from transformers import LlavaForConditionalGeneration
+
+        torch.manual_seed(0)
+        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation={"text_config": "lssar"})
+        model.save_pretrained(tmp_path)
+        again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+        assert again.config.text_config._attn_implementation == "lssar"
+        assert again.config.vision_config._attn_implementation == "sdpa"
+        ids = token_rows(1, 12) % 60
+        with torch.no_grad():
+            torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
+
+    def test_settings_at_the_top_reach_the_part(self):
+        from transformers import LlavaForConditionalGeneration
+
+        ids, logits = token_rows(1, 12) % 60, []
+        for settings in (None, {"power": 2}):
+            torch.manual_seed(0)
+            config = self.llava()
+            config.softplus_attention = settings
+            model = LlavaForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
+            with torch.no_grad():
+                for layer in model.model.language_model.layers:
+                    layer.self_attn.v_proj.weight.mul_(20)
+                logits.append(model(ids).logits)
+        assert (logits[0] - logits[1]).abs().max() > 1e-4
+
+    def changed_at_the_top(self):
+        """A model whose power is changed after it was made, and its logits before and after."""
+        from transformers import LlavaForConditionalGeneration
+
+        torch.manual_seed(0)
+        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation="lssar").eval()
+        ids = token_rows(1, 12) % 60
+        with torch.no_grad():
+            for layer in model.model.language_model.layers:
+                layer.self_attn.v_proj.weight.mul_(20)
+            before = model(ids).logits
+            model.config.softplus_attention = {"power": 2}
+            return model, ids, before, model(ids).logits
+
+    def test_settings_that_change_later_reach_the_part_and_come_back(self, tmp_path):
+        from transformers import LlavaForConditionalGeneration
+
+        model, ids, before, after = self.changed_at_the_top()
+        assert (before - after).abs().max() > 1e-4
+        model.save_pretrained(tmp_path)
+        again = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(again(ids).logits, after)
+            again.config.softplus_attention = {}
+            torch.testing.assert_close(again(ids).logits, before)
+        part = again.config.text_config.to_dict()
+        assert "softplus_attention" not in part
+        assert json.loads(model.config.text_config.to_json_string())["softplus_attention"] == {"power": 2}
+
+    def test_a_part_with_settings_of_its_own_keeps_them(self):
+        model, ids, before, _ = self.changed_at_the_top()
+        model.config.text_config.softplus_attention = {"power": 15}
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, before)
+        model.set_attn_implementation("lssar")
+        assert dict(model.config.text_config.softplus_attention) == {"power": 15}
+
+    def test_set_power_and_the_swap_keep_parts_with_the_whole(self):
+        model, ids, before, after = self.changed_at_the_top()
+        set_power(model, 15)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, before)
+            model.config.softplus_attention = {"power": 2}
+            torch.testing.assert_close(model(ids).logits, after)
+            use_attention(model, "lssar", power=15)
+            torch.testing.assert_close(model(ids).logits, before)
+            model.config.softplus_attention = {"power": 2}
+            torch.testing.assert_close(model(ids).logits, after)
+            set_power(model.model.language_model, 15)
+            torch.testing.assert_close(model(ids).logits, before)
+
+    def test_a_copy_has_settings_of_its_own(self):
+        model, *_ = self.changed_at_the_top()
+        config = copy.deepcopy(model.config)
+        config.softplus_attention = {"power": 5}
+        assert dict(config.text_config.softplus_attention) == {"power": 5}
+        assert dict(model.config.text_config.softplus_attention) == {"power": 2}
+
+
+def test_settings_that_hold_a_power_by_length_are_saved(tmp_path) -> None:
+    model = small_model("llama")
+    model.config.softplus_attention = {"power": PowerByLength(3, 1, 8)}
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["softplus_attention"]
+    assert saved == {"power": {"base": 3, "slope": 1, "n0": 8}}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert attention_of(again.config, "lssar").spec.power == PowerByLength(3, 1, 8)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "softplus-gpt"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packing_arguments_of_the_flattening_collator(family: str, use_cache: bool) -> None:
+    """Documents that the mask functions of transformers do not see, with a cache, where positions may count on."""
+    model = small_model(family).eval()
+    documents = [token_rows(1, 9)[0].tolist(), token_rows(1, 14, seed=1)[0].tolist()]
+    collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": x} for x in documents])
+    collated.pop("labels")
+    with torch.no_grad():
+        found = model(**collated, use_cache=use_cache).logits[0]
+        apart = [model(torch.tensor([x])).logits[0] for x in documents]
+    torch.testing.assert_close(found, torch.cat(apart), rtol=1e-4, atol=1e-4)
+
+
+def test_packing_arguments_that_do_not_fit() -> None:
+    model, ids = small_model("llama").eval(), token_rows(2, 8)
+    bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"`cu_seq_lens_q` must be .*packed into a batch of 1, got a batch of 2"):
+        model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with pytest.raises(ValueError, match=r"`cu_seq_lens_q` must be ending at the number of packed tokens, 7"):
+        model(ids[:1, :7], cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    with pytest.raises(TypeError, match=r"`cu_seq_lens_k` must be an int32 tensor, got NoneType"):
+        model(ids[:1], cu_seq_lens_q=bounds)
+
+
+@pytest.mark.parametrize("score_scale", [-1, 0, float("nan"), "log"])
+def test_a_score_scale_is_called_what_the_config_calls_it(score_scale: object) -> None:
+    config = LlamaConfig()
+    config.softplus_attention = {"score_scale": score_scale}
+    with pytest.raises((ValueError, TypeError), match="`score_scale` must be"):
+        attention_of(config, "lssar")
+
+
+def test_settings_are_looked_at_again_when_they_change() -> None:
+    """An attention is made once for settings that stay equal, also where somebody changes them in place."""
+    config = LlamaConfig()
+    assert attention_of(config, "lssar") is attention_of(LlamaConfig(), "lssar")
+    config.softplus_attention = {"power": {"base": 3, "slope": 1, "n0": 8}}
+    assert attention_of(config, "lssar").spec.power == PowerByLength(3, 1, 8)
+    config.softplus_attention["power"]["base"] = 5
+    assert attention_of(config, "lssar").spec.power == PowerByLength(5, 1, 8)
+    assert attention_of(config, "lssar-p3").spec.power == PowerByLength(5, 1, 8)
+    assert attention_of(LlamaConfig(), "lssar").spec.power is None
+    config.softplus_attention = {"powre": 3}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="powre"):
+            attention_of(config, "lssar")
