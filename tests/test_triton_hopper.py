@@ -19,6 +19,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 
+from softplus_attention.commands import info
 from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch, triton_relaunch
 from softplus_attention.kernels.triton_relaunch import kinds
 
@@ -32,6 +33,34 @@ def problem(
         "power_rows": None, "power_by_length": None, "offset": True, "score_scale": 4.0, "normalized_keys": False,
     }  # fmt: skip
     return triton_launch.Problem(q, q, q, **(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "capability", "words"),
+    [
+        ((4096, 64), torch.bfloat16, (9, 0), "those for Hopper"),
+        ((4096, 100), torch.bfloat16, (9, 0), "the plain Triton ones, since heads are 100 wide, not 64 or 128"),
+        ((4096, 128), torch.float32, (9, 0), "the plain Triton ones, since float32 is not half precision"),
+        ((1, 128), torch.float16, (9, 0), "the plain Triton ones, since there is one row or key"),
+        ((4096, 64), torch.float16, (8, 0), "the plain Triton ones, since compute capability is 8.0, not 9.0"),
+        ((4096, 64), torch.float16, None, "on Hopper (no CUDA device is here to ask) its own"),
+    ],
+)
+def test_info_says_which_kernels(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert info.kernels_of(torch.device("cuda"), *shape, dtype).startswith(words)
+
+
+def test_a_triton_that_the_kernels_were_not_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gluon_launch.triton, "__version__", "3.9.0")
+    assert gluon_launch.unavailable((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
 
 
 def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,24 @@ def run(options: argparse.Namespace) -> int:
     print(f"impl='auto' for ({batch}, {heads}, {tokens}, {width}) {options.dtype} on {device}: {choice.impl}")
     print(f"  because: {choice.reason}")
     if choice.impl == "triton":
+        print(f"  kernels: {kernels_of(device, tokens, width, DTYPES[options.dtype])}")
         print(f"  softplus_attention_decode without gradients, up to {MOST_DECODE_ROWS} new tokens: its own kernel")
     print(f"  score_scale=None means log({width}) = {scale:.4f}")
     return 0
+
+
+def kernels_of(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
+    """Which of the GPU kernels a call of that shape without a mask runs, and why."""
+    from softplus_attention.kernels.gluon_launch import unavailable, unfit
+
+    here = torch.cuda.is_available()
+    reason = unfit(width, tokens, dtype)
+    if reason is None and here:
+        reason = unavailable(torch.cuda.get_device_capability(device))
+    if reason is not None:
+        return f"the plain Triton ones, since {reason}"
+    hopper = "with a mask tensor, offset=False or strides that are no multiples of 16 the plain Triton ones"
+    return f"those for Hopper; {hopper}" if here else f"on Hopper (no CUDA device is here to ask) its own; {hopper}"
 
 
 def installed(package: str) -> str:

@@ -24,6 +24,7 @@ ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
 WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
+HALVES = (torch.bfloat16, torch.float16)
 TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 # By width: keys of a tile and registers of a thread, or rows of a tile.
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
@@ -38,12 +39,25 @@ NEARBY = 12 << 20  # bytes: what programs that run at one time read more than on
 
 @cache
 def available(device: torch.device) -> bool:
-    return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and triton.__version__.startswith(TRITON_VERSIONS)
-    )
+    return device.type == "cuda" and unavailable(torch.cuda.get_device_capability(device)) is None
+
+
+def unavailable(capability: tuple[int, int]) -> str | None:
+    """What keeps these kernels from a device of that compute capability, in words; None where nothing does."""
+    if torch.version.hip is not None or capability != (9, 0):
+        return f"compute capability is {capability[0]}.{capability[1]}, not 9.0 of CUDA"
+    if not triton.__version__.startswith(TRITON_VERSIONS):
+        return f"triton is {triton.__version__}, not {' or '.join(x.rstrip('.') for x in TRITON_VERSIONS)}"
+    return None
+
+
+def unfit(width: int, length: int, dtype: torch.dtype) -> str | None:
+    """The same of a shape and dtype, of what ``fits`` asks without looking at tensors."""
+    if dtype not in HALVES:
+        return f"{str(dtype).removeprefix('torch.')} is not half precision"
+    if width not in WIDTHS:
+        return f"heads are {width} wide, not {' or '.join(map(str, WIDTHS))}"
+    return None if length > 1 else "there is one row or key"
 
 
 def copyable(x: Tensor) -> bool:
@@ -57,12 +71,10 @@ def fits(problem: Problem, *others: Tensor) -> bool:
     """Half precision, no mask, the offset, heads of 64 or 128; not one row or key, which is a constant to Triton and
     has binaries of its own."""
     return (
-        problem.d in WIDTHS
-        and min(problem.t_q, problem.t_k) > 1
+        unfit(problem.d, min(problem.t_q, problem.t_k), problem.q.dtype) is None
         and blocks_of(max(problem.t_q, problem.t_k)) <= MOST_OF_A_GRID
         and problem.batch * problem.h**2 < 1 << INVERSE_BITS.value
         and problem.d == problem.dv
-        and problem.q.dtype in (torch.bfloat16, torch.float16)
         and problem.offset
         and problem.mask is None
         and (problem.start is None or problem.t_k <= MOST_KEYS_WITH_RANGES)
