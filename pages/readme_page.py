@@ -83,6 +83,7 @@ def speed_table(rows: Sequence[Row], training: Sequence[dict[str, Any]]) -> str:
         "LSSAR, decoding from 32K keys and more, cache of unit keys, to the fastest SDPA": by_head_dim(
             rows_of(rows, UNIT_KEYS, "decode", least=LONG_CACHE), "forward_ratio"
         ),
+        "the same, cache of raw keys": by_head_dim(rows_of(rows, OURS, "decode", least=LONG_CACHE), "forward_ratio"),
         "LSSAR, training step of GPT-2 small at 1,024 tokens, to softmax's": [hundredths(whole_model), ""],
     }
     columns = [list(lines), *([cells[i] for cells in lines.values()] for i in (0, 1))]

@@ -95,6 +95,7 @@ def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
     [
         ("train", "lssar p=15", "ratio", 1024, "| LSSAR, training step of the op, 4,096 tokens and more | 2.50 |"),
         ("decode", "lssar p=15 unit keys", "forward_ratio", 8192, "to the fastest SDPA |  | 2.50 |"),
+        ("decode", "lssar p=15", "forward_ratio", 8192, "| the same, cache of raw keys |  | 2.50 |"),
     ],
 )
 def test_short_lengths_do_not_count(
