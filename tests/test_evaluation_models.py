@@ -267,7 +267,7 @@ class TestMistakes:
         assert message in err
         assert not (tmp_path / "evaluation").exists()
 
-    @pytest.mark.parametrize("device", ["cuda:99", "tpu-or-so"])
+    @pytest.mark.parametrize("device", ["cuda:99", "tpu-or-so", "vulkan", "meta"])
     def test_devices_that_are_not_there(self, device, tmp_path, capsys):
         saved_model(tmp_path / "lssar")
         assert main(["evaluate", "lengths", str(tmp_path / "lssar"), "--text", "builtin", "--device", device]) == 2

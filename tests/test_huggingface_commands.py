@@ -79,13 +79,17 @@ class TestConvert:
                 POWERS + ", got 'log:0'",
             ),
             (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "learns parameters of its own"),
+            (
+                ["{}/llama", "--output", "{}/new", "--device", "meta"],
+                "`--device` must be one that torch can use here, cpu",
+            ),
             (["{}/classifier", "--output", "{}/new"], "a checkpoint of LlamaForCausalLM, all of it and nothing else"),
         ],
     )
     def test_bad_input(self, saved, capsys, words, message):
         if "classifier" in words[0]:
             LlamaForSequenceClassification(llama().config).save_pretrained(saved / "classifier")
-        assert main(["convert", *(w.format(saved) for w in words), "--device", "cpu"]) == 2
+        assert main(["convert", "--device", "cpu", *(w.format(saved) for w in words)]) == 2
         assert message in capsys.readouterr().err
         assert not (saved / "new").exists()
 
@@ -143,6 +147,23 @@ class TestGenerate:
         assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "cpu"]) == 2
         assert "`model` must be a folder with whole weights" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("device", ["meta", "vulkan", "hpu", "opengl"])
+    def test_devices_that_are_not_there(self, device, saved, capsys):
+        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", device]) == 2
+        assert "`--device` must be one that torch can use here, cpu" in (err := capsys.readouterr().err)
+        assert err.endswith(f"got {device!r}\n")
+
+    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is one")
+    def test_no_mps(self, saved, capsys):
+        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "mps"]) == 2
+        assert "`--device` must be one that torch can use here, cpu" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+    def test_the_first_and_the_last_seed(self, seed, saved, capsys):
+        words = ["generate", "--model", str(saved / "llama"), "--prompt", "a", "--max-new-tokens", "1"]
+        assert main([*words, f"--seed={seed}", "--device", "cpu"]) == 0
+        assert capsys.readouterr().out.startswith("a")
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
@@ -156,6 +177,11 @@ class TestGenerate:
                 ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
                 "`--max-new-tokens` must be at least 1",
             ),
+            (
+                ["--model", "{}/llama", "--prompt", "a", f"--seed={-(2**63) - 1}"],
+                "`--seed` must be from -2**63 to 2**64 - 1, got -9223372036854775809",
+            ),
+            (["--model", "{}/llama", "--prompt", "a", f"--seed={2**64}"], "`--seed` must be from -2**63 to 2**64 - 1"),
             (["--model", "{}/llama", "--prompt", "a", "--power", "3"], "whose power can be set"),
             (["--model", "{}/llama", "--prompt", "a", "--power", "log:many"], POWERS + ", got 'log:many'"),
             (["--model", "{}/llama", "--prompt", "a", "--power", "log:1000"], POWERS + ", got 'log:1000': "),

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.commands.options import check_device
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
 
@@ -53,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     if model.config.is_encoder_decoder:
         fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")

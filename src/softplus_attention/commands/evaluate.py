@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.commands.options import check_device
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -295,10 +296,9 @@ def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
     """The models and the length that all of them were trained at."""
     quiet()
     from softplus_attention.evaluation.models import check_request, requests_of, training_length_of
-    from softplus_attention.huggingface.loading import device_of
 
     check_folder(options.output)
-    device_of(options.device)
+    check_device(options.device)
     requests = requests_of(options.models, common_options(options))
     found = {request.name: training_length_of(request) for request in requests}
     length = options.train_length

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.commands.options import check_device
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
@@ -52,6 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_device(options.device)
     prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
@@ -137,3 +139,5 @@ def check_options(options: argparse.Namespace) -> None:
         fail("--top-k", "0 or more", options.top_k)
     if not 0 < options.top_p <= 1:
         fail("--top-p", "above 0 and at most 1", options.top_p)
+    if not -(2**63) <= options.seed < 2**64:  # what torch takes
+        fail("--seed", "from -2**63 to 2**64 - 1", options.seed)
