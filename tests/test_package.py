@@ -46,6 +46,17 @@ def test_the_module_is_the_command() -> None:
     assert usage.startswith("usage: softplus-attention ")
 
 
+def test_nobody_is_told_to_install_it_by_name() -> None:
+    """It is not on PyPI: by name pip would fetch nothing, or what somebody else puts there."""
+    folders = ("src", "docs", "examples", "runs", "checkpoints")
+    places = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh")]
+    places += [*ROOT.glob("*.md")]
+    by_name = re.compile(r"pip\s+install\s+(?:-\S+\s+)*['\"]?softplus[-_]attention")
+    assert by_name.search("`pip install\n'softplus-attention[baselines]'`")
+    assert len(places) > 100
+    assert [str(path) for path in places if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
 BARE = """
 import sys
 for name in {names}:
