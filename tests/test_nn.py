@@ -373,6 +373,20 @@ def test_compiles_whole(name: str, power: Any) -> None:
             assert_close(ours, theirs, 1e-4)
 
 
+@pytest.mark.parametrize("name", ["lssar", "softmax"])
+def test_compiles_whole_with_a_cache(name: str) -> None:
+    torch._dynamo.reset()
+    layer, x = module(name), tokens()
+
+    def decoded(run: Any) -> Tensor:
+        cache = KeyValueCache(max_length=2 * T)
+        with torch.no_grad():
+            return torch.cat([run(part, cache=cache) for part in x.split([T - 3, 1, 1, 1], 1)], 1)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(decoded(compiled), decoded(layer), 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lssar", "softmax", "sigmoid"])
 def test_compiles_with_inductor(name: str) -> None:

@@ -57,6 +57,8 @@ def unit_keys(k: Tensor) -> Tensor:
     if k.dtype == torch.float64 or k.device.type == "mps" or wants_gradient:
         return unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
     length = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float64).clamp_min_(1e-300)
+    if torch.compiler.is_compiling():  # which joins the two, and refuses some tensors as `out`
+        return (k / length).to(k.dtype)
     return torch.div(k, length, out=torch.empty_like(k))
 
 
