@@ -221,6 +221,8 @@ def test_an_emptied_cache_takes_another_batch() -> None:
 def test_starts_that_are_no_tensor_are_refused() -> None:
     with pytest.raises(TypeError, match=r"`starts` must be an int32 tensor \(B,\), got list"):
         KeyValueCache(starts=[0, 1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"`starts` must be an int32 tensor \(B,\), got list"):
+        KeyValueCache().reset([0, 1])  # type: ignore[arg-type]
 
 
 @torch.no_grad()

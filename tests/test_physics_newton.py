@@ -108,7 +108,8 @@ def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
         (["--save-updates", "-1"], "`--save-updates` must be at least 0, got -1"),
         (["--stages", "laws"], "the stage `tune` has left forces"),
         (["--stages", "tune"], "`checkpoint` must be a folder with a config.json"),
-        (["--context-noise", "-1"], "`context_noise` must be at least 0"),
+        (["--context-noise", "-1"], "`context_noise` must be a finite number, at least 0"),
+        (["--context-noise", "nan"], "`context_noise` must be a finite number, at least 0"),
     ],
 )
 def test_bad_words_are_answered(

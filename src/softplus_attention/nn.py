@@ -79,6 +79,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned, x[..., rotated:]], -1) if rotated < x.shape[-1] else turned
 
 
+def checked_starts(starts: Tensor | None) -> Tensor | None:
+    if starts is not None and not isinstance(starts, Tensor):
+        check.fail("starts", "an int32 tensor (B,)", type(starts).__name__, TypeError)
+    if starts is not None and (starts.dim() != 1 or starts.dtype not in (torch.int32, torch.int64)):
+        check.fail("starts", "an int32 tensor (B,)", check.described(starts))
+    return starts
+
+
 class KeyValueCache:
     """The keys and values of one layer, for inference.
 
@@ -90,11 +98,7 @@ class KeyValueCache:
     def __init__(self, *, max_length: int | None = None, starts: Tensor | None = None) -> None:
         if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
             check.fail("max_length", "an int >= 1, or None for a cache that grows", repr(max_length))
-        if starts is not None and not isinstance(starts, Tensor):
-            check.fail("starts", "an int32 tensor (B,)", type(starts).__name__, TypeError)
-        if starts is not None and (starts.dim() != 1 or starts.dtype not in (torch.int32, torch.int64)):
-            check.fail("starts", "an int32 tensor (B,)", check.described(starts))
-        self.max_length, self.starts = max_length, starts
+        self.max_length, self.starts = max_length, checked_starts(starts)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.lengths: Tensor | None = None
@@ -175,7 +179,8 @@ class KeyValueCache:
 
     def reset(self, starts: Tensor | None = None) -> None:
         """Empty again, the memory kept for as long as it fits what comes."""
-        self.lengths, self.longest, self.even, self.starts = None, 0, True, starts
+        self.starts = checked_starts(starts)
+        self.lengths, self.longest, self.even = None, 0, True
 
     def reorder(self, order: Tensor) -> None:
         """Row b becomes the former row ``order[b]``: beam search. ``order`` may also change the number of rows."""

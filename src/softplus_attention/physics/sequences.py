@@ -6,6 +6,7 @@ themselves, with Gaussian noise on what the model reads and none on what it shou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,8 +42,8 @@ class SequenceForm:
             fail("form", f"one of {', '.join(FORMS)}", repr(self.kind))
         if self.positions < 4:
             fail("positions", "at least 4", self.positions)
-        if self.context_noise < 0:
-            fail("context_noise", "at least 0", self.context_noise)
+        if not 0 <= self.context_noise < math.inf:
+            fail("context_noise", "a finite number, at least 0", self.context_noise)
         if self.bins < 2:
             fail("bins", "at least 2", self.bins)
 
