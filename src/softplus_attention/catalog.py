@@ -132,7 +132,7 @@ class Attention:
         k: Tensor,
         v: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = 0,  # an int: of a float a compiler would make a variable
         is_causal: bool = False,
         *,
         scale: float | None = None,
