@@ -7,11 +7,11 @@ import json
 
 import pytest
 import torch
-from huggingface_models import small_model, token_rows
+from huggingface_models import IDS, SIZE, small_model, token_rows
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
 
 from softplus_attention import PowerByLength
-from softplus_attention.huggingface import set_power, use_attention
+from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -117,6 +117,65 @@ class TestComposite:
         config.softplus_attention = {"power": 5}
         assert dict(config.text_config.softplus_attention) == {"power": 5}
         assert dict(model.config.text_config.softplus_attention) == {"power": 2}
+
+    def test_a_copy_of_the_model_is_not_moved_by_the_original(self):
+        model, ids, before, after = self.changed_at_the_top()
+        twin = copy.deepcopy(model)
+        set_power(model, 15)
+        with torch.no_grad():
+            torch.testing.assert_close(twin(ids).logits, after)
+            twin.config.softplus_attention = {"power": 15}
+            torch.testing.assert_close(twin(ids).logits, before)
+
+    def test_other_settings_at_loading(self, tmp_path):
+        from transformers import AutoConfig, LlavaForConditionalGeneration
+
+        model, ids, before, _ = self.changed_at_the_top()
+        model.save_pretrained(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+        config.softplus_attention = {"power": 15}
+        for words in ({"config": config}, {"softplus_attention": {"power": 15}}):
+            again = LlavaForConditionalGeneration.from_pretrained(tmp_path, **words).eval()
+            with torch.no_grad():
+                torch.testing.assert_close(again(ids).logits, before)
+
+    def test_a_part_that_is_used_again(self):
+        from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+        model, *_ = self.changed_at_the_top()
+        parts = {"text_config": model.config.text_config, "vision_config": model.config.vision_config}
+        second = LlavaConfig(**parts, image_token_index=63)
+        second.softplus_attention = {"power": 7}
+        made = LlavaForConditionalGeneration._from_config(second, attn_implementation="lssar")
+        assert dict(made.config.text_config.softplus_attention) == {"power": 7}
+
+
+@pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+def test_a_scale_is_held_to_the_window_of_padded_and_packed_rows(family: str) -> None:
+    """30 log 8 is below 80, and 30 log 40 is not."""
+    if family == "llama":
+        model = small_model(family)
+        model.config.softplus_attention = {"window": 8, "score_scale": 30.0}
+    else:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(SoftplusGPTConfig(**SIZE, **IDS, window=8, score_scale=30.0)).eval()
+    ids = token_rows(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    with torch.no_grad():
+        alone = model(ids[1:, 15:]).logits
+        padded = model(ids, attention_mask=mask, output_attentions=True).logits[1:, 15:]
+    torch.testing.assert_close(padded, alone, rtol=1e-3, atol=1e-3)
+
+
+def test_a_compiled_model_whose_power_changes_by_fractions() -> None:
+    model, ids = small_model("llama"), token_rows(1, 12)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for power in (3.5, 9.25, 4.75):
+            set_power(model, power)
+            torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_settings_that_hold_a_power_by_length_are_saved(tmp_path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from softplus_attention import baselines
@@ -116,6 +117,8 @@ class Attention:
     spec: AttentionSpec
 
     def but(self, **changes: Any) -> Attention:
+        if torch.compiler.is_compiling():  # which cannot write down a number that it holds as a variable
+            return Attention(self.name, self.spec.but(**changes))
         words = ", ".join(f"{field}={value!r}" for field, value in changes.items())
         return Attention(f"{self.name}({words})", self.spec.but(**changes))
 
@@ -223,13 +226,19 @@ class Attention:
         return self.visible_weights(q, k, visibility, parameters)
 
     def visible_weights(
-        self, q: Tensor, k: Tensor, visibility: Visibility, parameters: Parameters | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        visibility: Visibility,
+        parameters: Parameters | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """``weights`` of tensors whose shapes are already checked."""
+        """``weights`` of tensors whose shapes are already checked. ``window`` as for ``functional.attend``."""
         baselines.check_parameters(self.spec, parameters, q)
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
-                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2], visibility.window)
+                window = visibility.window if window is None else window
+                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2], window)
                 power = self.power(parameters, visibility)
                 return attention_stages(q, k, visibility, power, score_scale, offset=self.spec.offset).sharpened
             return baselines.composed_weights(self.spec, q, k, visibility, parameters)

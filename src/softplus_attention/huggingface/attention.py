@@ -7,6 +7,7 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -63,8 +64,11 @@ class SettingsOfTheWhole(Mapping[str, Any]):
         return repr(self.now() or {})
 
     def __deepcopy__(self, copies: dict[int, Any]) -> SettingsOfTheWhole:
-        """Of a copy of the whole where that is being copied; a part by itself keeps to the whole that it has."""
-        return SettingsOfTheWhole(copies.get(id(self.whole), self.whole))
+        """Of the whole's copy. transformers' ``to_dict`` copies the __dict__ of a config and not the config itself:
+        there the whole is no part of what is made."""
+        if id(vars(self.whole)) in copies and id(self.whole) not in copies:
+            return SettingsOfTheWhole(self.whole)
+        return SettingsOfTheWhole(copy.deepcopy(self.whole, copies))
 
 
 def share_settings(config: PreTrainedConfig) -> None:
@@ -75,7 +79,8 @@ def share_settings(config: PreTrainedConfig) -> None:
         part = getattr(config, key, None)
         if isinstance(part, PreTrainedConfig):
             own = vars(part).get(SETTINGS)
-            if own is None or (settings is not None and dict(own) == dict(settings)):
+            inherited = own is None or isinstance(own, SettingsOfTheWhole)
+            if inherited or (settings is not None and dict(own) == dict(settings)):
                 setattr(part, SETTINGS, SettingsOfTheWhole(config))
 
 
@@ -288,7 +293,9 @@ def attend(
     query, key, value = ours.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
-    return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
+    return chosen.attend(
+        query, key, value, visibility, "auto", parameters, False, window=chosen.window(None), **options
+    )
 
 
 def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None) -> ours.Step | None:
@@ -313,4 +320,4 @@ def weights(
     """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key = ours.autocast(query, key)
-    return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)
+    return chosen.visible_weights(query, key, visibility, parameters, chosen.window(None)).to(query.dtype)

@@ -54,6 +54,11 @@ def save_attention_names() -> None:
             saved[SETTINGS] = settings_to_json(settings)
             if not settings and isinstance(settings, SettingsOfTheWhole):
                 del saved[SETTINGS]
+        for key in self.sub_configs:  # at loading they are shared again, whatever the whole then has
+            part = getattr(self, key, None)
+            settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
+            if isinstance(settings, SettingsOfTheWhole) and settings.whole is self:
+                saved[key].pop(SETTINGS, None)
         own = None if isinstance(self, SoftplusGPTConfig) else self._attn_implementation
         if own in KNOWN:
             saved["attn_implementation"] = own
