@@ -18,6 +18,9 @@ from transformers import masking_utils
 from softplus_attention import validation as check
 from softplus_attention.visibility import packed
 
+# Where documents end, as transformers' flattening collator says it.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
+
 
 @dataclass(frozen=True)
 class Pattern:
@@ -165,17 +168,18 @@ def end_of_document(documents: Tensor) -> Tensor:
 def with_documents(
     mask: Tensor | None, options: Mapping[str, Any], sizes: tuple[int, int, int], is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """The mask, cut where ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of transformers' flattening collator say that a
-    document ends: its own mask functions do not know of them. ``sizes`` are (B, T_q, T_k)."""
+    """The mask, cut where the options of PACKING say that a document ends, of which transformers' own mask functions
+    do not know. ``sizes`` are (B, T_q, T_k)."""
     batch, t_q, t_k = sizes
-    rows: Any = options.get("cu_seq_lens_q")
-    keys: Any = options.get("cu_seq_lens_k")
+    rows: Any
+    keys: Any
+    rows, keys = (options.get(word) for word in PACKING)
     if rows is None and keys is None:
         return mask
     if batch > 1:
         check.fail("cu_seq_lens_q", "None, or of documents packed into a batch of 1", f"a batch of {batch}")
-    check.check_cu_seqlens("cu_seq_lens_q", rows, t_q, t_q, device, False)
-    check.check_cu_seqlens("cu_seq_lens_k", keys, t_k, t_k, device, False)
+    for word, bounds, total in zip(PACKING, (rows, keys), (t_q, t_k), strict=True):
+        check.check_cu_seqlens(word, bounds, total, total, device, False)
     if rows.numel() == 2:
         return mask
     own = packed(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()

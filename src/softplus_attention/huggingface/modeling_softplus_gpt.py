@@ -31,7 +31,7 @@ from softplus_attention.huggingface.attention import (
     weights,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
-from softplus_attention.huggingface.masks import with_documents
+from softplus_attention.huggingface.masks import PACKING, with_documents
 from softplus_attention.nn import rotate, rotation_tables
 from softplus_attention.power import RAW_NAMES, PowerByLength, first_raw_power, is_learned, learned_parameter
 from softplus_attention.reference import compute_dtype
@@ -279,9 +279,12 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         # Positions that count on from the cache cannot be packed documents: only given ones are looked at.
         mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values, position_ids)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        batch, length = hidden_states.shape[:2]
-        mask = with_documents(mask, options, (batch, length, seen + length), True, hidden_states.device)
+        packed = any(word in options for word in PACKING)
+        if packed or position_ids is None:  # some caches count by looking at every key
+            seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if packed:
+            batch, length = hidden_states.shape[:2]
+            mask = with_documents(mask, options, (batch, length, seen + length), True, hidden_states.device)
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
