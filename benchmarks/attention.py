@@ -4,6 +4,7 @@ Every softplus contender is first held to the float64 reference, forward and gra
 gets no time. What cannot run becomes a row with its error. Sections:
 
     train    forward and backward of 32,768 tokens, causal bfloat16: ours, torch SDPA, the dense reference, AdaSplash-2
+    trained  the same on q, k, v of a trained model (--trained, benchmarks/trained_inputs.py); the others are random
     lengths  the same against T, from 512 to 131,072, and a forward over a million tokens
     decode   one new token per sequence over key/value caches, with grouped heads
     memory   what a forward, the wait for the backward, and a training step hold beyond their inputs
@@ -203,6 +204,7 @@ class Inputs:
 
     settings: Settings
     stored: dict[str, Tensor] = field(default_factory=dict)
+    about: str = "random"
 
     @property
     def longest(self) -> int:
@@ -231,10 +233,11 @@ class Inputs:
 
 
 def read_inputs(source: str, settings: Settings) -> Inputs:
-    stored = {} if source == "random" else load(source)
-    if source != "random" and any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
-        raise SystemExit(f"--inputs {source}: expected a dict of q, k, v, each (B, H, T, D)")
-    return Inputs(settings, {name: x.detach() for name, x in stored.items() if name in "qkv"})
+    stored = load(source)
+    if any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
+        raise SystemExit(f"--trained {source}: expected a dict of q, k, v, each (B, H, T, D)")
+    about = str(stored.get("about", Path(source).name))
+    return Inputs(settings, {name: x.detach() for name, x in stored.items() if name in "qkv"}, about)
 
 
 def disagreement(attend: Attention, truth: Attention, qkv: Any, grad: Tensor, backward: bool, clear: Tensor) -> str:
@@ -364,6 +367,7 @@ def rows_of(section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, s
                 batch //= 2
             row = {"section": section, "batch": batch, "heads": heads, "length": length, "head_dim": head_dim}
             row["note"] = "" if batch == wanted else f"B={batch} for memory"
+            row |= {"inputs": inputs.about} if inputs.stored else {}
             yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, head_dim), inputs)
 
 
@@ -497,8 +501,14 @@ def compile_side_by_side(settings: Settings, jobs: int) -> Iterator[str]:
         yield from pool.imap_unordered(compile_one, cases)
 
 
+def run_trained(inputs: Inputs) -> Iterator[Row]:
+    chosen = [x for x in contenders(inputs.settings) if not x.dense]
+    yield from rows_of("trained", inputs, chosen, fill_times, inputs.settings.shapes)
+
+
 SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
     "train": lambda x: rows_of("train", x, contenders(x.settings), fill_times, x.settings.shapes),
+    "trained": run_trained,
     "lengths": run_lengths,
     "decode": run_decode,
     "memory": lambda x: rows_of("memory", x, contenders(x.settings), fill_memory, x.settings.shapes),
@@ -515,9 +525,9 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--commit", help="the commit of this source, where there is no git to ask")
     add("--sections", default=",".join(SECTIONS), help="what to run, in this order (default %(default)s)")
-    add("--head-dims", type=numbers, help="D of train, memory and compile (default 64,128)")
-    add("--lengths", type=numbers, help="T of train, memory and compile (default 1024,4096,16384)")
-    add("--inputs", default="random", help='"random", or a .pt or .safetensors file of q, k, v, each (B, H, T, D)')
+    add("--trained", nargs="+", default=[], metavar="FILE", help=".pt or .safetensors of q, k, v, each (B, H, T, D)")
+    add("--head-dims", type=numbers, help="D of train, trained, memory and compile (default 64,128)")
+    add("--lengths", type=numbers, help="T of train, trained, memory and compile (default 1024,4096,16384)")
     add("--repetitions", type=int, default=3, help="rounds of do_bench; the median counts (default 3)")
     add("--jobs", type=int, default=0, help="processes that compile our kernels before anything is timed (default 0)")
     add("--time-limit", type=float, default=math.inf, help="seconds after which to stop with what is done")
@@ -547,13 +557,16 @@ def main() -> None:
     given = {"head_dims": chosen.head_dims, "lengths": chosen.lengths, "repetitions": chosen.repetitions}
     given = (QUICK if chosen.quick else {}) | {name: value for name, value in given.items() if value}
     cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math"}
-    inputs = read_inputs(chosen.inputs, Settings(**given, **cpu))
-    data, sections = header(inputs.settings, chosen.inputs, chosen.commit), chosen.sections.split(",")
+    settings = Settings(**given, **cpu)
+    trained = [read_inputs(source, settings) for source in chosen.trained]
+    data, sections = header(settings, chosen.commit), chosen.sections.split(",")
     late = False
-    for words in compile_side_by_side(inputs.settings, chosen.jobs) if chosen.jobs else ():
+    for words in compile_side_by_side(settings, chosen.jobs) if chosen.jobs else ():
         say(f"{time.monotonic() - began:6.0f} s  compiled {words}")
     for section in sections:
-        for row in SECTIONS[section](inputs):
+        for row in (
+            row for x in (trained if section == "trained" else [Inputs(settings)]) for row in SECTIONS[section](x)
+        ):
             data["rows"].append(row)
             say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
             late = time.monotonic() - began > chosen.time_limit

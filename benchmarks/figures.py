@@ -35,7 +35,7 @@ def first_output(*command: str) -> str:
         return "unknown"
 
 
-def header(settings: Any, inputs: str, commit: str | None = None) -> Data:
+def header(settings: Any, commit: str | None = None) -> Data:
     """Everything but the rows: the command, machine, versions and commit that the numbers belong to."""
     import torch
 
@@ -65,8 +65,7 @@ def header(settings: Any, inputs: str, commit: str | None = None) -> Data:
             "triton": triton_version,
             "softplus_attention": softplus_attention.__version__,
         },
-        "inputs": inputs,
-        "decode_inputs": "random",
+        "inputs": "random",
         "baseline": settings.baseline,
         "settings": dataclasses.asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},
         "flops": "forward 4 B H D T^2 / 2, backward 2.5 times that, for every contender",
@@ -196,6 +195,10 @@ def table(data: Data) -> str:
         "",
         *training_tables(data),
     ]
+    if rows := rows_in(data, "trained"):
+        lines += ["On q, k, v of a trained model: forward + backward ms (ratio)", ""]
+        cell = lambda row: f"{number(row['total_ms'])} ({number(row.get('ratio'))})"  # noqa: E731
+        lines += pivot(rows, lambda row: f"D={row['head_dim']} T={row['length']}", cell)
     if rows := rows_in(data, "lengths"):
         lines += ["Against T at D=64: forward + backward ms (step MiB)", ""]
         lines += pivot(rows, lambda r: f"{r['length']}", lambda r: f"{number(r['total_ms'])} ({number(r['step_mib'])})")

@@ -1,9 +1,9 @@
-"""q, k, v of a trained model, for benchmarks/attention.py --inputs: trains a small byte-level GPT and saves what the
+"""q, k, v of a trained model, for benchmarks/attention.py --trained: trains a small byte-level GPT and saves what the
 attention of its middle layer receives over a long text, in bfloat16, one file per head dimension.
 
-python benchmarks/trained_inputs.py TEXT... --output FOLDER     about a minute of training for each on a GPU
+python benchmarks/trained_inputs.py --output FOLDER [TEXT ...]     about a minute of training for each on a GPU
 
-TEXT are files or folders of text; the last tenth is not trained on, and is what the saved vectors come from. A file
+TEXT are files or folders of text, by default the books that come with the package; the last tenth is not trained on, and is what the saved vectors come from. A file
 holds q, k, v, each (B, H, T, D) after the rotary embedding, and "about", what made them.
 """
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softplus_attention.data.builtin import builtin_text
 from softplus_attention.nn import SoftplusAttention
 
 WARMUP = 100  # steps
@@ -61,7 +62,8 @@ class Model(nn.Module):
 
 def read_text(sources: list[Path]) -> Tensor:
     files = [x for source in sources for x in (sorted(source.rglob("*")) if source.is_dir() else [source])]
-    data = b"\n".join(x.read_bytes() for x in files if x.is_file())
+    texts = [x.read_bytes() for x in files if x.is_file()]
+    data = b"\n".join(texts if sources else [text.encode() for split in builtin_text() for text in split])
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
@@ -112,7 +114,7 @@ def record(model: Model, tokens: Tensor) -> dict[str, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("text", type=Path, nargs="+", help="files, or folders of files")
+    add("text", type=Path, nargs="*", help="files, or folders of files (default: the package's books)")
     add("--output", type=Path, required=True, help="the folder for trained-d64.pt and trained-d128.pt")
     add("--head-dims", default="64,128", help="one model and file for each (default %(default)s)")
     add("--seconds", type=float, default=60, help="of training for each model (default %(default)s)")

@@ -19,7 +19,7 @@ from torch import Tensor
 from softplus_attention import softplus_attention
 
 ROOT = Path(__file__).parents[1]
-SECTIONS = ["train", "lengths", "decode", "memory", "compile"]
+SECTIONS = ["train", "trained", "lengths", "decode", "memory", "compile"]
 
 
 def python(*arguments: str, path: str = "", cuda: bool = False) -> subprocess.CompletedProcess[str]:
@@ -31,10 +31,11 @@ def python(*arguments: str, path: str = "", cuda: bool = False) -> subprocess.Co
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    output = tmp_path_factory.mktemp("results") / "new" / "attention.json"
-    return python(
-        "benchmarks/attention.py", "--quick", "--repetitions", "1", "--jobs", "2", "--output", str(output)
-    ), output
+    folder = tmp_path_factory.mktemp("results")
+    output, trained = folder / "new" / "attention.json", folder / "trained.pt"
+    torch.save({**{x: torch.randn(2, 2, 100, 64) for x in "qkv"}, "about": "a small model"}, trained)
+    options = ["--quick", "--repetitions", "1", "--jobs", "2", "--trained", str(trained), "--output", str(output)]
+    return python("benchmarks/attention.py", *options), output
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +107,14 @@ class TestCommand:
         ratio = rows["lssar p=15"]["total_ms"] / rows["sdpa math"]["total_ms"]
         assert rows["lssar p=15"]["ratio"] == pytest.approx(ratio)
 
+    def test_says_whose_inputs_a_row_has(self, data: dict[str, Any]) -> None:
+        """Those of the trained model in the section for them, as far as they reach; random ones elsewhere."""
+        rows = [row for row in data["rows"] if row["section"] == "trained"]
+        assert {row["inputs"] for row in rows} == {"a small model"}
+        assert {row["length"] for row in rows} == {64}
+        assert all(row["ratio"] > 0 for row in rows if row["status"] == "ok")
+        assert not [row for row in data["rows"] if row["section"] != "trained" and "inputs" in row]
+
     def test_what_cannot_run_says_why(self, data: dict[str, Any]) -> None:
         (row,) = [row for row in data["rows"] if row["contender"] == "adasplash-2"][:1]
         if row["status"] == "error":
@@ -173,7 +182,7 @@ class TestCheck:
         assert row["status"] == "wrong"
         assert "allowed" in row["error"]
         assert not [name for name in row if name.endswith(("_ms", "_mib"))]
-        printed = benchmark.table({**benchmark.header(inputs.settings, "random"), "rows": [row]})
+        printed = benchmark.table({**benchmark.header(inputs.settings), "rows": [row]})
         assert "| tried | wrong: T=" in printed
 
     def test_failing_contender_does_not_end_the_run(self, benchmark: ModuleType, inputs: Any) -> None:
@@ -211,6 +220,7 @@ class TestInputs:
         assert {x.shape for x in (q, k, v, grad)} == {torch.Size((3, 6, 40, 64))}
         assert torch.equal(q[2, 5], stored["q"][0, 1, :40])
         assert torch.equal(k[1, 3], stored["k"][1, 1, :40])
+        assert given.about == ("a model" if kind == "pt" else "inputs.safetensors")
         assert given.fits(64, 50)
         assert not given.fits(64, 51)
         assert not given.fits(128, 40)
@@ -250,10 +260,10 @@ def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
     common = {"batch": 8, "heads": 12, "status": "ok", "note": "B=4 for memory", "error": "", "timing": "cuda graph"}
     common |= {"forward_ms": 123.456, "backward_ms": 234.567, "finite": True, "kv_heads": 8}
     common |= {"forward_mib": 12345.6, "kept_mib": 12345.6, "step_mib": 12345.6}
-    names = {section: benchmark.contenders(settings) for section in ("train", "memory")}
+    names = {section: benchmark.contenders(settings) for section in ("train", "trained", "memory")}
     names |= {"lengths": names["train"][:3], "compile": benchmark.compiled_contenders()}
     names |= {"million": names["lengths"], "decode": benchmark.decode_contenders(settings)}
-    shapes = dict.fromkeys(("train", "memory", "compile"), settings.shapes)
+    shapes = dict.fromkeys(("train", "trained", "memory", "compile"), settings.shapes)
     shapes |= {"lengths": [(64, x) for x in settings.long_lengths], "million": [(64, settings.million)]}
     shapes |= {"decode": [(128, x) for x in settings.contexts]}
     rows = [
@@ -263,7 +273,7 @@ def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
         for contender in chosen
     ]
     rows[1] |= {"status": "error", "error": "RuntimeError: " + "long " * 60}
-    data = {**benchmark.header(inputs.settings, "random"), "baseline": "sdpa flash", "complete": True, "rows": rows}
+    data = {**benchmark.header(inputs.settings), "baseline": "sdpa flash", "complete": True, "rows": rows}
     benchmark.derive(data)
     return data
 
