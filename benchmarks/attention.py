@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import itertools
 import math
 import statistics
 import sys
@@ -183,6 +184,16 @@ def contenders(settings: Settings) -> list[Contender]:
         softplus_contender("reference p=15", functools.partial(ours, 15), "reference", dense=True),
         Contender("adasplash-2", lambda *qkv: importlib.import_module("adasplash").adasplash_v2(*qkv), contiguous=True),
     ]
+
+
+def contenders_of(section: str, settings: Settings) -> list[Contender]:
+    """Of the sections that call the op itself, without a cache or a compiler; none of the others."""
+    everyone = contenders(settings)
+    if section == "lengths":
+        return [x for x in everyone if x.name in (settings.baseline, "lssar p=15", "lssa")]
+    if section == "trained":  # without the 1 the kernels do the same whatever the data
+        return [x for x in everyone if not x.dense and "without offset" not in x.name]
+    return everyone if section in ("train", "memory") else []
 
 
 def compiled_contenders() -> list[Contender]:
@@ -371,9 +382,14 @@ def rows_of(section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, s
             yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, head_dim), inputs)
 
 
+def of_shapes(section: str, fill: Fill, inputs: Inputs) -> Iterator[Row]:
+    settings = inputs.settings
+    yield from rows_of(section, inputs, contenders_of(section, settings), fill, settings.shapes)
+
+
 def run_lengths(inputs: Inputs) -> Iterator[Row]:
     settings = inputs.settings
-    chosen = [x for x in contenders(settings) if x.name in (settings.baseline, "lssar p=15", "lssa")]
+    chosen = contenders_of("lengths", settings)
     yield from rows_of("lengths", inputs, chosen, fill_times, [(64, length) for length in settings.long_lengths])
 
     def fill(row: Row, contender: Contender, inputs: Inputs) -> None:
@@ -494,24 +510,20 @@ def compile_one(case: tuple[Settings, str, int]) -> str:
     return f"{name} D={head_dim}"
 
 
-def compile_side_by_side(settings: Settings, jobs: int) -> Iterator[str]:
-    ours = [x.name for x in contenders(settings) if x.truth is not None and not x.dense]
+def compile_side_by_side(settings: Settings, sections: list[str], jobs: int) -> Iterator[str]:
+    called = {x.name: x for section in sections for x in contenders_of(section, settings)}
+    ours = [name for name, x in called.items() if x.truth is not None and not x.dense]
     cases = [(settings, name, head_dim) for head_dim in reversed(settings.head_dims) for name in ours]
     with get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(compile_one, cases)
 
 
-def run_trained(inputs: Inputs) -> Iterator[Row]:
-    chosen = [x for x in contenders(inputs.settings) if not x.dense]
-    yield from rows_of("trained", inputs, chosen, fill_times, inputs.settings.shapes)
-
-
 SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
-    "train": lambda x: rows_of("train", x, contenders(x.settings), fill_times, x.settings.shapes),
-    "trained": run_trained,
+    "train": functools.partial(of_shapes, "train", fill_times),
+    "trained": functools.partial(of_shapes, "trained", fill_times),
     "lengths": run_lengths,
     "decode": run_decode,
-    "memory": lambda x: rows_of("memory", x, contenders(x.settings), fill_memory, x.settings.shapes),
+    "memory": functools.partial(of_shapes, "memory", fill_memory),
     "compile": lambda x: rows_of("compile", x, compiled_contenders(), fill_times, x.settings.shapes),
 }
 
@@ -561,12 +573,11 @@ def main() -> None:
     trained = [read_inputs(source, settings) for source in chosen.trained]
     data, sections = header(settings, chosen.commit), chosen.sections.split(",")
     late = False
-    for words in compile_side_by_side(settings, chosen.jobs) if chosen.jobs else ():
+    for words in compile_side_by_side(settings, sections, chosen.jobs) if chosen.jobs else ():
         say(f"{time.monotonic() - began:6.0f} s  compiled {words}")
     for section in sections:
-        for row in (
-            row for x in (trained if section == "trained" else [Inputs(settings)]) for row in SECTIONS[section](x)
-        ):
+        given_to = trained if section == "trained" else [Inputs(settings)]
+        for row in itertools.chain.from_iterable(map(SECTIONS[section], given_to)):
             data["rows"].append(row)
             say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
             late = time.monotonic() - began > chosen.time_limit

@@ -3,8 +3,9 @@ attention of its middle layer receives over a long text, in bfloat16, one file p
 
 python benchmarks/trained_inputs.py --output FOLDER [TEXT ...]     about a minute of training for each on a GPU
 
-TEXT are files or folders of text, by default the books that come with the package; the last tenth is not trained on, and is what the saved vectors come from. A file
-holds q, k, v, each (B, H, T, D) after the rotary embedding, and "about", what made them.
+TEXT are files or folders of text, by default the books that come with the package; the last tenth is not trained on,
+and is what the saved vectors come from. A file holds q, k, v, each (B, H, T, D) after the rotary embedding, and
+"about", what made them.
 """
 
 from __future__ import annotations
