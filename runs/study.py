@@ -207,6 +207,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
     parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
     parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
+    parser.add_argument("--commit", help="of this source, where there is no git to ask")
     parser.add_argument(
         "--processes", type=int, default=1, help="such processes that share the GPU: step times then mean nothing"
     )
@@ -242,7 +243,7 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
             "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
         },
         "command": command_of(arm, options),
-        "commit": provenance.commit(),
+        "commit": options.commit or provenance.commit(),
         "versions": provenance.versions(),
         "machine": provenance.machine(),
     }
