@@ -23,6 +23,8 @@ from softplus_attention.kernels.triton_relaunch import all_aligned, current_devi
 # (heads of 128, few rows): whole waves of both.
 PROGRAMS_PER_MULTIPROCESSOR = 12
 PROGRAMS_AT_A_TIME = 3
+# Where a program would have fewer tiles than that there are half as many: what each does but once would be most of it.
+FEW_TILES = 8
 MOST_SPLITS = 256
 MOST_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
@@ -87,7 +89,10 @@ def splits_for(tiles: int, programs: int, device: torch.device) -> int:
     Of two numbers the one with less in its waves: a few programs more than fit are a wave of their own.
     """
     many = multiprocessors(device.index if device.type == "cuda" else None)
-    fewer = max(1, PROGRAMS_PER_MULTIPROCESSOR * many // programs)
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * many
+    if tiles * programs < FEW_TILES * wanted:
+        wanted //= 2
+    fewer = max(1, wanted // programs)
     splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * many) / x)
     return min(splits, tiles, MOST_SPLITS)
 
