@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_rows import FILE, SHOWN_IN_DECODE, Goal, Row, goals, read_benchmark, read_results
-from attention_words import decoding, the_host, the_run, what_is_met
+from attention_rows import FILE, SHOWN_IN_DECODE, Goal, Row, goals, of_training, read_benchmark, read_results
+from attention_words import decoding, on_its_inputs, the_host, the_model, the_run, what_is_met
 from claims import between, hundredths, written
 from cpu_tables import FILE as CPU
 from cpu_tables import memory_table, the_cpu_run, time_table
@@ -81,9 +81,11 @@ def decode_table(rows: Sequence[Row]) -> str:
 
 
 def goals_table(rows: Sequence[Row]) -> str:
+    on_a_model = {goal.words: between(goal.values, hundredths) for goal in of_training(rows, "trained")}
     cells: dict[str, Callable[[Goal], str]] = {
         "": lambda goal: goal.words,
         "measured": lambda goal: between(goal.values, hundredths),
+        "on a model's inputs": lambda goal: on_a_model.get(goal.words, ""),
         "at most": lambda goal: f"{goal.most:g}",
         "goal": lambda goal: f"{goal.goal:g}",
         "met": lambda goal: goal.met,
@@ -104,6 +106,10 @@ OF_ATTENTION: dict[str, Block] = {
     "attention-compiled": lambda results: by_length(of_section(results, "compile"), NAMES),
     "attention-goals": lambda results: goals_table(results["rows"]),
     "attention-met": what_is_met,
+    "attention-trained-run": the_model,
+    "attention-trained-d64": lambda results: by_length(of_section(results, "trained", 64), NAMES),
+    "attention-trained-d128": lambda results: by_length(of_section(results, "trained", 128), NAMES),
+    "attention-trained": on_its_inputs,
     "attention-decode": lambda results: decode_table(of_section(results, "decode")),
     "attention-decoding": decoding,
 }

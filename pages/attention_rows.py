@@ -17,7 +17,7 @@ OURS, BASELINE, FASTEST = "lssar p=15", "sdpa flash", "sdpa cudnn"
 LEARNED, STAGE_1, UNIT_KEYS = "lssar learned", "lssa", "lssar p=15 unit keys"
 SHOWN_IN_DECODE = (FASTEST, BASELINE, "flex softmax", UNIT_KEYS, OURS)
 NEEDED = [
-    *(("train", name) for name in (BASELINE, OURS, STAGE_1)),
+    *((section, name) for section in ("train", "trained") for name in (BASELINE, OURS, STAGE_1)),
     *(("decode", name) for name in SHOWN_IN_DECODE),
     ("compile", "reference compiled"),
 ]
@@ -119,22 +119,26 @@ def at_both(rows: Sequence[Row], word: str) -> list[tuple[str, float]]:
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Ratios to FlashAttention-2 but for the last two."""
+    return [*of_training(rows), of_decoding(rows), of_compiled(rows)]
+
+
+def of_training(rows: Sequence[Row], section: str = "train") -> list[Goal]:
     found = []
     for d, most, goal in ((128, 1.3, 0.95), (64, 1.6, 1.15)):
-        ratios = at(rows_of(rows, OURS, head_dim=d, least=LONG), "ratio")
+        ratios = at(rows_of(rows, OURS, section, head_dim=d, least=LONG), "ratio")
         words = f"LSSAR forward + backward, D = {d}, T from {LONG}"
         found.append(Goal(words, f"the training step at D = {d}", ratios, most, goal))
-    short = at_both(rows_of(rows, OURS, length=SHORT), "ratio")
+    short = at_both(rows_of(rows, OURS, section, length=SHORT), "ratio")
     found.append(Goal(f"the same at T = {SHORT}, both D", f"the training step at T = {SHORT}", short, 1.7, 1.4))
     for d, most, goal in ((128, 1.3, 0.9), (64, 1.6, 1.2)):
-        ratios = at(rows_of(rows, OURS, head_dim=d), "forward_ratio")
+        ratios = at(rows_of(rows, OURS, section, head_dim=d), "forward_ratio")
         name = f"LSSAR's forward at D = {d}"
         found.append(Goal(f"LSSAR forward alone, D = {d}, all T", name, ratios, most, goal))
     for d in (128, 64):
-        ratios = at(rows_of(rows, STAGE_1, head_dim=d), "forward_ratio")
+        ratios = at(rows_of(rows, STAGE_1, section, head_dim=d), "forward_ratio")
         found.append(Goal(f"LSSA forward, D = {d}, all T", f"LSSA's forward at D = {d}", ratios, 0.85, 0.7))
-    memory = at_both(rows_of(rows, OURS), "step_ratio")
-    return [*found, Goal("memory of a training step", "memory", memory, 1.5, 1.3), of_decoding(rows), of_compiled(rows)]
+    memory = at_both(rows_of(rows, OURS, section), "step_ratio")
+    return [*found, Goal("memory of a training step", "memory", memory, 1.5, 1.3)]
 
 
 def of_decoding(rows: Sequence[Row]) -> Goal:
