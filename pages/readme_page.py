@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +18,64 @@ from claims import MissingError, between, hundredths, written
 from cpu_tables import FILE as CPU
 from page_blocks import PageError, table_text, write_page
 from readme_words import WORDS, Measured
-from study_facts import Study
+from study_facts import Facts, Study
+from study_findings_mix import millions
 from study_runs import Size, loss_at, read_study
 from training_tables import FILE as TRAINING
 
 ROOT = Path(__file__).parents[1]
-SIZE, OTHER_TEXT = "10m-again", "10m"  # the same models and steps
+SIZE, OTHER_TEXT, LARGE = "10m-again", "10m", "85m-again"  # the first two are the same models and steps
 MULTIPLES = (1, 16, 64)
+WIDE = {
+    "softmax-qknorm-logn-learned-global3-wide": "that softmax with heads of 128 in place of 64",
+    "lssar-learned-log-global3-wide": "that LSSAR with heads of 128",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of an arm that was trained at several of these sizes, those where it has more seeds."""
+
+    sizes: tuple[str, ...]
+    arms: dict[str, str]  # and what they are called
+
+
 SHOWN = {
-    "rotary positions in every layer": {
-        "softmax": "softmax",
-        "softmax-qknorm-logn": "softmax + QK-norm + log N",
-        "lssar-p15": "LSSAR, p = 15, as in the paper",
-        "lssar-rising": "LSSAR, p rising to 15 in training",
-    },
-    "two local layers for each global one without positions": {
-        "softmax-qknorm-logn-learned-global3": "softmax + QK-norm + log N, a scale learned by each head",
-        "lssar-learned-log-global3": "LSSAR, p = c log N, c learned by each head",
-        "softmax-qknorm-logn-learned-global3-wide": "that softmax with heads of 128 in place of 64",
-        "lssar-learned-log-global3-wide": "that LSSAR with heads of 128",
-    },
+    "rotary positions in every layer": Rows(
+        (SIZE, OTHER_TEXT),
+        {
+            "softmax": "softmax",
+            "softmax-qknorm-logn": "softmax + QK-norm + log N",
+            "lssar-p15": "LSSAR, p = 15, as in the paper",
+            "lssar-rising": "LSSAR, p rising to 15 in training",
+        },
+    ),
+    "two local layers for each global one without positions": Rows(
+        (SIZE, OTHER_TEXT),
+        {
+            "softmax-qknorm-logn-learned-global3": "softmax + QK-norm + log N, a scale learned by each head",
+            "lssar-learned-log-global3": "LSSAR, p = c log N, c learned by each head",
+            **WIDE,
+        },
+    ),
+    "the last two with 124M parameters": Rows((LARGE,), WIDE),
 }
 
 
 def losses_table(sizes: Sequence[Size]) -> str:
-    """Of an arm that was trained on both texts, where it has more seeds."""
     known = {size.name: size for size in sizes}
-    if SIZE not in known:
-        raise PageError(f"there are no runs of {SIZE}")
-    length = known[SIZE].any_run.config["sequence_length"]
+    if missing := [name for name in (SIZE, LARGE) if name not in known]:
+        raise PageError(f"there are no runs of {', '.join(missing)}")
+    length, other = (known[name].any_run.config["sequence_length"] for name in (SIZE, LARGE))
+    if length != other or millions(Facts(known[LARGE])) not in list(SHOWN)[-1]:
+        raise PageError(f"{SIZE} and {LARGE} are not what the table of losses says")
     lines: list[list[str]] = []
-    for kind, arms in SHOWN.items():
+    for kind, rows in SHOWN.items():
         lines.append([f"**{kind}**", *[""] * (1 + len(MULTIPLES))])
-        for arm, words in arms.items():
-            trained = [known[name] for name in (SIZE, OTHER_TEXT) if name in known and arm in known[name].arms]
+        for arm, words in rows.arms.items():
+            trained = [known[name] for name in rows.sizes if name in known and arm in known[name].arms]
             if not trained:
-                raise PageError(f"there is no run of {arm} at {SIZE}")
+                raise PageError(f"there is no run of {arm} at {rows.sizes[0]}")
             size = max(trained, key=lambda x: len(x.curves(arm)))
             cells = []
             for multiple in MULTIPLES:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from claims import MissingError
 from study_runs import Curve, Run, Size, Spread, gain_at, gain_error_at, loss_at, passkey_at, rise, spread
-from study_sizes import OURS, THEIRS
+from study_sizes import OURS
 
 ROOT = Path(__file__).parents[1]
 LEVEL = 0.005  # nats: what is this near is called level
@@ -119,5 +119,4 @@ LOG_MIX = "lssar-log-global3"
 LOCAL_SOFTMAX = f"{OURS}-local-softmax-learned"
 LOCAL_SOFTMAX_SOFT = f"{LOCAL_SOFTMAX}-soft"
 THEIRS_SOFT = "softmax-qknorm-logn-learned-soft-global3"
-OURS_WIDE, THEIRS_WIDE = f"{OURS}-wide", f"{THEIRS}-wide"  # heads of 128 in place of 64
 WITHOUT_OFFSET = "lssar-without-offset-learned-log-global3"

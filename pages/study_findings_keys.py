@@ -11,18 +11,16 @@ from study_facts import (
     LOG_MIX,
     LOGN,
     LOGN_MIX,
-    OURS_WIDE,
     P3,
     P15,
     RISING,
     ROOT,
-    THEIRS_WIDE,
     Facts,
     Study,
 )
 from study_findings_mix import ALL_ELSE_EQUAL, millions
 from study_runs import timed
-from study_sizes import OURS, THEIRS, step_ratio
+from study_sizes import OURS, OURS_WIDE, THEIRS, THEIRS_WIDE, step_ratio
 
 from softplus_attention.report.study import MIX
 

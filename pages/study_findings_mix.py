@@ -15,16 +15,14 @@ from study_facts import (
     LOGN,
     LOGN_MIX,
     LONG,
-    OURS_WIDE,
     ROOT,
     THEIRS_SOFT,
-    THEIRS_WIDE,
     WINDOW,
     WITHOUT_OFFSET,
     Facts,
     Study,
 )
-from study_sizes import OURS, THEIRS, Slope, alike, on_one_text, slope_at
+from study_sizes import OURS, OURS_WIDE, THEIRS, THEIRS_WIDE, Slope, alike, on_one_text, slope_at
 
 from softplus_attention.report.study import MIX
 
@@ -52,8 +50,7 @@ def the_loss_falls(study: Study) -> None:
     for name in SIZES_OF_THE_MIX:
         facts = study[name]
         for arm in arms_of_the_mix(facts):
-            steps = [multiple for multiple in facts.size.multiples if multiple <= 16]
-            falling = all(facts.loss(arm, b) < facts.loss(arm, a) for a, b in pairwise(steps))
+            falling = all(facts.loss(arm, b) < facts.loss(arm, a) for a, b in pairwise(up_to_16(facts)))
             holds(falling, f"in the mix the loss of {arm} falls with length to 16x ({name})")
 
 
@@ -195,7 +192,40 @@ def wide_heads(study: Study) -> str:
         f"by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
         f"{gaps(long_gaps(facts, OURS_WIDE, THEIRS_WIDE))} from 16x on, and there it is level with softmax with heads "
         f"of 64, or below it ({nats(facts.behind(THEIRS, OURS_WIDE, 64))} at 64x). It finds at least {percent(found)}% "
-        "of the pass keys at every length to 64x. Larger models were not trained with such heads."
+        "of the pass keys at every length to 64x."
+    )
+
+
+def up_to_16(facts: Facts) -> list[int]:
+    return [multiple for multiple in facts.size.multiples if multiple <= 16]
+
+
+def gaps_to_16(facts: Facts) -> str:
+    """Of the two with heads of 128."""
+    return gaps(facts.behind(OURS_WIDE, THEIRS_WIDE, multiple) for multiple in up_to_16(facts))
+
+
+def level_with_wide_heads(study: Study) -> str:
+    facts = study["85m-again"]
+    level = all(facts.level(OURS_WIDE, THEIRS_WIDE, m) for m in facts.size.multiples)
+    holds(level, "with heads of 128 LSSAR is level with softmax at 85m-again")
+    holds(facts.below(THEIRS_WIDE, OURS_WIDE, up_to_16(facts)), "there softmax is a little ahead to 16x")
+    same = plain(facts.loss(OURS_WIDE, 32)) == plain(facts.loss(THEIRS_WIDE, 32))
+    holds(same, "there LSSAR and softmax with heads of 128 have the same loss at 32x")
+    holds(facts.every_seed_below(OURS_WIDE, THEIRS_WIDE, (64,)), "there every seed of LSSAR is below softmax's at 64x")
+    won = {m: [facts.behind(b, a, m) for a, b in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS))] for m in (1, 16, 64)}
+    words = [f"{nats(ours)} at {m}x (softmax {nats(theirs)})" for m, (ours, theirs) in won.items()]
+    to_16 = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16))
+    fewest = min(facts.count(arm) for arm in (OURS, THEIRS))
+    return (
+        f"**With {millions(facts)} parameters and such heads LSSAR is level with softmax** (85m-again, "
+        f"{seeds(facts.count(OURS_WIDE))} each). It is behind softmax with such heads by "
+        f"{gaps_to_16(facts)} from 1x to 16x, where seeds of it are up to "
+        f"{plain(max(facts.apart(OURS_WIDE, m) for m in up_to_16(facts)))} apart, has the same loss at 32x, and is "
+        f"{nats(facts.behind(THEIRS_WIDE, OURS_WIDE, 64))} below at 64x, where each seed of it is below each of "
+        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {listed(words)}. It finds at "
+        f"least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at 64x, softmax "
+        f"{percent(facts.passkey(THEIRS_WIDE, 64))}% there."
     )
 
 
@@ -299,5 +329,6 @@ def without_the_offset(study: Study) -> str:
 
 MIX_FINDINGS = (
     positions_are_most_of_it, the_best_sharpness, near_to_softmax, the_learned_scale, the_gap_with_other_text,
-    no_effect_of_size, wide_heads, the_far_context, local_softmax, beside_a_softer_softmax, without_the_offset,
+    no_effect_of_size, wide_heads, level_with_wide_heads, the_far_context, local_softmax, beside_a_softer_softmax,
+    without_the_offset,
 )  # fmt: skip

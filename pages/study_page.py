@@ -35,7 +35,19 @@ from study_runs import (
     spread,
     timed,
 )
-from study_sizes import OURS, THEIRS, alike, degrees_of_freedom, gap_at, on_one_text, parameters, slope_at, step_ratio
+from study_sizes import (
+    LEAST_SIZES,
+    OURS,
+    THEIRS,
+    alike,
+    degrees_of_freedom,
+    gap_at,
+    on_one_text,
+    parameters,
+    slope_at,
+    step_ratio,
+    with_wide_heads,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
@@ -376,15 +388,17 @@ def ablations_block(size: Size) -> list[str]:
 
 
 def sizes_block(sizes: Sequence[Size]) -> list[str]:
-    """The best LSSAR beside the strongest softmax, size by size, one table for each text."""
+    """The best LSSAR beside the strongest softmax, size by size, one table for each text and width of heads."""
     lines = []
-    for group in on_one_text(sizes):
-        what = "all else equal" if alike(group) else "lengths and amounts of text differ too"
-        lines += [f"**{', '.join(size.name for size in group)}**: one text, {what}", "", *sizes_table(group)]
+    for heads, trained in (("", sizes), (", heads of 128", with_wide_heads(sizes))):
+        for group in on_one_text(trained):
+            what = "all else equal" if alike(group) else "lengths and amounts of text differ too"
+            names = ", ".join(size.name for size in group)
+            lines += [f"**{names}{heads}**: one text, {what}", "", *sizes_table(group)]
     if lines:
         lines += [
-            f"Loss of `{OURS}` less that of `{THEIRS}`. ± is one standard error of the slope, from how far seeds "
-            "differ; step times are of runs that had the GPU to themselves.",
+            f"Loss of `{OURS}` less that of `{THEIRS}`, or of these with `-wide`. ± is one standard error of the "
+            "slope, from how far seeds differ; step times are of runs that had the GPU to themselves.",
             "",
         ]
     return lines
@@ -411,6 +425,8 @@ def sizes_table(sizes: Sequence[Size]) -> list[str]:
     head = ["size", "parameters", "trained at", "tokens of training", "seeds", *(f"{m}x" for m in multiples)]
     head.append("step time, times softmax's")
     columns.append([*("-" if (ratio := step_ratio(size)) is None else plain(ratio, 2) for size in sizes), ""])
+    if len(sizes) < LEAST_SIZES:
+        return table(head, [column[:-1] for column in columns])
     freedom = degrees_of_freedom(sizes, 1)
     degrees = f"{freedom} degree{'' if freedom == 1 else 's'} of freedom"
     return [*table(head, columns), f"Errors of these slopes rest on {degrees}.", ""]

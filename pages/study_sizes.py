@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from study_runs import Run, Size
 
 OURS, THEIRS = "lssar-learned-log-global3", "softmax-qknorm-logn-learned-global3"
+OURS_WIDE, THEIRS_WIDE = f"{OURS}-wide", f"{THEIRS}-wide"  # heads of 128 in place of 64
 LEAST_SIZES = 3  # a line goes through two whatever they are
 
 
@@ -29,6 +30,12 @@ def on_one_text(sizes: Sequence[Size]) -> list[list[Size]]:
             groups.setdefault(size.any_run.data, []).append(size)
     several = [sorted(group, key=parameters) for group in groups.values() if len(group) > 1]
     return sorted(several, key=lambda group: not alike(group))
+
+
+def with_wide_heads(sizes: Sequence[Size]) -> list[Size]:
+    """Those that were trained with heads of 128 too, and these runs in the place of the others."""
+    found = [size for size in sizes if OURS_WIDE in size.arms and THEIRS_WIDE in size.arms]
+    return [replace(size, arms={OURS: size.arms[OURS_WIDE], THEIRS: size.arms[THEIRS_WIDE]}) for size in found]
 
 
 def parameters(size: Size) -> int:

@@ -79,6 +79,17 @@ def test_the_text_with_more_seeds_counts(folder: Path, page: ModuleType) -> None
     assert other.count("\n") == whole.count("\n")
 
 
+def test_the_large_model_is_as_large_as_the_table_says(
+    folder: Path, page: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (folder / "study").glob(f"{page.LARGE}-*.json"):
+        record = json.loads(path.read_text())
+        record["evaluation"]["parameters"] *= 2
+        path.write_text(json.dumps(record))
+    assert page.main(words(folder)) == 2
+    assert "10m-again and 85m-again are not what the table of losses says" in capsys.readouterr().err
+
+
 def test_a_range_over_lengths(folder: Path, page: ModuleType) -> None:
     path = folder / page.FILE
     results = json.loads(path.read_text())
@@ -125,7 +136,8 @@ def test_a_length_that_was_not_measured_is_said(
     ("missing", "said"),
     [
         (f"study/10m-*{MIX}-wide-seed?.json", f"there is no run of {MIX}-wide at 10m-again"),
-        ("study/*.json", "there are no runs of 10m-again"),
+        (f"study/85m-*{MIX}-wide-seed?.json", f"there is no run of {MIX}-wide at 85m-again"),
+        ("study/*.json", "there are no runs of 10m-again, 85m-again"),
         ("training-h200.json", "training-h200.json is not there"),
         ("attention-h200.json", "attention-h200.json is not there"),
         ("cpu.json", "cpu.json is not there: benchmarks/cpu.py writes it"),

@@ -125,3 +125,23 @@ def test_the_table(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
     ]
     assert rows[9] == "Errors of these slopes rest on 1 degree of freedom."
     assert page.sizes_block(study[:0]) == []
+
+
+def test_heads_of_128_have_a_table_of_their_own(scripts: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    """Of the sizes that have them; two sizes have no line."""
+    sizes, _, page = scripts
+    study = []
+    for name, wide in (("10m", 4.02), ("25m", 3.98), ("85m", None)):
+        narrow = made(scripts, name, [4.01], [4.0])
+        other = {} if wide is None else made(scripts, name, [wide], [4.0]).arms
+        renamed = {f"{arm}-wide": runs for arm, runs in other.items()}
+        study.append(replace(narrow, arms=narrow.arms | renamed))
+    assert [sizes.gap_at(size, 16) for size in sizes.with_wide_heads(study)] == pytest.approx([0.02, -0.02])
+    rows = page.sizes_block(study)
+    start = rows.index("**10m, 25m, heads of 128**: one text, all else equal")
+    assert rows[start + 4 :][:3] == [
+        "| 10m | 10M | 4 | 0M | 1 and 1 | +0.0200 | +0.0200 | +0.0200 | 1.50 |",
+        "| 25m | 100M | 4 | 0M | 1 and 1 | -0.0200 | -0.0200 | -0.0200 | 1.50 |",
+        "",
+    ]
+    assert "slope" not in "".join(rows[start:-2])
