@@ -244,11 +244,19 @@ class Inputs:
 
 
 def read_inputs(source: str, settings: Settings) -> Inputs:
+    if not Path(source).is_file():
+        raise SystemExit(f"--trained {source}: there is no such file")
     stored = load(source)
-    if any(not isinstance(stored.get(x), Tensor) or stored[x].dim() != 4 for x in "qkv"):
+    tensors = [stored.get(x) for x in "qkv"] if isinstance(stored, dict) else []
+    if not tensors or any(not isinstance(x, Tensor) or x.dim() != 4 for x in tensors):
         raise SystemExit(f"--trained {source}: expected a dict of q, k, v, each (B, H, T, D)")
-    about = str(stored.get("about", Path(source).name))
-    return Inputs(settings, {name: x.detach() for name, x in stored.items() if name in "qkv"}, about)
+    (_, heads, *place), (_, kv_heads, *of_keys), (_, of_values, *_) = (x.shape for x in tensors)
+    if place != of_keys or heads % kv_heads or heads % of_values or tensors[1].shape[2] != tensors[2].shape[2]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise SystemExit(f"--trained {source}: expected q, k, v of one T and D, heads that q's divide by; got {shapes}")
+    inputs = Inputs(settings, {name: x.detach() for name, x in zip("qkv", tensors, strict=True)})
+    inputs.about = str(stored.get("about", Path(source).name))
+    return inputs
 
 
 def disagreement(attend: Attention, truth: Attention, qkv: Any, grad: Tensor, backward: bool, clear: Tensor) -> str:
@@ -399,10 +407,9 @@ def run_lengths(inputs: Inputs) -> Iterator[Row]:
             row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), settings)
             record(row, "forward", milliseconds(lambda: contender.attend(q, k, v), settings, 1))
 
-    random = Inputs(settings)
     for contender in chosen:
         row = {"section": "million", "batch": 1, "heads": 1, "length": settings.million, "head_dim": 64}
-        yield attempt(row, contender, fill, functools.partial(wrong, contender, random, 64), random)
+        yield attempt(row, contender, fill, functools.partial(wrong, contender, inputs, 64), inputs)
 
 
 def decode_ours(unit_keys: bool, impl: Any) -> Attention:
@@ -552,6 +559,10 @@ def options() -> argparse.Namespace:
         parser.error(f"--jobs: a number of processes, 0 or more; got {chosen.jobs}")
     if min(chosen.repetitions, *(chosen.head_dims or ()), *(chosen.lengths or ()), 1) < 1:
         parser.error("--repetitions, --head-dims and --lengths must be at least 1")
+    if "trained" in chosen.sections.split(",") and not chosen.trained:
+        if chosen.sections == "trained":
+            parser.error("--sections trained needs --trained FILE (benchmarks/trained_inputs.py makes some)")
+        say("no --trained: the section trained is left out")
     if not chosen.quick and not torch.cuda.is_available():
         parser.error("no CUDA device; only --quick runs on a CPU")
     return chosen
@@ -571,6 +582,9 @@ def main() -> None:
     cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math"}
     settings = Settings(**given, **cpu)
     trained = [read_inputs(source, settings) for source in chosen.trained]
+    for source, inputs in zip(chosen.trained, trained, strict=True):
+        if not any(inputs.fits(*shape) for shape in settings.shapes):
+            raise SystemExit(f"--trained {source}: its T and D are of none of the shapes to be timed")
     data, sections = header(settings, chosen.commit), chosen.sections.split(",")
     late = False
     for words in compile_side_by_side(settings, sections, chosen.jobs) if chosen.jobs else ():

@@ -97,7 +97,7 @@ def baseline_of(data: Data, row: Row, name: str) -> Row | None:
         peers = [x for x in peers if x["section"] == "decode" and x["contender"].startswith("sdpa")]
         return min(peers, key=lambda x: x[name], default=None)
     peers = [x for x in peers if x["contender"] == data["baseline"] and x["head_dim"] == row.get("head_dim")]
-    own = [x for x in peers if x["section"] == row["section"]]
+    own = [x for x in peers if (x["section"], x.get("inputs")) == (row["section"], row.get("inputs"))]
     shared = [x for x in peers if x["section"] in ("train", "lengths") and row["section"] == "compile"]
     return (own or shared or [None])[0]
 
@@ -195,8 +195,9 @@ def table(data: Data) -> str:
         "",
         *training_tables(data),
     ]
-    if rows := rows_in(data, "trained"):
-        lines += ["On q, k, v of a trained model: forward + backward ms (ratio)", ""]
+    for about in dict.fromkeys(row["inputs"] for row in rows_in(data, "trained")):
+        lines += [f"On q, k, v of a trained model ({about}): forward + backward ms (ratio)", ""]
+        rows = [row for row in rows_in(data, "trained") if row["inputs"] == about]
         cell = lambda row: f"{number(row['total_ms'])} ({number(row.get('ratio'))})"  # noqa: E731
         lines += pivot(rows, lambda row: f"D={row['head_dim']} T={row['length']}", cell)
     if rows := rows_in(data, "lengths"):

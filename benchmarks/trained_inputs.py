@@ -136,7 +136,9 @@ def main() -> None:
         torch.manual_seed(0)
         model = Model(chosen.dim, head_dim, chosen.layers).to(device)
         steps, loss = train(model, seen, chosen.train_length, chosen.batch, chosen.seconds)
-        places = torch.linspace(0, len(unseen) - chosen.length - 1, chosen.sequences, device=device).long()
+        places = torch.linspace(
+            0, len(unseen) - chosen.length - 1, chosen.sequences, device=device, dtype=torch.float64
+        ).long()
         tokens = windows(unseen, places, chosen.length + 1)
         with torch.no_grad():
             held_out = float(loss_of(model, tokens[:, : chosen.train_length + 1]))

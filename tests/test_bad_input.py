@@ -400,3 +400,10 @@ def test_a_cache_that_starts_after_its_end_gives_zero(impl: str) -> None:
     out = softplus_attention_decode(**cached(cache_starts=integers(3, 0)), impl=impl)
     assert (out[0] == 0).all()
     assert (out[1] != 0).any()
+
+
+@pytest.mark.parametrize("name", ["power", "score_scale"])
+def test_a_number_beyond_every_float_is_named(name: str) -> None:
+    q = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        softplus_attention(q, q, q, **{name: 10**400})

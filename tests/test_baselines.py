@@ -525,3 +525,12 @@ class TestFirstScale:
     def test_no_scale_to_start(self) -> None:
         with pytest.raises(ValueError, match=r"`first_scale` must be None where `learned_scale` is False, got 0\.6"):
             attention("softmax", first_scale=0.6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax-qknorm-logn", "ssmax"])
+def test_compiles_with_dynamic_lengths(name: str) -> None:
+    chosen = attention(name)
+    compiled = torch.compile(lambda q: chosen(q, q, q, is_causal=True), fullgraph=True, dynamic=True, backend="eager")
+    for length in (20, 33):
+        q = torch.randn(2, 4, length, 8)
+        torch.testing.assert_close(compiled(q), chosen(q, q, q, is_causal=True))

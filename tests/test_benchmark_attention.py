@@ -143,7 +143,11 @@ class TestCommand:
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
-        [(["--quick", "--sections", "train,speed"], "no speed"), ([], "only --quick runs on a CPU")],
+        [
+            (["--quick", "--sections", "train,speed"], "no speed"),
+            (["--quick", "--sections", "trained"], "needs --trained FILE"),
+            ([], "only --quick runs on a CPU"),
+        ],
     )
     def test_refuses(self, arguments: list[str], message: str) -> None:
         result = python("benchmarks/attention.py", *arguments)
@@ -225,10 +229,45 @@ class TestInputs:
         assert not given.fits(64, 51)
         assert not given.fits(128, 40)
 
-    def test_refuse_another_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
-        torch.save({"q": torch.randn(2, 3)}, tmp_path / "inputs.pt")
-        with pytest.raises(SystemExit, match="a dict of q, k, v"):
-            benchmark.read_inputs(str(tmp_path / "inputs.pt"), inputs.settings)
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ([(2, 3)], "a dict of q, k, v"),
+            ([], "a dict of q, k, v"),
+            ([(1, 4, 128, 64), (1, 3, 128, 64), (1, 3, 128, 64)], "heads that q's divide by"),
+            ([(1, 4, 128, 64), (1, 4, 100, 64), (1, 4, 100, 64)], "of one T and D"),
+        ],
+    )
+    def test_refuse_another_file(
+        self, benchmark: ModuleType, inputs: Any, tmp_path: Path, shapes: list[Any], message: str
+    ) -> None:
+        path = tmp_path / "inputs.pt"
+        stored = {name: torch.randn(shape) for name, shape in zip("qkv", shapes, strict=False)}
+        torch.save(stored or [torch.randn(2)], path)
+        with pytest.raises(SystemExit, match=message):
+            benchmark.read_inputs(str(path), inputs.settings)
+        with pytest.raises(SystemExit, match="no such file"):
+            benchmark.read_inputs(str(tmp_path / "other.pt"), inputs.settings)
+
+    def test_of_no_shape_that_is_timed(self, tmp_path: Path) -> None:
+        torch.save({x: torch.randn(1, 2, 128, 96) for x in "qkv"}, tmp_path / "inputs.pt")
+        result = python("benchmarks/attention.py", "--quick", "--trained", str(tmp_path / "inputs.pt"))
+        assert result.returncode == 1
+        assert "are of none of the shapes to be timed" in result.stderr
+
+    def test_two_models_of_one_head_dimension(self, benchmark: ModuleType, inputs: Any) -> None:
+        """Each has ratios to its own baseline, and a table of its own."""
+        data = {**benchmark.header(inputs.settings), "rows": []}
+        for about, base in (("model A", 1.0), ("model B", 2.0)):
+            for name, share in (("sdpa math", 1.0), ("lssa", 0.5)):
+                row = {"section": "trained", "contender": name, "inputs": about, "status": "ok", "note": ""}
+                row |= {"batch": 1, "heads": 1, "length": 64, "head_dim": 64}
+                data["rows"].append(row | {"forward_ms": base * share, "backward_ms": base * share})
+        benchmark.derive(data)
+        assert [row["ratio"] for row in data["rows"]] == [1, 0.5, 1, 0.5]
+        text = benchmark.table(data)
+        for about, cell in (("model A", "| lssa | 1 (0.5) |"), ("model B", "| lssa | 2 (0.5) |")):
+            assert cell in text.partition(about)[2]
 
     def test_come_from_a_model_trained_for_them(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
         """The command trains, saves, and the benchmark takes what it saved."""
@@ -258,7 +297,7 @@ def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
     """A results file as large as they come: every shape of a full run, invented numbers."""
     settings = benchmark.Settings()
     common = {"batch": 8, "heads": 12, "status": "ok", "note": "B=4 for memory", "error": "", "timing": "cuda graph"}
-    common |= {"forward_ms": 123.456, "backward_ms": 234.567, "finite": True, "kv_heads": 8}
+    common |= {"inputs": "a model", "forward_ms": 123.456, "backward_ms": 234.567, "finite": True, "kv_heads": 8}
     common |= {"forward_mib": 12345.6, "kept_mib": 12345.6, "step_mib": 12345.6}
     names = {section: benchmark.contenders(settings) for section in ("train", "trained", "memory")}
     names |= {"lengths": names["train"][:3], "compile": benchmark.compiled_contenders()}

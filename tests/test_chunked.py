@@ -23,6 +23,7 @@ from softplus_attention import (
 )
 from softplus_attention.kernels import chunked
 from softplus_attention.kernels.parallel import for_each
+from softplus_attention.nn import SoftplusAttention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -419,3 +420,24 @@ def test_threads_do_not_outlive_a_fork() -> None:
         assert queue.get(timeout=30) == list(range(8))
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("power", [1e9, 10**30, PowerByLength(1e10), torch.full((2,), 1e10)], ids=str)
+def test_a_huge_power_is_the_argmax(power: Any) -> None:
+    q, k, v = (randn(1, 2, 40, 16, seed=seed) for seed in range(3))
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out, expected = (softplus_attention(*given, power=power, is_causal=True, impl=x) for x in ("chunked", "reference"))
+    torch.testing.assert_close(out, expected)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), given))
+    step = softplus_attention_decode(q[:, :, -1:].detach(), k.detach(), v.detach(), torch.tensor([40]), power=power)
+    torch.testing.assert_close(step, expected[:, :, -1:].detach())
+
+
+def test_learned_powers_under_padding_take_linear_memory() -> None:
+    peaks = []
+    for t in (1024, 4096):
+        module = SoftplusAttention(16, 1, power="learned-log")
+        x, mask = randn(1, t, 16, seed=0), torch.ones(1, 1, 1, t, dtype=torch.bool)
+        with torch.no_grad():
+            peaks.append(peak_memory(lambda m=module, x=x, mask=mask: m(x, attn_mask=mask)))
+    assert peaks[1] < 6 * peaks[0], "quadratic memory would be 16 times as much"

@@ -527,3 +527,58 @@ def test_bad_packing(changed: dict[str, Any], kind: type[Exception], words: str)
 def test_positions_that_are_no_tensor_are_refused() -> None:
     with pytest.raises(TypeError, match=r"`position_ids` must be a tensor \(T,\) or \(B, T\) = \(2, 13\), got list"):
         module()(tokens(), position_ids=list(range(T)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("new", [1, 100], ids=["room", "growing"])
+def test_a_cache_refuses_other_keys_and_values_before_it_changes(new: int) -> None:
+    def vectors(batch: int, t: int, dtype: torch.dtype = torch.float32, width: int = 8) -> Tensor:
+        return torch.randn(batch, 2, t, width).to(dtype)
+
+    first = vectors(1, 4)
+    for strange in (vectors(4, new), vectors(1, new, torch.bfloat16), vectors(1, new, width=6)):
+        for name, pair in (("k", (strange, vectors(1, new))), ("v", (vectors(1, new), strange))):
+            cache = KeyValueCache()
+            cache.append(first, first)
+            with pytest.raises(ValueError, match=f"`{name}` must be as the cache holds them"):
+                cache.append(*pair)
+            assert len(cache) == 4
+            keys, _, lengths = cache.append(vectors(1, 1), vectors(1, 1))
+            assert torch.equal(keys[:, :, :4], first)
+            assert lengths.tolist() == [5]
+
+
+def test_a_left_padded_prefill_in_pieces() -> None:
+    """A piece may end before the first real token of a sequence."""
+    module, x, starts = SoftplusAttention(32, 2).eval(), torch.randn(2, 12, 32), torch.tensor([0, 6])
+    with torch.no_grad():
+        whole = module(x, cache=KeyValueCache(starts=starts))
+        cache = KeyValueCache(starts=starts)
+        pieces = torch.cat([module(x[:, a : a + 4], cache=cache) for a in (0, 4, 8)], 1)
+    torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_log_n_are_exact_in_float64() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64) for _ in range(3))
+    factors = torch.tensor([0.9, 1.7], dtype=torch.float64)
+    options: dict[str, Any] = {"is_causal": True, "parameters": {"power_per_log": factors}}
+    logs = torch.arange(1, 41, dtype=torch.float64).log()
+    expected = softplus_attention(q, k, v, is_causal=True, power=(factors[:, None] * logs).clamp(min=1)[None])
+    for rows in (slice(None), slice(-1, None)):
+        out = attention("lssar")(q[:, :, rows], k, v, **options)
+        torch.testing.assert_close(out, expected[:, :, rows], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m, x: m([1]), "`x` must be a tensor"),
+        (lambda m, x: m(x, torch.randn(2, 5, 16)), r"`source` must be a tensor \(2, T, 32\)"),
+        (lambda m, x: m(x, torch.randn(3, 5, 32)), r"`source` must be a tensor \(2, T, 32\)"),
+        (lambda m, x: m(x, cache=KeyValueCache(starts=torch.tensor([0, 0, 0]))), "`cache` must be one whose `starts`"),
+        (lambda m, x: KeyValueCache(max_length=True), "`max_length` must be an int"),
+        (lambda m, x: SoftplusAttention(32, 2, num_kv_heads=2.0), "`num_kv_heads` must be a divisor"),
+    ],
+)
+def test_what_a_module_is_given_is_named(call: Any, words: str) -> None:
+    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
+        call(SoftplusAttention(32, 2), torch.randn(2, 5, 32))

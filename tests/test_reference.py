@@ -508,3 +508,19 @@ def test_a_call_of_sdpa_stands_as_it_is() -> None:
     ends = torch.tensor([0, 5], dtype=torch.int32)
     out = softplus_attention_varlen(*packed, ends, ends, 5, 5, is_causal=True)
     torch.testing.assert_close(out.transpose(0, 1)[None], expected)
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_leaves_no_plausible_gradient(impl: str, bad: float) -> None:
+    """The rows that give it weight have NaN in the gradients of q and of the keys they see; others have none of it."""
+    q, k, v = (randn(1, 1, 6, 4, seed=seed) for seed in range(3))
+    v[0, 0, 2, 1] = bad
+    given = [x.requires_grad_() for x in (q, k, v)]
+    out = softplus_attention(*given, power=3, is_causal=True, impl=impl)
+    spoilt = ~out.isfinite().all(-1)[0, 0]
+    assert 0 < spoilt.sum() < 6
+    dq, dk, dv = torch.autograd.grad(out.sum(), given)
+    assert torch.equal(~dq.isfinite().all(-1)[0, 0], spoilt)
+    assert not dk.isfinite().all()
+    assert dv.isfinite().all()

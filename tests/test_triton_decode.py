@@ -278,6 +278,7 @@ class TestTheOp:
         assert triton_decode_launch.splits_for(2048, 5000, device) == 1
         assert triton_decode_launch.splits_for(128, 64, device) == 12, "24 would leave a program 5 tiles"
         assert triton_decode_launch.splits_for(64, 256, device) == 6, "a program has 10 tiles"
+        assert triton_decode_launch.splits_for(3000, 4, device) == 256, "with the most that there are it has 11"
 
     @DTYPES
     def test_without_lengths_all_keys_are_seen(self, dtype: torch.dtype) -> None:

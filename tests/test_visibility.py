@@ -87,3 +87,25 @@ def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytes
         counts[power] = operations.count
     # Softplus of the parameter, times log N, at least 1.
     assert counts["learned-log"] <= counts[15] + 3, counts
+
+
+@pytest.mark.parametrize("window", [3, 2**31 - 1, sys.maxsize])
+def test_rows_before_the_first_key_see_nothing_however_wide_the_window(window: int) -> None:
+    sight = Visibility(6, 3, CPU, True, window)
+    assert torch.equal(sight.counts(), torch.tensor([[[0, 0, 0, 1, 2, 3]]]))
+    start, end = sight.ranges()
+    assert ((start >= 0) & (start <= end) & (end <= 3)).all()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("ranges", [False, True])
+def test_one_mask_for_all_rows_is_counted_without_a_dense_one(batch: int, window: int | None, ranges: bool) -> None:
+    torch.manual_seed(0)
+    given = {"key_start": torch.randint(0, 5, (2, 5)), "key_end": torch.randint(0, 9, (2, 5))} if ranges else {}
+    for heads in (1, 3):
+        mask = torch.rand(batch, heads, 1, 8) < 0.6
+        sight = Visibility(5, 8, CPU, True, window, mask=mask, **given)
+        assert torch.equal(sight.counts(), sight.dense().sum(-1, dtype=torch.int32))
+    every = Visibility(5, 8, CPU, True, window, mask=torch.ones(1, 1, 1, 1, dtype=torch.bool), **given)
+    assert torch.equal(every.counts(), every.dense().sum(-1, dtype=torch.int32))

@@ -439,7 +439,9 @@ def sdpa_attention(
     if window is not None:
         return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window, scale)
     if visible is None:
-        grouped = k.shape[1] != heads
+        grouped = False
+        if k.shape[1] != heads:  # of a comparison a compiler makes a SymBool, which SDPA does not take
+            grouped = True
         if visibility.is_causal and t_q == t_k:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)

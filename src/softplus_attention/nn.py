@@ -87,6 +87,19 @@ def checked_starts(starts: Tensor | None) -> Tensor | None:
     return starts
 
 
+def check_sequence(name: str, x: Tensor, batch: int | str, width: int) -> None:
+    if not isinstance(x, Tensor):
+        check.fail(name, f"a tensor ({batch}, T, {width})", type(x).__name__, TypeError)
+    if x.dim() != 3 or x.shape[-1] != width or batch not in ("B", x.shape[0]):
+        check.fail(name, f"a tensor ({batch}, T, {width})", check.described(x))
+
+
+def alike(kept: Tensor, x: Tensor) -> bool:
+    """Whether the memory ``kept`` is for keys or values such as ``x``, but for their number."""
+    same = kept.dtype == x.dtype and kept.device == x.device
+    return same and kept.shape[:2] == x.shape[:2] and kept.shape[3] == x.shape[3]
+
+
 class KeyValueCache:
     """The keys and values of one layer, for inference.
 
@@ -96,7 +109,7 @@ class KeyValueCache:
     """
 
     def __init__(self, *, max_length: int | None = None, starts: Tensor | None = None) -> None:
-        if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        if max_length is not None and (type(max_length) is not int or max_length < 1):
             check.fail("max_length", "an int >= 1, or None for a cache that grows", repr(max_length))
         self.max_length, self.starts = max_length, checked_starts(starts)
         self.keys: Tensor | None = None
@@ -153,8 +166,12 @@ class KeyValueCache:
 
     def reserve(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Room for ``length`` tokens. New memory is zero: a product with weight 0 must not meet a stray NaN."""
-        if self.longest == 0 and self.keys is not None and not self.holds(k):
-            self.keys = self.values = None
+        for name, kept, x in (("k", self.keys, k), ("v", self.values, v)):
+            if kept is not None and not alike(kept, x):
+                if self.longest:
+                    expected = f"as the cache holds them, {kept.dtype} (B, H_kv) = {tuple(kept.shape[:2])}"
+                    check.fail(name, f"{expected} and {kept.shape[3]} wide on {kept.device}", check.described(x))
+                self.keys = self.values = None
         room = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is None or self.values is None or room < length:
             size = self.max_length or max(length, 2 * room, 64)
@@ -165,17 +182,7 @@ class KeyValueCache:
                     fresh[:, :, :room] = old
                 grown.append(fresh)
             self.keys, self.values = grown
-        if not self.holds(k):
-            expected = f"as the cache holds them, {self.keys.dtype} (B, H_kv) = {tuple(self.keys.shape[:2])}"
-            check.fail("k", f"{expected} on {self.keys.device}", check.described(k))
         return self.keys, self.values
-
-    def holds(self, k: Tensor) -> bool:
-        """Whether the memory is for keys such as ``k``, but for their number."""
-        kept = self.keys
-        if kept is None or kept.dtype != k.dtype or kept.device != k.device:
-            return False
-        return kept.shape[:2] == k.shape[:2] and kept.shape[3] == k.shape[3]
 
     def reset(self, starts: Tensor | None = None) -> None:
         """Empty again, the memory kept for as long as it fits what comes."""
@@ -233,7 +240,7 @@ class SoftplusAttention(nn.Module):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_dim = dim // num_heads if head_dim is None else head_dim
         self.source_dim = dim if source_dim is None else source_dim
-        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+        if type(self.num_kv_heads) is not int or self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
             check.fail("num_kv_heads", f"a divisor of `num_heads`, {num_heads}", self.num_kv_heads)
         self.attention = chosen_attention(attention, power, window)
         self.rope = chosen_rope(rope, self.attention.spec, self.head_dim)
@@ -306,8 +313,11 @@ class SoftplusAttention(nn.Module):
         padding is the cache's ``starts``, and ``token_counts`` (B,), from 0 to T, is the number of real tokens in a
         right-padded x.
         """
-        if x.dim() != 3 or x.shape[-1] != self.dim:
-            check.fail("x", f"a tensor (B, T, {self.dim})", check.described(x))
+        check_sequence("x", x, "B", self.dim)
+        if source is not None:
+            check_sequence("source", source, x.shape[0], self.source_dim)
+        if cache is not None and cache.starts is not None and cache.starts.shape[0] != x.shape[0]:
+            check.fail("cache", f"one whose `starts` are of {x.shape[0]} sequences", check.described(cache.starts))
         is_causal = source is None if is_causal is None else is_causal
         given: dict[str, Any] = {"source": source, "attn_mask": attn_mask, "key_start": key_start, "key_end": key_end}
         if cu_seqlens is not None:
@@ -362,7 +372,8 @@ class SoftplusAttention(nn.Module):
         if normalized:
             k = unit_keys(k)
         keys, values, lengths = cache.append(k, v, counts)
-        starts = None if cache.starts is None else cache.starts.to(k.device)
+        # A prefill in pieces may not have come to the first real token yet.
+        starts = None if cache.starts is None else cache.starts.to(k.device).clamp(max=keys.shape[2])
         return self.attention.decode(
             q, keys, values, lengths, cache_starts=starts, normalized_keys=normalized, **options
         )

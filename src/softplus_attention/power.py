@@ -104,7 +104,7 @@ def learned_parameter(kind: str, raw: Tensor) -> dict[str, Tensor]:
 def power_by_log(per_log: Tensor, counts: Tensor | int) -> Tensor:
     """(B|1, H, T_q), or (H,) for one count of all rows: ``per_log`` (H,) times log N, at least 1; ``counts`` is
     (B|1, H|1, T_q)."""
+    exact = per_log if per_log.dtype == torch.float64 else per_log.float()
     if isinstance(counts, int):
-        exact = per_log if per_log.dtype == torch.float64 else per_log.float()  # as a tensor of counts makes it
         return (exact * math.log(max(counts, 1))).clamp(min=1)
-    return (per_log[:, None] * counts.clamp(min=1).log()).clamp(min=1)
+    return (exact[:, None] * counts.clamp(min=1).to(exact.dtype).log()).clamp(min=1)

@@ -98,7 +98,8 @@ def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
     """weights @ v, but a key without weight adds nothing, not even its NaN; with weight, any NaN or Inf makes NaN."""
     finite = v.isfinite()
     spoilt = (weights.detach() != 0).to(v.dtype) @ (~finite).to(v.dtype)
-    return torch.where(spoilt > 0, torch.nan, weights @ torch.where(finite, v, 0))
+    # As a part of the sum, so that the gradient of the weights is no plausible number either.
+    return weights @ torch.where(finite, v, 0) + torch.where(spoilt > 0, torch.nan, 0.0) * weights.sum(-1, keepdim=True)
 
 
 def seen_by_some_row(visible: Tensor) -> Tensor:

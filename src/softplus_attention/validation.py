@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import pairwise
 from typing import NoReturn
 
@@ -85,7 +86,7 @@ def check_causal(is_causal: bool) -> None:
 def check_window(window: int | None, is_causal: bool) -> None:
     if window is None:
         return
-    if isinstance(window, bool) or not isinstance(window, int):
+    if isinstance(window, bool) or not isinstance(window, int | torch.SymInt):
         fail("window", "an int >= 1 or None", repr(window), TypeError)
     if window < 1:
         fail("window", "an int >= 1 or None", window)
@@ -151,7 +152,7 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         return
     if isinstance(power, bool) or not isinstance(power, int | float):
         fail("power", kinds, repr(power), TypeError)
-    if not 1 <= power < math.inf:
+    if not 1 <= power <= sys.float_info.max:
         fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
@@ -161,7 +162,7 @@ def check_score_scale(score_scale: float | None, head_dim: int, most_keys: int, 
         score_scale = math.log(head_dim)
     elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
         fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
-    if not 0 <= score_scale < math.inf:
+    if not 0 <= score_scale <= sys.float_info.max:
         fail("score_scale", "a finite number >= 0", score_scale)
     if not torch.compiler.is_compiling() and score_scale:  # a compiler would make a rule of the length
         seen = most_keys if window is None else min(window, most_keys)

@@ -75,12 +75,23 @@ class Visibility:
     def counts(self) -> Tensor:
         """N_i of every row, (B|1, H|1, t_q)."""
         if self.mask is not None:
-            return self.dense().sum(-1)
+            return self.dense().sum(-1, dtype=torch.int32) if self.mask.shape[2] > 1 else self.counts_under_one_mask()
         if self.is_causal and self.key_start is None and self.key_end is None and self.own_key is None:
             # The same in fewer operations: a decode step waits for the launch of each.
             return (self.positions() + 1).clamp(0, None if self.window is None else min(self.window, WIDEST))[:, None]
         start, end = self.ranges()
         return (end - start)[:, None]
+
+    def counts_under_one_mask(self) -> Tensor:
+        """The same for a mask of all rows alike (padding), in linear memory: keys up to a row's end less those up to
+        its start."""
+        assert self.mask is not None
+        keys = self.mask[:, :, 0].expand(-1, -1, self.t_k)
+        up_to = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # (B|1, H|1, t_k + 1)
+        start, end = (x[:, None].long() for x in self.ranges())  # (B|1, 1, t_q)
+        shape = torch.broadcast_shapes(up_to.shape[:2], start.shape[:2])
+        up_to, start, end = (x.expand(*shape, -1) for x in (up_to, start, end))
+        return up_to.gather(-1, end) - up_to.gather(-1, start)
 
     def known_count(self) -> int | None:
         """N of all rows, where it is one number that follows from shapes: that of a decode step, say."""
@@ -101,8 +112,11 @@ class Visibility:
 
 
 def window_start(own_key: Tensor, window: int) -> Tensor:
-    """The first key in the window of rows that stand on ``own_key``, int32; below 0 where it reaches further."""
-    return own_key + 1 - min(window, WIDEST)
+    """The first key in the window of rows that stand on ``own_key``, int32; below 0 where it reaches further.
+
+    Rows before the first key see none of it: held at -1, they do not leave int32.
+    """
+    return own_key.clamp(min=-1) + 1 - min(window, WIDEST)
 
 
 def packed(

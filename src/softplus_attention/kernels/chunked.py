@@ -20,6 +20,7 @@ from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 TILE_ELEMENTS = 1 << 18
 LEAST_ROWS, MOST_ROWS = 64, 256
 # Below this many scores in all (a decode step), starting threads costs more than it saves.
+STEEP = 2**16  # a power that makes another weight of 1 - eps
 WORTH_THREADS = 1 << 17
 
 
@@ -289,7 +290,7 @@ class RowTerms:
 
     def use(self, total: Tensor, largest: Tensor) -> None:
         """Takes R = sum f and max f of each row, and derives which rows sharpen and how."""
-        self.total = total
+        self.total, self.largest = total, largest
         if self.power is not None:
             height = self.counts * largest / total - self.offset  # M_i = max x
             self.sharp = height > EQUAL_SCORES
@@ -301,7 +302,7 @@ class RowTerms:
         slope, offset = self.counts / self.total / self.height, self.offset / self.height
         if not self.all_sharp:
             slope, offset = torch.where(self.sharp, slope, 0), torch.where(self.sharp, offset, 0)
-        return torch.mul(f, slope, out=out).sub_(offset).relu_()
+        return exactly_one_(torch.mul(f, slope, out=out).sub_(offset).clamp_(0, 1), f, self.largest, self.power)
 
     def raised(self, u: Tensor, below: int, out: Tensor) -> Tensor:
         """u^(p - below)"""
@@ -310,6 +311,12 @@ class RowTerms:
         assert self.power is not None
         torch.pow(u, self.power - below, out=out)
         return out.masked_fill_(u == 0, 0)
+
+
+def exactly_one_(u: Tensor, f: Tensor, largest: Tensor, power: int | Tensor | None) -> Tensor:
+    """u, 1 at the largest f of each row, where rounding may have left a little less: of a steep power nothing of it."""
+    steep = power is not None and (power > STEEP if isinstance(power, int) else bool((power > STEEP).any()))
+    return u.masked_fill_(f == largest, 1) if steep else u
 
 
 def add_bad_keys(out: Tensor, weights: Tensor, v: Tensor, keys: list[int]) -> None:
@@ -423,8 +430,9 @@ def backward(
         if rows.power is None or steepness is None:
             slope.div_(total)
         else:
+            power = float(rows.power) if isinstance(rows.power, int) else rows.power  # an int may be too long for torch
             g.mul_(steepness).mul_(
-                torch.where(rows.sharp, rows.power / norm / rows.height, 1 / rows.counts.clamp(min=1))
+                torch.where(rows.sharp, power / norm / rows.height, 1 / rows.counts.clamp(min=1))
             )  # dx
             competition = rows.offset / rows.counts.clamp(min=1) * g.sum(-1, keepdim=True)  # eps
             g.sub_(torch.where(rows.sharp, competition, 0))

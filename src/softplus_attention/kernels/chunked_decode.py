@@ -91,11 +91,13 @@ def one_token(
     weights, norm = f, total
     if sharpen:
         subtracted = 1.0 if offset and n > 3 else 0.0
-        height = f.amax(-1, keepdim=True).mul_(n).div_(total).sub_(subtracted)
+        largest = f.amax(-1, keepdim=True)
+        height = (largest * n).div_(total).sub_(subtracted)
         sharp = height > EQUAL_SCORES
         safe = torch.where(sharp, height, 1)
-        u = (f * (n / total / safe)).sub_(subtracted / safe).relu_()
-        weights = raised(u, power_of(power, power_rows, power_by_length, n, q))
+        u = (f * (n / total / safe)).sub_(subtracted / safe).clamp_(0, 1)
+        given = power_of(power, power_rows, power_by_length, n, q)
+        weights = raised(chunked.exactly_one_(u, f, largest, given), given)
         norm = weights.sum(-1, keepdim=True)
         if not bool(sharp.all()):
             weights, norm = torch.where(sharp, weights, f), torch.where(sharp, norm, total)

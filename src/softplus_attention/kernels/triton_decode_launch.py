@@ -90,11 +90,16 @@ def splits_for(tiles: int, programs: int, device: torch.device) -> int:
     """
     many = multiprocessors(device.index if device.type == "cuda" else None)
     wanted = PROGRAMS_PER_MULTIPROCESSOR * many
-    if tiles * programs < FEW_TILES * wanted:
-        wanted //= 2
+    splits = whole_waves(wanted, programs, many)
+    if tiles < FEW_TILES * splits:
+        splits = whole_waves(wanted // 2, programs, many)
+    return min(splits, tiles)
+
+
+def whole_waves(wanted: int, programs: int, many: int) -> int:
     fewer = max(1, wanted // programs)
     splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * many) / x)
-    return min(splits, tiles, MOST_SPLITS)
+    return min(splits, MOST_SPLITS)
 
 
 def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:

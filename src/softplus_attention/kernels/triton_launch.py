@@ -175,18 +175,8 @@ class Problem:
     def mask_counts(self) -> Tensor:
         """N_i under a mask, (B|1, H|1, T_q) int32."""
         assert self.mask is not None
-        visible = Visibility(
-            self.t_q, self.t_k, self.q.device, self.is_causal, self.window, self.start, self.end, self.mask
-        )
-        if self.mask.shape[2] > 1:
-            return visible.dense().sum(-1, dtype=torch.int32)
-        # One mask for all rows (padding): the keys up to a row's end less those up to its start, without a dense mask.
-        keys = self.mask[:, :, 0].expand(-1, -1, self.t_k)
-        up_to = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # (B|1, H|1, T_k + 1)
-        start, end = (x[:, None].long() for x in visible.ranges())  # (B|1, 1, T_q)
-        shape = torch.broadcast_shapes(up_to.shape[:2], start.shape[:2])
-        up_to, start, end = (x.expand(*shape, -1) for x in (up_to, start, end))
-        return up_to.gather(-1, end) - up_to.gather(-1, start)
+        ranges = (self.is_causal, self.window, self.start, self.end)
+        return Visibility(self.t_q, self.t_k, self.q.device, *ranges, self.mask).counts()
 
     def rows_that_see(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
         """For ranges given per row: the rows [first, last) that may see a key of each block of keys, (B|1, key blocks),
