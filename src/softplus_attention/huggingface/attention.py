@@ -182,7 +182,7 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         out = attend(chosen, query, key, value, attention_mask, causal)
         wanted = output_attentions or attentions_are_recorded()
         seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
-        return out.transpose(1, 2), seen
+        return out.transpose(1, 2).contiguous(), seen  # it mostly is; JetMoe takes a view of it
 
     attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
     return attend_host

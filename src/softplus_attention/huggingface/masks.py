@@ -82,12 +82,12 @@ def range_mask(
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
     if pattern is None and torch.compiler.is_compiling() and attention_mask is None and not others.get("use_vmap"):
         return traced_ranges(masking_utils.sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, device=device))
-    if pattern is None or padding is None:
+    ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+    if pattern is None or padding is None or asked_for_dense(pattern, ends_together, others):
         others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         return masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, device=device, **others)
 
     within = pattern.window is None or kv_length <= pattern.window
-    ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
     if pattern.causal and within and pattern.documents is None and padding == (None, None) and ends_together:
         return None
 
@@ -109,6 +109,14 @@ def range_mask(
     end = (end - kv_offset).clamp(0, kv_length)
     ranges = torch.stack([start, torch.maximum(start, end)], -1).to(torch.int32)
     return ranges[:, None].expand(batch_size, 1, q_length, 2)
+
+
+def asked_for_dense(pattern: Pattern, ends_together: bool, others: Mapping[str, Any]) -> bool:
+    """Whether the model itself asks for a mask that is there: T5Gemma2 puts two of them side by side. For packed
+    documents, and causal rows that do not end with the keys, transformers asks for it too, and ranges serve."""
+    if pattern.documents is not None or (pattern.causal and not ends_together):
+        return False
+    return others.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip") is False
 
 
 def traced_ranges(visible: Tensor) -> Tensor:

@@ -59,17 +59,36 @@ def save_attention_names() -> None:
             settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
             if isinstance(settings, SettingsOfTheWhole) and settings.whole is self:
                 saved[key].pop(SETTINGS, None)
-        own = None if isinstance(self, SoftplusGPTConfig) else self._attn_implementation
-        if own in KNOWN:
-            saved["attn_implementation"] = own
-        # A part with an attention of ours: at loading the top decides for its parts, so it is named there.
-        parts = {key: getattr(getattr(self, key, None), "_attn_implementation", None) for key in self.sub_configs}
-        if any(name in KNOWN and name != own for name in parts.values()):
-            saved["attn_implementation"] = {"": own, **parts} if own is not None else parts
+        names = names_in(tree := attention_names(self))
+        if names & set(KNOWN):
+            saved["attn_implementation"] = names.pop() if len(names) == 1 and "" in tree else tree
         return saved
 
     to_dict_with_attention.knows_softplus_attention = True  # type: ignore[attr-defined]
     PreTrainedConfig.to_dict = to_dict_with_attention  # type: ignore[method-assign]
+
+
+def attention_names(config: PreTrainedConfig) -> dict[str, Any]:
+    """The attention of a config under "", and those of its parts, as ``attn_implementation`` takes them: at loading the
+    top decides for its parts, so that all are named there. Those that were never set are left out."""
+    own = None if isinstance(config, SoftplusGPTConfig) else vars(config).get("_attn_implementation_internal")
+    found: dict[str, Any] = {} if own is None else {"": own}
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig) and (names := attention_names(part)):
+            found[key] = names[""] if list(names) == [""] else names
+    return found
+
+
+def names_in(tree: Mapping[str, Any]) -> set[str]:
+    return set().union(*(names_in(x) if isinstance(x, Mapping) else {x} for x in tree.values()))
+
+
+def uses_the_interface(model: PreTrainedModel) -> bool:
+    """transformers reads the source of a class to know, and says no where it cannot, as in a notebook: then the classes
+    that it is made from are asked too."""
+    kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel)
+    return any(kind._can_set_attn_implementation() for kind in kinds)  # type: ignore[attr-defined]
 
 
 def refuse_models_without_the_interface() -> None:
@@ -80,10 +99,17 @@ def refuse_models_without_the_interface() -> None:
     @functools.wraps(get_correct)
     def get_correct_or_refuse(self: PreTrainedModel, requested_attention: str | None, *others: Any, **more: Any) -> str:
         if requested_attention in KNOWN:
-            if not self._can_set_attn_implementation():
+            if not uses_the_interface(self):
                 raise ValueError(
                     f"attn_implementation={requested_attention!r}: {type(self).__name__} does not use transformers' "
                     "attention interface, so another attention cannot be put into it"
+                )
+            if not (self._supports_sdpa or self._supports_attention_backend):
+                # Some of its attentions may compute by themselves, or say of themselves that they are not causal where
+                # they are: without a mask they would see what comes after a token.
+                raise ValueError(
+                    f"attn_implementation={requested_attention!r}: {type(self).__name__} takes neither 'sdpa' nor "
+                    "attentions from outside in transformers: not all of its attentions would be this one"
                 )
             share_settings(self.config)
             attention_of(self.config, requested_attention)

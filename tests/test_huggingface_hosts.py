@@ -1,0 +1,159 @@
+"""Host models that differ from the usual ones: what they need, and those that are refused in words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+
+import softplus_attention.huggingface as ours
+
+TEXT = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+PICTURE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+PICTURE |= {"image_size": 16, "patch_size": 4}
+ENCODER_DECODER = {
+    "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "attention_dropout": 0.0,
+}  # fmt: skip
+# Their decoders say of themselves that they are not causal, or compute some attentions by themselves.
+HALF_CONVERTED: dict[str, dict[str, Any]] = {
+    "NllbMoeForConditionalGeneration": {**ENCODER_DECODER, "num_experts": 2},
+    "BigBirdPegasusForConditionalGeneration": ENCODER_DECODER,
+    "PegasusXForConditionalGeneration": ENCODER_DECODER,
+    "GitForCausalLM": TEXT,
+}
+
+
+def built(name: str, words: dict[str, Any], **options: Any) -> Any:
+    model = getattr(transformers, name)
+    torch.manual_seed(0)
+    return model._from_config(model.config_class(**words), **options).eval()
+
+
+@pytest.mark.parametrize("name", HALF_CONVERTED)
+def test_a_model_that_would_be_half_converted_is_refused(name: str) -> None:
+    built(name, HALF_CONVERTED[name])
+    with pytest.raises(ValueError, match=f"attn_implementation='lssar': {name} takes neither 'sdpa' nor"):
+        built(name, HALF_CONVERTED[name], attn_implementation="lssar")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("JetMoeForCausalLM", {"kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 4}),
+        ("Gemma2ForCausalLM", {"head_dim": 8, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8}),
+        ("StableLmForCausalLM", {"num_key_value_heads": 4}),
+    ],
+)
+def test_no_row_sees_what_comes_after_it(name: str, words: dict[str, Any]) -> None:
+    model = built(name, {**TEXT, **words}, attn_implementation="lssar")
+    tokens = torch.arange(2, 14)[None]
+    others = tokens.clone()
+    others[:, 8:] += 20
+    with torch.no_grad():
+        before, after = (model(x).logits[:, :8] for x in (tokens, others))
+    torch.testing.assert_close(before, after)
+
+
+def test_masks_that_a_model_joins_are_dense() -> None:
+    """T5Gemma2 puts the masks of itself and of the encoder side by side."""
+    part = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": None}
+    picture = {**PICTURE, "model_type": "siglip_vision_model"}
+    config = transformers.T5Gemma2Config(encoder={"text_config": part, "vision_config": picture}, decoder=part)
+    torch.manual_seed(0)
+    model = transformers.T5Gemma2ForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
+    tokens = torch.arange(2, 14)[None]
+    others = tokens.clone()
+    others[:, 8:] += 20
+    with torch.no_grad():
+        before, after = (model(input_ids=tokens[:, :5], decoder_input_ids=x).logits[:, :8] for x in (tokens, others))
+    torch.testing.assert_close(before, after)
+
+
+def test_a_class_whose_source_cannot_be_read() -> None:
+    code = """
+import softplus_attention.huggingface
+from transformers import LlamaConfig, LlamaForCausalLM
+class MyLlama(LlamaForCausalLM): pass
+size = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+print(MyLlama._from_config(LlamaConfig(**size), attn_implementation="lssar").config._attn_implementation)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "lssar\n", done.stderr
+
+
+def test_a_config_that_is_looked_at_before_it_is_made() -> None:
+    class Bare(PreTrainedConfig):
+        model_type = "bare"
+
+        def __init__(self, n: int = 1, **words: Any) -> None:
+            self.n = n
+            self.early = str(self.to_dict())
+            super().__init__(**words)
+
+    assert "'n': 3" in Bare(3).early
+
+
+def llava() -> Any:
+    config = transformers.LlavaConfig(
+        text_config=LlamaConfig(**TEXT), vision_config={**PICTURE, "model_type": "clip_vision_model"}
+    )
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
+def names(config: PreTrainedConfig) -> dict[str, Any]:
+    return {key: getattr(config, key)._attn_implementation for key in config.sub_configs}
+
+
+def test_a_part_that_goes_back_to_a_stock_attention_is_saved_so(tmp_path: Path) -> None:
+    model = llava()
+    ours.use_attention(model, "lssar", power=3)
+    model.set_attn_implementation({"vision_config": "sdpa"})
+    model.save_pretrained(tmp_path)
+    loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert names(loaded.config) == {"text_config": "lssar", "vision_config": "sdpa"}
+    picture = torch.randn(1, 3, 16, 16)
+    with torch.no_grad():
+        before, after = (x.model.vision_tower(picture).last_hidden_state for x in (model, loaded))
+    torch.testing.assert_close(after, before)
+
+
+def test_one_attention_throughout_is_saved_as_one_name(tmp_path: Path) -> None:
+    model = llava()
+    ours.use_attention(model, "lssar", power=3)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attn_implementation"] == "lssar"
+    loaded = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert set(names(loaded.config).values()) == {"lssar"}
+
+
+def test_a_part_of_a_part_comes_back(tmp_path: Path) -> None:
+    text = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "model_type": "gemma"}
+    picture = {**PICTURE, "model_type": "siglip_vision_model"}
+    words = {"image_token_index": 98, "projection_dim": 32}
+    whole = transformers.PaliGemmaConfig(text_config=text, vision_config=picture, **words)
+    config = transformers.ColPaliConfig(vlm_config=whole, embedding_dim=16)
+    asked = {"vlm_config": {"text_config": "lssar"}}
+    torch.manual_seed(0)
+    model = transformers.ColPaliForRetrieval._from_config(config, attn_implementation=asked).eval()
+    model.save_pretrained(tmp_path)
+    loaded = transformers.ColPaliForRetrieval.from_pretrained(tmp_path).eval()
+    assert names(loaded.config.vlm_config) == names(model.config.vlm_config)
+    assert loaded.config.vlm_config.text_config._attn_implementation == "lssar"
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(input_ids=tokens).embeddings, model(input_ids=tokens).embeddings)
+
+
+def test_a_plain_model_is_saved_as_before(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**TEXT), attn_implementation="sdpa")
+    model.save_pretrained(tmp_path)
+    assert "attn_implementation" not in json.loads((tmp_path / "config.json").read_text())
