@@ -212,7 +212,7 @@ class TestErrors:
             (["--tokenizer", "bytes", "--seed", "-1"], "`--seed` must be from 0"),
             (["--tokenizer", "bytes", "--shard-tokens", "0"], "`--shard-tokens` must be at least 1, got 0"),
             (["--tokenizer", "bytes", "--limit", "0"], "`--limit` must be at least 1, got 0"),
-            (["--tokenizer", "bytes", "--text-field", "body"], "`--text-field`.*'body' and line 1 of .*a.jsonl.*text"),
+            (["--tokenizer", "bytes", "--text-field", "body"], "`--text-field`.*'body', and line 1 of .*a.jsonl.*text"),
             (["--tokenizer", "bytes", "--end-of-document", "x"], "`--end-of-document` must be left out"),
         ],
     )

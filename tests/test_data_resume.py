@@ -262,3 +262,15 @@ def test_options_may_change_before_any_work(tmp_path: Path) -> None:
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="typo.json")
     index = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", validation_fraction=0)
     assert index.splits["train"].tokens == 5
+
+
+def test_options_may_change_before_anything_was_written(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"txt": "one"}\n{"txt": "two"}\n')
+    words: dict[str, Any] = {"sources": [source], "output": tmp_path / "out", "workers": 1}
+    with pytest.raises(DataError, match="`--text-field` must be a key of every record, got 'text', and line 1"):
+        prepare(**words, tokenizer="bytes")
+    prepare(**words, tokenizer="bpe", vocabulary_size=300, text_field="txt")
+    fresh = {**words, "output": tmp_path / "fresh"}
+    prepare(**fresh, tokenizer="bpe", vocabulary_size=300, text_field="txt")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == (tmp_path / "fresh" / "tokenizer.json").read_text()

@@ -179,7 +179,7 @@ class TestOddText:
         with pytest.raises(DataError, match=r"line 2 of .*a\.jsonl is not JSON"):
             read(path)
         path.write_text('{"text": 3}\n')
-        with pytest.raises(DataError, match=r"`--text-field` .*line 1 .*got int"):
+        with pytest.raises(DataError, match=r"`--text-field` .*line 1 .*of type int"):
             read(path)
         path.write_text('{"text": "a\\uD83Db"}\n')
         with pytest.raises(DataError, match=r"line 1 .*lone surrogate, \\ud83d"):

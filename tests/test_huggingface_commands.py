@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -297,3 +298,30 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     assert len(one) == 10
     torch.testing.assert_close(torch.tensor(two), torch.tensor(one), atol=1e-4, rtol=0)
     assert one[-1] < one[0]
+
+
+class TestGenerateThatIsCutShort:
+    @pytest.fixture
+    def running(self, saved):
+        command = [sys.executable, "-m", "softplus_attention", "generate", "--model", str(saved / "llama")]
+        command += ["--prompt", "The quick", "--max-new-tokens", "5000", "--temperature", "1"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(5)
+            yield process
+            process.kill()
+
+    def test_by_who_reads_it(self, running):
+        running.stdout.close()
+        running.stdout = None
+        error = running.communicate(timeout=60)[1].decode()
+        assert running.returncode == 141, error
+        assert "Traceback" not in error
+
+    def test_by_the_keyboard(self, running):
+        running.send_signal(signal.SIGINT)
+        error = running.communicate(timeout=60)[1].decode()
+        assert running.returncode == 130, error
+        assert error.endswith("softplus-attention: stopped\n")
+        assert "Traceback" not in error

@@ -500,3 +500,40 @@ def test_colours_stand_out(theme):
     for name, least in {"ink": 4.5, "faint": 4.5, "link": 4.5, **{f"s{k}": 3 for k in range(8)}}.items():
         light, dark = sorted([luminance(colours[name]), paper], reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= least, name
+
+
+def test_only_what_a_report_wrote_is_removed(everything):
+    folder = everything / "page-files"
+    folder.mkdir()
+    mine = [folder / "2025-01-30-temperatures.csv", folder / "01-notes.png"]
+    for path in mine:
+        path.write_text("mine")
+    build.write_report(everything, everything / "page.html")
+    before = {path.name for path in folder.iterdir()}
+    # An older report had figures and tables that this one does not have.
+    drawn = json.loads((folder / build.DRAWN).read_text())
+    (folder / build.DRAWN).write_text(json.dumps({**drawn, "98-gone": "x", "../outside": "x"}))
+    for name in ("98-gone.png", "98-gone.csv", "../outside.csv"):
+        (folder / name).write_text("old")
+    build.write_report(everything, everything / "page.html")
+    assert {path.name for path in folder.iterdir()} == before
+    assert [path.read_text() for path in mine] == ["mine", "mine"]
+    assert (everything / "outside.csv").exists()
+
+
+def test_a_file_that_is_no_report_is_not_replaced(everything, capsys):
+    notes = everything / "notes.md"
+    notes.write_text("mine")
+    assert main(["report", str(everything), "--output", str(notes)]) == 2
+    assert "`--output` must be a new file, or a report to replace" in capsys.readouterr().err
+    assert notes.read_text() == "mine"
+    for _ in range(2):
+        assert main(["report", str(everything), "--output", str(everything / "page.html")]) == 0
+
+
+def test_a_place_that_cannot_be_written_is_named(everything, capsys):
+    (everything / "file").write_text("")
+    assert main(["report", str(everything), "--output", str(everything / "file" / "page.html")]) == 1
+    error = capsys.readouterr().err
+    assert "Not a directory (--output " in error
+    assert "Traceback" not in error

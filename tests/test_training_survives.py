@@ -292,6 +292,24 @@ class TestLossThatIsNoNumber:
         run.finish(steps=4)
         assert sorted(run.losses()) == [1, 2, 3, 4]
 
+    def test_of_powers_that_heads_learn(self, run: Run) -> None:
+        """They are looked at in the forward, where the loss is not known yet."""
+        run.start(learning_rate=1e30, clip=0, warmup=0, power="learned-log", log_every=24)
+        assert run.wait() == 1
+        assert "start again with a lower --learning-rate" in run.words()
+        assert "`power`" not in run.words()
+
+
+class TestFolderThatIsNoRun:
+    def test_is_left_as_it_is(self, run: Run) -> None:
+        own = run.output / "checkpoint-2" / "mine.txt"
+        own.parent.mkdir(parents=True)
+        own.write_text("mine")
+        run.start()
+        assert run.wait() == 1
+        assert "holds checkpoints and no run.json" in run.words()
+        assert own.read_text() == "mine"
+
 
 class TestChangedSettings:
     def test_stop_and_name_what_changed(self, run: Run, uninterrupted: Run) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from softplus_attention import __version__
 
@@ -52,6 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"softplus-attention: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("softplus-attention: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. What is left of it would be flushed at exit, into nothing again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        named = where_from(error.filename, options)
+        print(f"softplus-attention: {error.filename}: {error.strerror}{named}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
@@ -59,6 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = f"pip install -e '.[{EXTRAS[package]}]' in a clone of softplus-attention"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
+
+
+def where_from(path: object, options: argparse.Namespace) -> str:
+    """Which option of the command asked for something to be written there, or beside it."""
+    place = Path(str(path)).absolute()
+    for word in ("output", "out"):
+        named = getattr(options, word, None)
+        if named is not None and Path(named).absolute().parent in (place, *place.parents):
+            return f" (--{word} {named})"
+    return ""
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -316,8 +317,15 @@ def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
 
 
 def check_folder(path: Path) -> None:
+    """Before anything is measured for it."""
     if path.exists() and not path.is_dir():
         fail("--output", "a folder, or a name for one", f"{str(path)!r}, which is a file")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        fail("--output", "a folder that can be written", f"{str(path)!r}: {error.strerror}")
 
 
 def open_model(options: argparse.Namespace, request: Request, training_length: int) -> Opened:

@@ -31,6 +31,11 @@ class SplitState:
         return sum(len(part) for part in self.waiting)
 
 
+def is_begun(work: Path) -> bool:
+    """Whether tokens were written there that a preparation with other options would mix with its own."""
+    return (work / STATE).is_file() or any(work.glob("piece-*.npz"))
+
+
 def piece_path(work: Path, number: int) -> Path:
     return work / f"piece-{number:08d}.npz"
 

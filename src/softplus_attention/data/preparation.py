@@ -21,7 +21,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from softplus_attention.data import tokenizer as tokenizers
-from softplus_attention.data.assembly import Assembler
+from softplus_attention.data.assembly import Assembler, is_begun
 from softplus_attention.data.files import DataError, remove_temporary, sha256, write_json
 from softplus_attention.data.index import FORMAT, INDEX, PARTIAL, VERSION, Index
 from softplus_attention.data.pieces import (
@@ -177,13 +177,14 @@ def claimed(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             fail("--output", "a folder that no other preparation is writing", str(output), DataError)
-        # The tokenizer is written before the first piece: without it there is nothing that other options could spoil.
-        if (output / TOKENIZER).is_file():
+        if is_begun(work):
             before = json.loads((work / PLAN).read_text())
             if plan["options"]["errors"] == "replace":
                 # What was read strictly so far had nothing to replace.
                 before["options"]["errors"] = "replace"
             check_same(before, plan, f"{output} was begun with other options")
+        elif (work / PLAN).is_file() and json.loads((work / PLAN).read_text()) != plan:
+            (output / TOKENIZER).unlink(missing_ok=True)  # that of other options
         write_json(work / PLAN, plan)
         remove_temporary(output)
         remove_temporary(work)

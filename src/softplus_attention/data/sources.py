@@ -153,7 +153,7 @@ class FileSource:
             where = "of the decompressed text " if self.path.suffix in COMPRESSIONS else ""
             raise DataError(
                 f"{self.name} is not UTF-8: {error.reason} (0x{data[error.start]:02x}) at byte {offset + error.start} "
-                f"{where}- convert the file (iconv -t UTF-8), or pass --errors replace to put U+FFFD there"
+                f"{where}- convert the file (iconv -t UTF-8); `data prepare --errors replace` puts U+FFFD there"
             ) from None
 
 
@@ -215,12 +215,13 @@ class JsonLinesFile(FileSource):
             raise DataError(f"{where} is not JSON: {error}") from None
         if not isinstance(record, dict) or field not in record:
             keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-            fail("--text-field", f"a key of every record, got {field!r} and {where} has", keys, DataError)
+            fail("--text-field", "a key of every record", f"{field!r}, and {where} has {keys}", DataError)
         value = record[field]
         if value is None:
             return ""
         if not isinstance(value, str):
-            fail("--text-field", f"the key of a string, got {field!r} and {where} has", type(value).__name__, DataError)
+            kind = type(value).__name__
+            fail("--text-field", "the key of a string", f"{field!r}, which in {where} is of type {kind}", DataError)
         return without_surrogates(value, where, self.reading.errors) if "\\ud" in text.lower() else value
 
 

@@ -21,6 +21,8 @@ from softplus_attention.report.training import training_blocks
 from softplus_attention.validation import fail
 
 # Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
+MADE_BY = "Made by softplus-attention"
+TABLE = "table"  # in the place of what a figure was drawn from
 DRAWN = ".drawn"
 # Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
 WAY_OF_DRAWING = 3
@@ -42,6 +44,8 @@ def write_report(
     page = output if output is not None else folder / "report.html"
     if page.is_dir():
         fail("--output", "a file to write, not a folder", repr(str(page)))
+    if page.exists() and MADE_BY not in page.read_text(errors="replace"):
+        fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
     beside = page.parent / f"{page.stem}-files"
     found = find_results(folder, skip=beside)
     if not found.results:
@@ -84,7 +88,7 @@ def html_of(found: Found, sections: list[Section], files: dict[int, str], beside
         parts.append(("Files not shown", document.plain_section("Files not shown", len(parts), body)))
     name = clean_text(found.folder.resolve().name) or "results"
     lead = f"{len(found.results)} result files from the folder {name}."
-    return document.page(f"Report: {name}", lead, parts, content, f"Made by softplus-attention {__version__}.")
+    return document.page(f"Report: {name}", lead, parts, content, f"{MADE_BY} {__version__}.")
 
 
 def write_files(
@@ -99,6 +103,7 @@ def write_files(
         table = folder / f"{name}.csv"
         write_whole(table, csv_text(figure.table()))
         written.append(table)
+        wanted[name] = TABLE
         if not isinstance(figure, Table):
             digest = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()
             pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
@@ -109,7 +114,7 @@ def write_files(
             write_whole(folder / DRAWN, json.dumps({**drawn, **wanted}))
         if progress is not None:
             progress(place + 1, len(figures))
-    remove_old(folder, written)
+    remove_old(folder, set(drawn) - set(wanted))
     write_whole(folder / DRAWN, json.dumps(wanted))
     return written
 
@@ -122,8 +127,10 @@ def read_drawn(path: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def remove_old(folder: Path, written: list[Path]) -> None:
-    """Figures of an earlier report that this one no longer has, and nothing else: only names that we give."""
-    for path in folder.glob("[0-9][0-9]*-*"):
-        if path.suffix in (".png", ".svg", ".csv") and path not in written:
-            path.unlink()
+def remove_old(folder: Path, names: set[str]) -> None:
+    """Figures and tables that an earlier report wrote down as its own, and nothing else."""
+    for name in names:
+        for suffix in (".png", ".svg", ".csv"):
+            path = folder / f"{name}{suffix}"
+            if path.parent == folder and path.is_file():
+                path.unlink()

@@ -51,7 +51,14 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         if record.get("finished") and (run / MODEL).is_dir():
             say(f"{run} is finished: the model is in {run / MODEL}")
             return run / MODEL
-        checkpoint = parallel.from_first(lambda: checkpoints.newest_whole(run, warn))
+        # What is no run of ours has no checkpoints of ours, however its folders are called.
+        ours = run_record.read(run) is not None
+        if not ours and checkpoints.checkpoints(run):
+            raise RunStopped(
+                f"{run} holds checkpoints and no {run_record.RUN} that says what they are of: a new run would remove "
+                "them in time. Choose another --output. Nothing was changed"
+            )
+        checkpoint = parallel.from_first(lambda: checkpoints.newest_whole(run, warn) if ours else None)
         step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
         # Before anything is written: settings that cannot be must not be those of a run.
         trainer = build(config, arguments, folder)
@@ -98,7 +105,7 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
             can_go_on = not set(changed) & {*FIXED, *SHAPE}
             raise OtherSettings(
                 f"{run} holds a run with other settings: {'; '.join(changed.values())}. Put them back to continue it, "
-                f"choose another --output for a new run{ACCEPT if can_go_on else ''}. Nothing was changed"
+                f"or choose another --output for a new run{ACCEPT if can_go_on else ''}. Nothing was changed"
             )
         fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
@@ -123,7 +130,7 @@ def only_one(run: Path) -> Iterator[None]:
         try:
             run.mkdir(parents=True, exist_ok=True)
             handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
-        except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        except OSError as error:
             fail("output", "a folder that can be written", f"{str(run)!r}: {error.strerror}")
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -77,6 +77,16 @@ class SoftplusTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return 0  # counted by Throughput; Trainer's own count walks over all parameters in every step
 
+    def compute_loss(self, *inputs: Any, **words: Any) -> Any:
+        try:
+            return super().compute_loss(*inputs, **words)
+        except ValueError:
+            # A power that heads learn is looked at in the forward: one that is gone is not the user's to mend.
+            if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
+                raise
+            self.stop_if_not_finite(torch.tensor(torch.nan), None)
+            raise
+
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return whole(super()._clip_grad_norm(model))
 
