@@ -184,10 +184,14 @@ def add_synthetic(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--task", nargs="+", default=["recall"], metavar="TASK", help="recall, copy, flip-flop (default: recall)"
     )
-    parser.add_argument("--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results (default: %(default)s)"
+    )
     parser.add_argument("--train-length", type=int, default=64, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x)")
-    parser.add_argument("--sequences", type=int, default=64, metavar="N", help="tested at each length, at most")
+    parser.add_argument(
+        "--sequences", type=int, default=64, metavar="N", help="tested at each length, at most (default: %(default)s)"
+    )
     parser.add_argument(
         "--test-tokens", type=int, default=1 << 18, metavar="N", help="tested at each length, about (default: 262144)"
     )
@@ -196,8 +200,10 @@ def add_synthetic(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     replaced = parser.add_argument_group("in place of the preset's")
     for name in SIZES:
-        replaced.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N")
-    replaced.add_argument("--learning-rate", type=float, metavar="X")
+        replaced.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{name.replace('_', ' ')}, as in train"
+        )
+    replaced.add_argument("--learning-rate", type=float, metavar="X", help="the highest, as in train")
     replaced.add_argument("--optimizer", help="adamw or muon")
     replaced.add_argument("--window", type=int, metavar="N", help="with --global-every: what the local layers see")
     replaced.add_argument(
