@@ -19,8 +19,8 @@ from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 # Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
 TILE_ELEMENTS = 1 << 18
 LEAST_ROWS, MOST_ROWS = 64, 256
-# Below this many scores in all (a decode step), starting threads costs more than it saves.
 STEEP = 2**16  # a power that makes another weight of 1 - eps
+# Below this many scores in all (a decode step), starting threads costs more than it saves.
 WORTH_THREADS = 1 << 17
 
 
