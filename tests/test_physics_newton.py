@@ -19,6 +19,7 @@ from softplus_attention.physics.laws import NEWTON
 from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 from softplus_attention.physics.presets import PRESETS, preset
 from softplus_attention.physics.stages import read_arrays
+from softplus_attention.physics.summary import printed
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +213,13 @@ def test_the_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
     truth = found["controls"]["seed0"]["laws"]["ln_force"][0]["operon"]["chosen"]["within"]
     assert truth["law"] == NEWTON
     assert {cell["pretrained"] for cell in found["cells"]} == {True, False}
+
+
+def test_stages_that_were_not_run_have_a_dash() -> None:
+    row = {"arm": "lssar", "pretrained": True, "labels": 50, "r2_ln_force": {"mean": 0.5}}
+    found = {"table": [row, {**row, "r2_ln_force": {}}], "controls": {}, "long": []}
+    lines = printed(found).splitlines()[2:4]
+    assert [line.split() for line in lines] == [
+        ["lssar", "50", "0.5000", "-", "-", "-"],
+        ["lssar", "50", "-", "-", "-", "-"],
+    ]

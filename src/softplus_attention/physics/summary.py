@@ -130,12 +130,13 @@ def printed(found: dict[str, Any]) -> str:
     lines = ["", f"{columns}  law (rule: within a tenth)"]
     for row in found["table"]:
         name = row["arm"] if row["pretrained"] else f"{row['arm']}, fresh"
-        r2 = row.get("r2_ln_force", {}).get("mean", float("nan"))
-        powers = [row["exponents"][n]["mean"] for n in NAMES] if "exponents" in row else [float("nan")] * 3
-        numbers = "".join(f"{power:>8.3f}" for power in powers)
+        # Of stages that were not run there is nothing to say.
+        r2 = f"{row['r2_ln_force']['mean']:.4f}" if "mean" in row.get("r2_ln_force", {}) else "-"
+        powers = [f"{row['exponents'][n]['mean']:.3f}" if "exponents" in row else "-" for n in NAMES]
+        numbers = "".join(f"{power:>8}" for power in powers)
         chosen = row.get("laws", {}).get("within", {})
         law = " | ".join(f"{scale}: {tally(names)}" for scale, names in chosen.items())
-        lines.append(f"{name:<28}{row['labels']:>7}{r2:>10.4f}{numbers}  {law}")
+        lines.append(f"{name:<28}{row['labels']:>7}{r2:>10}{numbers}  {law}")
     for seed, truth in found["controls"].items():
         laws = " | ".join(f"{scale}: {tally(names)}" for scale, names in chosen_laws(truth).items())
         lines.append(f"{'true F, ' + seed:<35}{1:>10.4f}{'':>24}  {laws}")
