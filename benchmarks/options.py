@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from attention import Contender, Inputs, Row, Settings, compiled, disagreement, flex_attention, full, say, sdpa
+from attention import Inputs, Row, disagreement, say
+from contenders import Contender, Settings, compiled, full, sdpa
 from figures import first_line, header
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
 from softplus_attention import softplus_attention, softplus_attention_varlen

@@ -47,7 +47,7 @@ def data(quick: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("attention")
-    for name in ("attention", "figures", "options", "trained_inputs"):
+    for name in ("attention", "contenders", "figures", "options", "trained_inputs"):
         sys.modules.pop(name, None)
 
 
@@ -57,9 +57,14 @@ def inputs(benchmark: ModuleType) -> Any:
     return benchmark.Inputs(benchmark.Settings(**{**benchmark.QUICK, **cpu}))
 
 
+def part(name: str) -> ModuleType:
+    """Another file of the benchmark, where the fixture has put them on the path."""
+    return importlib.import_module(name)
+
+
 def measured(benchmark: ModuleType, inputs: Any, attend: Any, **options: Any) -> dict[str, Any]:
     """The row that one contender gets at one shape."""
-    contender = benchmark.Contender("tried", attend, **{"truth": benchmark.ours(15, "reference"), **options})
+    contender = benchmark.Contender("tried", attend, **{"truth": part("contenders").ours(15, "reference"), **options})
     (row,) = benchmark.rows_of("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
     return row
 
@@ -205,7 +210,7 @@ class TestCheck:
     @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
     def test_two_passes_of_flex_attention_are_lssar(self, benchmark: ModuleType, inputs: Any) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return benchmark.two_passes(q, k, v, benchmark.causal_blocks(q.shape[2], q.device), 15)
+            return part("contenders").two_passes(q, k, v, part("contenders").causal_blocks(q.shape[2], q.device), 15)
 
         q, k, v, _ = (x.detach() for x in inputs(2, 2, 37, 64))
         torch.testing.assert_close(attend(q, k, v), lssar(q, k, v), rtol=1e-4, atol=1e-5)
