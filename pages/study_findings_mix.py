@@ -172,6 +172,15 @@ def no_effect_of_size(study: Study) -> str:
     )
 
 
+def won_by_wide_heads(facts: Facts) -> str:
+    """What heads of 128 bring beside heads of 64, LSSAR and softmax."""
+    words = []
+    for multiple in (1, 16, 64):
+        ours, theirs = facts.behind(OURS, OURS_WIDE, multiple), facts.behind(THEIRS, THEIRS_WIDE, multiple)
+        words.append(f"{nats(ours)} at {multiple}x (softmax {nats(theirs)})")
+    return listed(words)
+
+
 def wide_heads(study: Study) -> str:
     facts = study["10m-again"]
     for ours, narrow in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS)):
@@ -183,12 +192,10 @@ def wide_heads(study: Study) -> str:
     holds(facts.below(THEIRS_WIDE, OURS_WIDE, facts.size.multiples), "softmax with heads of 128 stays ahead of LSSAR")
     level = all(facts.behind(OURS_WIDE, THEIRS, m) <= 0.0005 for m in LONG)
     holds(level, "LSSAR with heads of 128 is level with softmax with heads of 64 from 16x on, or below it")
-    won = {m: [facts.behind(b, a, m) for a, b in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS))] for m in (1, 16, 64)}
-    words = [f"{nats(ours)} at {m}x (softmax {nats(theirs)})" for m, (ours, theirs) in won.items()]
     found = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16, 64))
     return (
         "**Heads of 128 in place of 64 help both** (10m-again, half as many heads, "
-        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {listed(words)}. Then it is behind softmax with such heads "
+        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {won_by_wide_heads(facts)}. Then it is behind softmax with such heads "
         f"by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
         f"{gaps(long_gaps(facts, OURS_WIDE, THEIRS_WIDE))} from 16x on, and there it is level with softmax with heads "
         f"of 64, or below it ({nats(facts.behind(THEIRS, OURS_WIDE, 64))} at 64x). It finds at least {percent(found)}% "
@@ -213,8 +220,6 @@ def level_with_wide_heads(study: Study) -> str:
     same = plain(facts.loss(OURS_WIDE, 32)) == plain(facts.loss(THEIRS_WIDE, 32))
     holds(same, "there LSSAR and softmax with heads of 128 have the same loss at 32x")
     holds(facts.every_seed_below(OURS_WIDE, THEIRS_WIDE, (64,)), "there every seed of LSSAR is below softmax's at 64x")
-    won = {m: [facts.behind(b, a, m) for a, b in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS))] for m in (1, 16, 64)}
-    words = [f"{nats(ours)} at {m}x (softmax {nats(theirs)})" for m, (ours, theirs) in won.items()]
     to_16 = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16))
     fewest = min(facts.count(arm) for arm in (OURS, THEIRS))
     return (
@@ -223,7 +228,7 @@ def level_with_wide_heads(study: Study) -> str:
         f"{gaps_to_16(facts)} from 1x to 16x, where seeds of it are up to "
         f"{plain(max(facts.apart(OURS_WIDE, m) for m in up_to_16(facts)))} apart, has the same loss at 32x, and is "
         f"{nats(facts.behind(THEIRS_WIDE, OURS_WIDE, 64))} below at 64x, where each seed of it is below each of "
-        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {listed(words)}. It finds at "
+        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {won_by_wide_heads(facts)}. It finds at "
         f"least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at 64x, softmax "
         f"{percent(facts.passkey(THEIRS_WIDE, 64))}% there."
     )
