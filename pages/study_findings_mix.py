@@ -195,8 +195,8 @@ def wide_heads(study: Study) -> str:
     found = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16, 64))
     return (
         "**Heads of 128 in place of 64 help both** (10m-again, half as many heads, "
-        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {won_by_wide_heads(facts)}. Then it is behind softmax with such heads "
-        f"by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
+        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {won_by_wide_heads(facts)}. Then it is behind softmax with "
+        f"such heads by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
         f"{gaps(long_gaps(facts, OURS_WIDE, THEIRS_WIDE))} from 16x on, and there it is level with softmax with heads "
         f"of 64, or below it ({nats(facts.behind(THEIRS, OURS_WIDE, 64))} at 64x). It finds at least {percent(found)}% "
         "of the pass keys at every length to 64x."
@@ -228,8 +228,8 @@ def level_with_wide_heads(study: Study) -> str:
         f"{gaps_to_16(facts)} from 1x to 16x, where seeds of it are up to "
         f"{plain(max(facts.apart(OURS_WIDE, m) for m in up_to_16(facts)))} apart, has the same loss at 32x, and is "
         f"{nats(facts.behind(THEIRS_WIDE, OURS_WIDE, 64))} below at 64x, where each seed of it is below each of "
-        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {won_by_wide_heads(facts)}. It finds at "
-        f"least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at 64x, softmax "
+        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {won_by_wide_heads(facts)}. It "
+        f"finds at least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at 64x, softmax "
         f"{percent(facts.passkey(THEIRS_WIDE, 64))}% there."
     )
 
