@@ -229,8 +229,8 @@ def level_with_wide_heads(study: Study) -> str:
         f"{plain(max(facts.apart(OURS_WIDE, m) for m in up_to_16(facts)))} apart, has the same loss at 32x, and is "
         f"{nats(facts.behind(THEIRS_WIDE, OURS_WIDE, 64))} below at 64x, where each seed of it is below each of "
         f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {won_by_wide_heads(facts)}. It "
-        f"finds at least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at 64x, softmax "
-        f"{percent(facts.passkey(THEIRS_WIDE, 64))}% there."
+        f"finds at least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at "
+        f"64x, softmax {percent(facts.passkey(THEIRS_WIDE, 64))}% there."
     )
 
 
