@@ -80,6 +80,7 @@ RECIPE: dict[str, Any] = {
 RISING = "3,7@0.1,15@0.3"
 # Every third layer sees everything and knows no positions; the others look half a training length back.
 MIX: dict[str, Any] = {"global_every": 3, "window": "half"}
+FEWER_HEADS = {"half": 2, "third": 3, "quarter": 4}
 LOGN = "softmax-qknorm-logn"
 HEADLINE: dict[str, dict[str, Any]] = {
     LOGN: {"attention": LOGN},
@@ -131,6 +132,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     # Heads of 128 in place of 64: cosines of vectors that have nothing to do with each other are nearer to 0.
     "lssar-learned-log-global3-wide": {"attention": "lssar", "power": "learned-log", "heads": "half", **MIX},
     f"{LOGN}-learned-global3-wide": {"attention": f"{LOGN}-learned", "heads": "half", **MIX},
+    # Of 192 and of 256: does it go on?
+    "lssar-learned-log-global3-wide192": {"attention": "lssar", "power": "learned-log", "heads": "third", **MIX},
+    f"{LOGN}-learned-global3-wide192": {"attention": f"{LOGN}-learned", "heads": "third", **MIX},
+    "lssar-learned-log-global3-wide256": {"attention": "lssar", "power": "learned-log", "heads": "quarter", **MIX},
+    f"{LOGN}-learned-global3-wide256": {"attention": f"{LOGN}-learned", "heads": "quarter", **MIX},
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
 }
@@ -221,8 +227,8 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
         words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
     if words.get("window") == "half":
         words["window"] = words["sequence_length"] // 2
-    if words["heads"] == "half":
-        words["heads"] = SIZES[options.size]["heads"] // 2
+    if words["heads"] in FEWER_HEADS:
+        words["heads"] = fewer_heads(SIZES[options.size]["heads"], words["heads"], arm, options.size)
     config = TrainConfig(data=str(options.data), output=str(folder), **words)
     began = time.monotonic()
     model = train(config)
@@ -249,6 +255,13 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
     }
     measured = evaluation(arm, str(model), folder / "evaluation", config.sequence_length, options, documents, tokenizer)
     return record | {"evaluation": measured, "seconds": round(time.monotonic() - began, 1)}
+
+
+def fewer_heads(heads: int, share: str, arm: str, size: str) -> int:
+    fewer, left = divmod(heads, FEWER_HEADS[share])
+    if left:
+        raise SystemExit(f"--arms {arm}: a {share} of the {heads} heads of --size {size} is no whole number")
+    return fewer
 
 
 def command_of(arm: str, options: argparse.Namespace) -> str:
