@@ -166,6 +166,9 @@ VARIANTS: dict[str, list[str]] = {
 }
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 FEW_MULTIPLES = (1, 16, 32, 64)
+# The control of every arm is of the last half of a training length; once more over the last quarter of each text, whose
+# error is smaller.
+FAR_MULTIPLES, FAR_SHARE = (4, 16, 32, 64), 0.25
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -284,21 +287,28 @@ def evaluation(
     def open_as(option: str | None = None) -> Opened:
         return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
 
-    def lengths(found: Opened, multiples: Sequence[int]) -> dict[str, Any]:
+    def lengths(
+        found: Opened, multiples: Sequence[int], share: float = 0.0, into: Path = folder
+    ) -> dict[str, Any]:
         words = [multiple * length for multiple in multiples]
-        return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
+        return measure_lengths(found, documents, words, into, sequences=options.texts, control_share=share)["results"]
 
     own = open_as()
     measured: dict[str, Any] = {
         "parameters": own.description()["parameters"],
         "lengths": lengths(own, options.multiples),
         "learned": learned_by_layer(own.model),
+        "far_control": [],
         "passkey": [],
         "inside": [],
         "variants": {},
     }
     if options.only_lengths:
         return measured
+    far = [multiple for multiple in FAR_MULTIPLES if multiple in options.multiples]
+    if far:
+        entries = lengths(own, far, FAR_SHARE, folder / "far")["lengths"]
+        measured["far_control"] = [{"length": entry["length"], **entry["control"]} for entry in entries]
     measured["passkey"] = passkey(own, length, folder, options, documents, tokenizer)
     measured["inside"] = inside(own, length, folder, documents)
     del own

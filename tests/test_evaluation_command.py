@@ -71,6 +71,16 @@ def test_options_for_every_model(run, tmp_path):
     assert "gain" not in out
 
 
+def test_share_of_the_control(run, tmp_path):
+    words = ("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,8")
+    assert run(*words, "--control-share", "0.5")[0] == 0
+    entry = read(tmp_path / "lengths--lssar.json")["results"]["lengths"][1]
+    assert entry["control"]["first"] == entry["length"] // 2
+    status, _, err = run(*words, "--control-share", "2")
+    assert status == 2
+    assert "`--control-share` must be a share of the sequence, from 0 to 1, got 2.0" in err
+
+
 def test_passkey(run, tmp_path):
     words = ("--text", "text.txt", "--form", "compact", "--lengths", "4,8", "--depths", "0,1", "--trials", "2")
     status, out, _ = run("passkey", "lssar/model", *words, "--lengths", "64,32")

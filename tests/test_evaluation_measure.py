@@ -75,26 +75,58 @@ class TestLengths:
         assert result["complete"] is True
         assert result["model"]["power"] == 15
 
-    def test_control(self, folder, documents, tmp_path):
-        """The last 8 tokens of each sequence, with 64 tokens and with the last 16 alone."""
+    @pytest.mark.parametrize(("share", "windows"), [(0.0, 1), (0.25, 2), (0.6, 4), (1.0, 7)])
+    def test_control(self, folder, documents, tmp_path, share, windows):
+        """The end of each sequence, with the 64 tokens and with windows of 16, each of which predicts its second half;
+        of all of it the first half of the first window alone is left out."""
         found = open_saved(folder)
-        entries = measure_lengths(found, documents, [16, 64], tmp_path)["results"]["lengths"]
+        result = measure_lengths(found, documents, [16, 64], tmp_path, control_share=share)
+        entries = result["results"]["lengths"]
         assert entries[0]["control"] is None
         rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
+        first = 64 - 8 * windows
         labels = rows.clone()
-        labels[:, :-8] = -100
+        labels[:, :first] = -100
+        last_half = torch.tensor([8 * [-100] + 8 * [0]])
         with torch.no_grad():
             full = found.model(rows, labels=labels).loss.item()
-            short = found.model(rows[:, -16:], labels=labels[:, -16:]).loss.item()
+            shorts = []
+            for begin in range(first - 8, 64 - 15, 8):
+                window = rows[:, begin : begin + 16]
+                shorts.append(found.model(window, labels=torch.where(last_half == 0, window, -100)).loss.item())
+        assert len(shorts) == windows
+        short = sum(shorts) / windows
         control = entries[1]["control"]
-        assert (control["window"], control["targets"]) == (16, 11 * 8)
+        assert (control["window"], control["first"], control["targets"]) == (16, first, 11 * 8 * windows)
         assert control["full"] == pytest.approx(full, rel=1e-5)
         assert control["short"] == pytest.approx(short, rel=1e-5)
-        assert control["gain"] == pytest.approx(short - full, rel=1e-3)
-        assert (
-            measure_lengths(found, documents, [64], tmp_path / "b", control=False)["results"]["lengths"][0]["control"]
-            is None
-        )
+        assert control["gain"] == pytest.approx(control["short"] - control["full"], abs=1e-7)
+
+    def test_without_control(self, folder, documents, tmp_path):
+        entries = measure_lengths(open_saved(folder), documents, [64], tmp_path, control=False)["results"]["lengths"]
+        assert entries[0]["control"] is None
+
+    def test_another_share_of_the_control_is_measured_again(self, folder, documents, tmp_path):
+        found = open_saved(folder)
+        targets = [
+            measure_lengths(found, documents, [64], tmp_path, control_share=share)["results"]["lengths"][0]["control"][
+                "targets"
+            ]
+            for share in (0.0, 0.25)
+        ]
+        assert targets == [11 * 8, 11 * 16]
+
+    @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+    def test_a_share_of_the_control_that_is_none(self, folder, documents, tmp_path, share):
+        with pytest.raises(ValueError, match=r"`control_share` must be a share of the sequence, from 0 to 1"):
+            measure_lengths(open_saved(folder), documents, [64], tmp_path, control_share=share)
+
+    @pytest.mark.parametrize("length", [17, 23, 24, 31])
+    def test_lengths_between_one_and_two_windows(self, folder, documents, tmp_path, length):
+        result = measure_lengths(open_saved(folder), documents, [length], tmp_path, control_share=1.0)
+        control = result["results"]["lengths"][0]["control"]
+        assert control["first"] == length - 8 * (1 + (length - 16) // 8)
+        assert control["first"] >= 8
 
     def test_a_model_with_a_window_gains_nothing(self, documents, tmp_path):
         found = open_saved(saved_model(tmp_path / "windowed", num_hidden_layers=1, window=4))

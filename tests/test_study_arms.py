@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from study_cases import RUNS, imported
 
 from softplus_attention.data import prepare
@@ -36,9 +37,22 @@ def test_the_study_runs(tmp_path: Path) -> None:
         lengths = run["evaluation"]["lengths"]["lengths"]
         assert [entry["length"] for entry in lengths] == [32 * multiple for multiple in (1, 2, 4, 8, 16, 32, 64)]
         assert all(5 < entry["loss"] < 6 for entry in lengths), "nothing is learned in four steps: about log 257"
+        assert all(entry["control"]["targets"] == 16 * entry["sequences"] for entry in lengths[1:])
+        far = run["evaluation"]["far_control"]
+        assert [(entry["length"], entry["first"]) for entry in far] == [
+            (length, length * 3 // 4) for length in (128, 512, 1024, 2048)
+        ]
     assert list(rotary["evaluation"]["variants"]) == ["window=32", "rope=dynamic:16", "rope=yarn:16"]
     assert [list(layer) for layer in mixed["evaluation"]["learned"]] == [["power_per_log"]] * 3
     assert mixed["config"]["window"] == 16
+
+
+def test_heads_that_cannot_be_fewer(tmp_path: Path) -> None:
+    with (
+        imported("study") as study,
+        pytest.raises(SystemExit, match="a third of the 2 heads of --size smoke is no whole number"),
+    ):
+        study.main(command_of(tmp_path, "--arms", "lssar-learned-log-global3-wide192"))
 
 
 def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
@@ -48,7 +62,7 @@ def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
     run = json.loads((tmp_path / "out" / "smoke-softmax-seed0.json").read_text())
     found = run["evaluation"]
     assert [entry["length"] for entry in found["lengths"]["lengths"]] == [32, 128]
-    assert (found["passkey"], found["inside"], found["variants"]) == ([], [], {})
+    assert (found["far_control"], found["passkey"], found["inside"], found["variants"]) == ([], [], [], {})
     assert run["config"]["steps"] == 2
     assert run["command"].endswith("--arms softmax --seed 0 --steps 2 --only-lengths --multiples 1 4")
 

@@ -107,6 +107,14 @@ def add_lengths(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--sequences", type=int, default=32, metavar="N", help="texts of the longest length, at most")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    parser.add_argument(
+        "--control-share",
+        type=float,
+        default=0.25,
+        metavar="X",
+        help="of each sequence, at its end: what the control predicts twice, half a training length at least "
+        "(default: %(default)s)",
+    )
 
 
 def add_prompt(parser: argparse.ArgumentParser, form: str) -> None:
@@ -416,11 +424,13 @@ def run_lengths(options: argparse.Namespace) -> int:
     from softplus_attention.evaluation.length_measure import lengths_in, measure_lengths, table_of
 
     check_positive(options, "sequences")
+    if not 0 <= options.control_share <= 1:
+        fail("--control-share", "a share of the sequence, from 0 to 1", options.control_share)
     requests, training_length = asked(options)
     lengths = lengths_in(options.lengths, training_length)
 
     def measure(opened: Opened) -> dict[str, Any]:
-        words = {"sequences": options.sequences, "control": options.control}
+        words = {word: getattr(options, word) for word in ("sequences", "control", "control_share")}
         return measure_lengths(opened, documents_for(options, opened.request), lengths, options.output, **words)
 
     measured = measure_each(options, requests, training_length, measure)

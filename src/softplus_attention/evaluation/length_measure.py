@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from softplus_attention.evaluation.lengths import Texts, by_position, losses_of, texts_of
@@ -20,6 +21,7 @@ from softplus_attention.evaluation.texts import Documents, check_vocabulary
 from softplus_attention.validation import fail
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+CONTROL_SHARE = 0.25  # of a sequence, at its end: what the control predicts twice
 
 
 def lengths_in(text: str, training_length: int) -> list[int]:
@@ -72,23 +74,26 @@ def measure_lengths(
     *,
     sequences: int | None = 32,
     control: bool = True,
+    control_share: float = CONTROL_SHARE,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """The result file's content; lengths that an earlier run finished with the same settings are not run again."""
+    if not 0 <= control_share <= 1:
+        fail("control_share", "a share of the sequence, from 0 to 1", control_share)
     progress = progress or Progress()
     model, training_length = opened.model, opened.training_length
     check_vocabulary(documents, model)
     found, skipped = possible_lengths(lengths, documents.longest, opened.longest)
     texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
     settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "control": control}
-    settings["first_length"] = found[0]
+    settings |= {"first_length": found[0], "control_share": control_share}
     file = ResultFile(folder, "lengths", opened.description(), settings, model.device, {"lengths": [], "skipped": []})
     file.results |= {
         "documents": [{"length": length, "long_enough": documents.long_enough(length)} for length in lengths],
         "used": {"documents": texts.documents, "sequences": len(texts.rows), "longest": texts.longest},
         "skipped": skipped,
     }
-    measuring = Measuring(model, TokenLoss(model), texts, found[0], training_length, control, progress)
+    measuring = Measuring(model, TokenLoss(model), texts, found[0], training_length, control, control_share, progress)
     for length in found:
         title = f"{opened.request.name}, {length} tokens"
         if file.has("lengths", length=length):
@@ -116,6 +121,7 @@ class Measuring:
     first: int
     training_length: int
     control: bool
+    control_share: float
     progress: Progress
 
     def at(self, length: int, title: str) -> dict[str, Any]:
@@ -137,16 +143,27 @@ class Measuring:
         }
 
     def control_of(self, rows: Tensor, losses: Tensor, title: str) -> dict[str, Any] | None:
-        """The last half of a training length, which the full context has just been measured on."""
-        window = self.training_length
-        if rows.shape[1] <= window:
+        """The end of each sequence, which the full context has just been measured on, in windows of a training length;
+        what is compared is the second half of each."""
+        window, length = self.training_length, rows.shape[1]
+        if length <= window:
             return None
-        targets = max(1, window // 2)
-        full = losses[:, -targets:]
-        short = self.losses(rows[:, -window:], title)[:, -targets:]
+        half = max(1, window // 2)
+        count = control_windows(length, window, half, self.control_share)
+        ends = [length - half * place for place in reversed(range(count))]
+        windows = torch.stack([rows[:, end - window : end] for end in ends], 1).flatten(0, 1)
+        full = losses[:, -count * half :]
+        short = self.losses(windows, title)[:, -half:].reshape(len(rows), -1)
         gain, error = mean_and_error(short - full, len(self.texts.rows))
-        means = {"full": full.double().mean().item(), "short": short.double().mean().item()}
-        return {"window": window, "targets": full.numel(), **means, "gain": gain, "standard_error": error}
+        return {
+            "window": window,
+            "first": length - count * half,
+            "targets": full.numel(),
+            "full": full.double().mean().item(),
+            "short": short.double().mean().item(),
+            "gain": gain,
+            "standard_error": error,
+        }
 
     def losses(self, rows: Tensor, title: str) -> Tensor:
         def step(done: int, of: int) -> None:
@@ -154,6 +171,11 @@ class Measuring:
 
         tokens = sequences_at_once(self.model, rows.shape[1]) * rows.shape[1]
         return losses_of(self.model, rows, batch_tokens=tokens, progress=step, losses=self.token_loss)
+
+
+def control_windows(length: int, window: int, half: int, share: float) -> int:
+    """As many as cover that share, and one at least; the first of them begins within the sequence."""
+    return min(max(1, int(length * share) // half), 1 + (length - window) // half)
 
 
 def mean_and_error(losses: Tensor, rows: int) -> tuple[float, float | None]:
