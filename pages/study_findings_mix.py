@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 
-from claims import MissingError, each, gaps, holds, listed, nats, number, percent, seeds
+from claims import MissingError, each, gaps, holds, listed, nats, number, seeds
 from page_blocks import plain, signed
 from study_facts import (
     LEVEL,
@@ -22,7 +23,19 @@ from study_facts import (
     Facts,
     Study,
 )
-from study_sizes import OURS, OURS_WIDE, THEIRS, THEIRS_WIDE, Slope, alike, on_one_text, slope_at
+from study_runs import Size
+from study_sizes import (
+    OURS,
+    OURS_192,
+    OURS_WIDE,
+    THEIRS,
+    THEIRS_192,
+    THEIRS_WIDE,
+    Slope,
+    alike,
+    on_one_text,
+    slope_at,
+)
 
 from softplus_attention.report.study import MIX
 
@@ -137,9 +150,9 @@ def the_gap_with_other_text(study: Study) -> str:
     )
 
 
-def slopes_all_else_equal(study: Study, multiple: int) -> Slope:
+def slope_all_else_equal(sizes: Sequence[Size], multiple: int) -> Slope:
     """Of the gap, for each factor of ten in parameters."""
-    groups = [group for group in on_one_text(study.sizes) if alike(group)]
+    groups = [group for group in on_one_text(sizes) if alike(group)]
     slope = slope_at(groups[0], multiple) if groups else None
     if slope is None or slope.error is None or [size.name for size in groups[0]] != list(ALL_ELSE_EQUAL):
         raise MissingError(f"both arms, and two seeds of one, at {listed(ALL_ELSE_EQUAL)}")
@@ -152,7 +165,7 @@ def no_effect_of_size(study: Study) -> str:
             facts.below(THEIRS, OURS, facts.size.multiples), f"LSSAR is behind softmax in the mix at {facts.size.name}"
         )
     equal = [study[name] for name in ALL_ELSE_EQUAL]
-    slopes = {multiple: slopes_all_else_equal(study, multiple) for multiple in (1, *LONG)}
+    slopes = {multiple: slope_all_else_equal(study.sizes, multiple) for multiple in (1, *LONG)}
     for multiple, slope in slopes.items():
         holds(slope.error is not None and abs(slope.value) < slope.error, f"no slope of the gap is seen at {multiple}x")
     small, middle, large = (study[name] for name in ("10m", "25m", "85m"))
@@ -172,98 +185,56 @@ def no_effect_of_size(study: Study) -> str:
     )
 
 
-def won_by_wide_heads(facts: Facts) -> str:
-    """What heads of 128 bring beside heads of 64, LSSAR and softmax."""
-    words = []
-    for multiple in (1, 16, 64):
-        ours, theirs = facts.behind(OURS, OURS_WIDE, multiple), facts.behind(THEIRS, THEIRS_WIDE, multiple)
-        words.append(f"{nats(ours)} at {multiple}x (softmax {nats(theirs)})")
-    return listed(words)
-
-
-def wide_heads(study: Study) -> str:
-    facts = study["10m-again"]
-    for ours, narrow in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS)):
-        holds(facts.below(ours, narrow, facts.size.multiples), f"{ours} is below {narrow} at every length")
-    holds(
-        facts.every_seed_below(OURS_WIDE, OURS, facts.size.multiples),
-        "every seed of LSSAR with heads of 128 is below every seed with heads of 64",
-    )
-    holds(facts.below(THEIRS_WIDE, OURS_WIDE, facts.size.multiples), "softmax with heads of 128 stays ahead of LSSAR")
-    level = all(facts.behind(OURS_WIDE, THEIRS, m) <= 0.0005 for m in LONG)
-    holds(level, "LSSAR with heads of 128 is level with softmax with heads of 64 from 16x on, or below it")
-    found = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16, 64))
-    return (
-        "**Heads of 128 in place of 64 help both** (10m-again, half as many heads, "
-        f"{seeds(facts.count(OURS_WIDE))} each). LSSAR wins {won_by_wide_heads(facts)}. Then it is behind softmax with "
-        f"such heads by {nats(facts.behind(OURS_WIDE, THEIRS_WIDE, 1))} at 1x and by "
-        f"{gaps(long_gaps(facts, OURS_WIDE, THEIRS_WIDE))} from 16x on, and there it is level with softmax with heads "
-        f"of 64, or below it ({nats(facts.behind(THEIRS, OURS_WIDE, 64))} at 64x). It finds at least {percent(found)}% "
-        "of the pass keys at every length to 64x."
-    )
-
-
 def up_to_16(facts: Facts) -> list[int]:
     return [multiple for multiple in facts.size.multiples if multiple <= 16]
-
-
-def gaps_to_16(facts: Facts) -> str:
-    """Of the two with heads of 128."""
-    return gaps(facts.behind(OURS_WIDE, THEIRS_WIDE, multiple) for multiple in up_to_16(facts))
-
-
-def level_with_wide_heads(study: Study) -> str:
-    facts = study["85m-again"]
-    level = all(facts.level(OURS_WIDE, THEIRS_WIDE, m) for m in facts.size.multiples)
-    holds(level, "with heads of 128 LSSAR is level with softmax at 85m-again")
-    holds(facts.below(THEIRS_WIDE, OURS_WIDE, up_to_16(facts)), "there softmax is a little ahead to 16x")
-    same = plain(facts.loss(OURS_WIDE, 32)) == plain(facts.loss(THEIRS_WIDE, 32))
-    holds(same, "there LSSAR and softmax with heads of 128 have the same loss at 32x")
-    holds(facts.every_seed_below(OURS_WIDE, THEIRS_WIDE, (64,)), "there every seed of LSSAR is below softmax's at 64x")
-    to_16 = min(facts.passkey(OURS_WIDE, multiple) for multiple in (1, 2, 4, 16))
-    fewest = min(facts.count(arm) for arm in (OURS, THEIRS))
-    return (
-        f"**With {millions(facts)} parameters and such heads LSSAR is level with softmax** (85m-again, "
-        f"{seeds(facts.count(OURS_WIDE))} each). It is behind softmax with such heads by "
-        f"{gaps_to_16(facts)} from 1x to 16x, where seeds of it are up to "
-        f"{plain(max(facts.apart(OURS_WIDE, m) for m in up_to_16(facts)))} apart, has the same loss at 32x, and is "
-        f"{nats(facts.behind(THEIRS_WIDE, OURS_WIDE, 64))} below at 64x, where each seed of it is below each of "
-        f"softmax's. Beside heads of 64, of which there is {seeds(fewest)}, LSSAR wins {won_by_wide_heads(facts)}. It "
-        f"finds at least {percent(to_16)}% of the pass keys to 16x and {percent(facts.passkey(OURS_WIDE, 64))}% at "
-        f"64x, softmax {percent(facts.passkey(THEIRS_WIDE, 64))}% there."
-    )
 
 
 def millions(facts: Facts) -> str:
     return f"{facts.size.any_run.parameters / 1e6:.0f}M"
 
 
-def the_far_context(study: Study) -> str:
+def told_at_16(study: Study) -> str:
     every = [(study[name], arm) for name in SIZES_OF_THE_MIX for arm in arms_of_the_mix(study[name])]
     told = sum(facts.gain(arm, 16) > 0 and facts.gain_told_from_none(arm, 16) for facts, arm in every)
     holds(told > len(every) / 2, "most gains at 16x in the mix are more than two standard errors")
     for name in SIZES_OF_THE_MIX:
         holds(min(study[name].gain(arm, 16) for arm in (OURS, THEIRS)) > 0, f"the context helps both to 16x at {name}")
-    for facts, arm in every:
-        if facts.size.name != "85m":
-            holds(
-                not facts.gain_told_from_none(arm, 64),
-                f"the gain of {arm} at 64x is not told from zero ({facts.size.name})",
-            )
-    large, alone = study["85m"], study["85m-again"]
-    holds(
-        all(large.gain_told_from_none(arm, 32) for arm in (OURS, THEIRS)), "at 85m both gains at 32x are told from zero"
-    )
-    ours, theirs = large.gain(OURS, 32), large.gain(THEIRS, 32)
-    holds(ours < theirs / 2, "at 85m LSSAR gains less than half of what softmax does at 32x")
-    holds(alone.gain(OURS, 64) > alone.gain(THEIRS, 64), "at 85m-again LSSAR gains more at 64x than softmax")
+    few = sum(facts.gain_told_from_none(arm, 64) for facts, arm in every if facts.size.name != "85m")
+    holds(few == 0, "over half a training length no gain at 64x is told from zero")
+    return f"{told} of the {len(every)} gains at 16x in the mix are more than two standard errors"
+
+
+# Pairs of which the control was measured over the last quarter of each text.
+FAR_PAIRS = (("25m-keys", OURS_WIDE, THEIRS_WIDE), ("85m-again", OURS_192, THEIRS_192))
+
+
+def the_far_context_is_used(study: Study) -> None:
+    """At every length that was measured, by LSSAR and by softmax, by more than two standard errors."""
+    for name, *pair in FAR_PAIRS:
+        for arm in pair:
+            for multiple in (4, *LONG):
+                told = study[name].far_gain(arm, multiple) > 2 * study[name].far_error(arm, multiple)
+                holds(told, f"over the last quarter the gain of {arm} is told from zero at {multiple}x ({name})")
+
+
+def the_far_context(study: Study) -> str:
+    to_16 = told_at_16(study)
+    the_far_context_is_used(study)
+    words = []
+    for name, ours, theirs in FAR_PAIRS:
+        facts = study[name]
+        holds(facts.far_gain(ours, 4) < facts.far_gain(theirs, 4), f"LSSAR gains less than softmax at 4x ({name})")
+        for multiple in (32, 64):
+            more = min(facts.far_gains(ours, multiple)) > max(facts.far_gains(theirs, multiple))
+            holds(more, f"every seed of LSSAR gains more than every seed of softmax at {multiple}x ({name})")
+        gained = [f"{nats(facts.far_gain(arm, 64))} ± {plain(facts.far_error(arm, 64))}" for arm in (ours, theirs)]
+        words.append(f"{gained[0]} to LSSAR and {gained[1]} to softmax at {name}")
     return (
-        "**The far context is worth something**, to LSSAR's best recipe and to softmax, up to 16x at every size "
-        f"({told} of the {len(every)} gains at 16x in the mix are more than two standard errors). At the longest "
-        f"length, {large.size.any_run.used['longest']:,} tokens, only the pair of 85m is told from zero, "
-        f"and there LSSAR gains {nats(ours)}, less than half of softmax's {nats(theirs)}; at 85m-again it is "
-        f"{nats(alone.gain(OURS, 64))} for LSSAR and {nats(alone.gain(THEIRS, 64))} for softmax, neither of which is "
-        "two standard errors."
+        "**The far context is worth something, up to 64x**, to LSSAR's best recipe and to softmax. Over the last half "
+        f"of a training length {to_16}, but none at 64x, where the texts differ too much. Over the last quarter of "
+        f"each text ([below](#the-far-context-over-more-tokens)) all are that were measured so: at 64x it is worth "
+        f"{listed(words)} (± one standard error over texts). LSSAR gains less than softmax at 4x, and at 32x and 64x "
+        "each seed of it gains more than each of softmax."
     )
 
 
@@ -334,6 +305,5 @@ def without_the_offset(study: Study) -> str:
 
 MIX_FINDINGS = (
     positions_are_most_of_it, the_best_sharpness, near_to_softmax, the_learned_scale, the_gap_with_other_text,
-    no_effect_of_size, wide_heads, level_with_wide_heads, the_far_context, local_softmax, beside_a_softer_softmax,
-    without_the_offset,
+    no_effect_of_size, local_softmax, beside_a_softer_softmax, without_the_offset,
 )  # fmt: skip

@@ -25,6 +25,8 @@ from study_runs import (
     Run,
     Size,
     Spread,
+    far_error_at,
+    far_gain_at,
     gain_at,
     gain_error_at,
     loss_at,
@@ -104,7 +106,8 @@ def runs_block(size: Size) -> list[str]:
     parameters = sorted({other.parameters for other in size.runs})
     between = " to ".join(f"{number:,}" for number in (parameters[:1] + parameters[1:][-1:]))
     seeds = [f"`{arm}` ({', '.join(str(run.seed) for run in runs)})" for arm, runs in size.arms.items()]
-    heads = " or ".join(str(n) for n in sorted({other.config["heads"] for other in size.runs}, reverse=True))
+    *more, fewest = sorted({other.config["heads"] for other in size.runs}, reverse=True)
+    heads = " or ".join(filter(None, (", ".join(map(str, more)), str(fewest))))
     packages = ("python", "torch", "cuda", "triton", "transformers")
     versions = [", ".join(f"{name} {other.versions.get(name)}" for name in packages) for other in size.runs]
     used = run.used
@@ -139,6 +142,23 @@ def headline_table(size: Size) -> list[str]:
         columns.append(["-" if error is None else plain(error.mean) for error in errors])
         head += [f"gain at {multiple}x", "its standard error"]
     return table(head, columns) + of_several_seeds(size, size.arms)
+
+
+def far_block(size: Size) -> list[str]:
+    """The control over the last quarter of each text, of the arms that have it."""
+    arms = {arm: runs for arm, runs in size.arms.items() if any(run.far for run in runs)}
+    if not arms:
+        return []
+    multiples = sorted({multiple for runs in arms.values() for run in runs for multiple in run.far})
+    columns, head = [[f"`{arm}`" for arm in arms]], ["gain"]
+    for multiple in multiples:
+        columns.append(column([far_gain_at(runs, multiple) for runs in arms.values()], signed, max))
+        errors = [far_error_at(runs, multiple) for runs in arms.values()]
+        columns.append(["-" if error is None else plain(error.mean) for error in errors])
+        head += [f"at {multiple}x", "its standard error"]
+    targets = {control.targets for runs in arms.values() for run in runs for control in run.far.values()}
+    words = " to ".join(f"{number:,}" for number in sorted({min(targets), max(targets)}))
+    return title(size) + table(head, columns) + [f"{words} target tokens.", "", *of_several_seeds(size, arms)]
 
 
 def inference_block(size: Size) -> list[str]:
@@ -190,13 +210,17 @@ def targets_of(size: Size, arm: str) -> list[str]:
     if long and len(ahead) == len(long):
         figures = ", ".join(f"{multiple}x {signed(value, 4)}" for multiple, value in ahead.items())
         cells[2] = verdict(all(value <= 0 for value in ahead.values()), figures)
-    gain, error = gain_at(curves, longest), gain_error_at(curves, longest)
+    runs = size.arms[arm]
+    over_the_quarter = all(longest in run.far for run in runs)
+    if over_the_quarter:
+        gain, error = far_gain_at(runs, longest), far_error_at(runs, longest)
+    else:
+        gain, error = gain_at(curves, longest), gain_error_at(curves, longest)
     if gain is not None:
         within = "" if error is None else f", standard error {plain(error.mean, 4)}"
-        figures = signed(gain.mean, 4) + within
+        figures = signed(gain.mean, 4) + within + (", over the last quarter" if over_the_quarter else "")
         unsure = error is not None and abs(gain.mean) < 2 * error.mean
         cells[3] = f"not told from 0: {figures}" if unsure else verdict(gain.mean > 0, figures)
-    runs = size.arms[arm]
     shares = {multiple: passkey_at(runs, multiple) for run in runs for multiple in sorted(run.passkey)}
     found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
     if SHORTEST_LONG in found:
@@ -441,6 +465,7 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
     "runs": runs_block,
     "headline": headline_block,
     "figures": figures_block,
+    "far": far_block,
     "inference": inference_block,
     "targets": targets_block,
     "passkey": passkey_block,

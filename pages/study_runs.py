@@ -30,6 +30,15 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class FarControl:
+    """What the context beyond the training length is worth, over the last quarter of each text."""
+
+    gain: float
+    error: float | None
+    targets: int
+
+
+@dataclass(frozen=True)
 class Run:
     arm: str
     size: str
@@ -44,6 +53,7 @@ class Run:
     machine: str
     parameters: int
     own: Curve
+    far: dict[int, FarControl]  # by multiple; empty for runs before it was measured
     used: dict[str, int]
     variants: dict[str, Curve]
     passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) of each depth
@@ -137,6 +147,10 @@ def run_of(record: Mapping[str, Any]) -> Run:
         machine=record["machine"].get("gpu", record["machine"]["cpu"]),
         parameters=int(found["parameters"]),
         own=curve_of(found["lengths"], length),
+        far={
+            entry["length"] // length: FarControl(float(entry["gain"]), entry["standard_error"], int(entry["targets"]))
+            for entry in found.get("far_control", [])
+        },
         used=found["lengths"]["used"],
         variants={option: curve_of(results, length) for option, results in found["variants"].items()},
         passkey=passkey,
@@ -221,6 +235,15 @@ def gain_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
 def gain_error_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
     """The mean over seeds: they are measured on the same texts, so more seeds do not make it smaller."""
     return spread(curve.gain_error.get(multiple) for curve in curves)
+
+
+def far_gain_at(runs: Sequence[Run], multiple: int) -> Spread | None:
+    return spread(run.far[multiple].gain for run in runs if multiple in run.far)
+
+
+def far_error_at(runs: Sequence[Run], multiple: int) -> Spread | None:
+    """The mean over seeds, as for the gain over half a training length."""
+    return spread(run.far[multiple].error for run in runs if multiple in run.far)
 
 
 def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:

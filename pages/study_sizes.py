@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from study_runs import Run, Size
 
 OURS, THEIRS = "lssar-learned-log-global3", "softmax-qknorm-logn-learned-global3"
-OURS_WIDE, THEIRS_WIDE = f"{OURS}-wide", f"{THEIRS}-wide"  # heads of 128 in place of 64
+WIDE = "-wide"
+OURS_WIDE, THEIRS_WIDE = f"{OURS}{WIDE}", f"{THEIRS}{WIDE}"  # heads of 128 in place of 64
+OURS_192, THEIRS_192 = f"{OURS_WIDE}192", f"{THEIRS_WIDE}192"
+OURS_256, THEIRS_256 = f"{OURS_WIDE}256", f"{THEIRS_WIDE}256"
 LEAST_SIZES = 3  # a line goes through two whatever they are
 
 

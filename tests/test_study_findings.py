@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -162,6 +163,19 @@ def help_of_the_context_at_inference(sizes: Sizes) -> None:
     runs_of(sizes, "10m", "lssar-p15")[0].variants["power=31"].gain[64] = 0.01
 
 
+def far_gain_of(run: Any, multiple: int, gain: float) -> None:
+    run.far[multiple] = dataclasses.replace(run.far[multiple], gain=gain)
+
+
+def no_help_of_the_far_context(sizes: Sizes) -> None:
+    for run in runs_of(sizes, "85m-again", f"{OURS}-wide192"):
+        far_gain_of(run, 64, 0.01)
+
+
+def more_help_to_softmax(sizes: Sizes) -> None:
+    far_gain_of(runs_of(sizes, "25m-keys", f"{THEIRS}-wide")[1], 32, 0.05)
+
+
 def a_sink(sizes: Sizes) -> None:
     runs_of(sizes, "85m", OURS)[0].inside[1]["sink"] = 0.2
 
@@ -193,6 +207,12 @@ BROKEN: dict[str, Callable[[Sizes], None]] = {
     "softmax with heads of 128 stays ahead of LSSAR": raise_loss("10m-again", f"{OURS}-wide", 64, -0.01),
     "with heads of 128 LSSAR is level with softmax at 85m-again": raise_loss("85m-again", f"{OURS}-wide", 4, 0.01),
     "there every seed of LSSAR is below softmax's at 64x": raise_loss("85m-again", f"{OURS}-wide", 64, 0.003),
+    "the slope at 64x is nearly two standard errors": raise_loss("25m-keys", f"{OURS}-wide", 64, 0.005),
+    f"{OURS}-wide256 is level with {OURS}-wide at 85m-again": raise_loss("85m-again", f"{OURS}-wide256", 2, 0.01),
+    "over the widths softmax is ahead at 1x and 16x": raise_loss("85m-again", f"{OURS}-wide192", 16, -0.004),
+    "over the widths LSSAR is ahead at 64x": raise_loss("85m-again", f"{OURS}-wide192", 64, 0.003),
+    f"the gain of {OURS}-wide192 is told from zero at 64x (85m-again)": no_help_of_the_far_context,
+    "every seed of LSSAR gains more than every seed of softmax at 32x (25m-keys)": more_help_to_softmax,
     "no arm has an attention sink": a_sink,
     "the power 31 is worse again at 1x and at 16x": raise_loss("books", "lssar-p31", 1, -0.1),
     "exp in the place of softplus holds best": raise_loss("books", "lssar-p23", 16, -0.1),
@@ -294,8 +314,10 @@ CONFIGURATION = [
     r"exactly 0\b",
     r"told from 0\b",
     r"\btokenizers 0\.\d+\.\d+( and 0\.\d+\.\d+)?",
-    r"\b(a9999b3|2c9d9b1|849df44|e4fd189)\b",
+    r"\b(a9999b3|2c9d9b1|849df44|e4fd189|81888d7)\b",
     r"128 (numbers each )?in place of 64",
+    r"of 192 and of 256",
+    r"heads of 256",
     r"sequences of 512 tokens",
 ]
 
