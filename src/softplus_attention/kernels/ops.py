@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +31,29 @@ ONCE = (
 )
 
 
-def _problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    end: Tensor,
-    mask: Tensor | None,
-    sharpen: bool,
-    power: float,
-    power_rows: Tensor | None,
-    power_by_length: list[float] | None,
-    offset: bool,
-    score_scale: float,
-    normalized_keys: bool,
-) -> chunked.Problem:
-    by_length = None
-    if power_by_length is not None:
-        by_length = PowerByLength(*power_by_length)
-    sharpening = chunked.Sharpening(power, power_rows, by_length, offset) if sharpen else None
-    return chunked.Problem(q, k, v, start, end, mask, score_scale, normalized_keys, sharpening)
+class Options(NamedTuple):
+    """What the schemas call by these names, in their order."""
+
+    start: Tensor
+    end: Tensor
+    mask: Tensor | None
+    sharpen: bool
+    power: float
+    power_rows: Tensor | None
+    power_by_length: list[float] | None
+    offset: bool
+    score_scale: float
+    normalized_keys: bool
+
+    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> chunked.Problem:
+        by_length = None if self.power_by_length is None else PowerByLength(*self.power_by_length)
+        sharpening = chunked.Sharpening(self.power, self.power_rows, by_length, self.offset) if self.sharpen else None
+        bounds = (self.start, self.end, self.mask)
+        return chunked.Problem(q, k, v, *bounds, self.score_scale, self.normalized_keys, sharpening)
+
+
+_TENSORS = ("start", "end", "mask", "power_rows")
+_POWER_ROWS = 3 + Options._fields.index("power_rows")  # its place among the op's inputs, after q, k and v
 
 
 @torch.library.impl(_library, "chunked_forward", "CPU")
@@ -58,7 +61,7 @@ def _chunked_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Te
     out, stats = _forward_shapes(q, k, v)
     if out.numel():
         with torch.autocast("cpu", enabled=False):
-            chunked.forward(_problem(q, k, v, *options), out, stats)
+            chunked.forward(Options(*options).problem(q, k, v), out, stats)
     return out, stats
 
 
@@ -66,13 +69,13 @@ def _chunked_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Te
 def _chunked_backward(
     grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    power_rows = options[5]
+    chosen = Options(*options)
     if not grad_out.numel():
-        d_power = stats.new_empty(0) if power_rows is None else stats.new_zeros(stats.shape[1:])
+        d_power = stats.new_empty(0) if chosen.power_rows is None else stats.new_zeros(stats.shape[1:])
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_power
     with torch.autocast("cpu", enabled=False):
-        problem = _problem(q, k, v, *options)
-        dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], power_rows is not None)
+        problem = chosen.problem(q, k, v)
+        dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], chosen.power_rows is not None)
     dq, dk, dv = (x.reshape(like.shape).to(like.dtype).contiguous() for x, like in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
 
@@ -89,7 +92,7 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tenso
 def _backward_fake(
     grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    d_power = stats.new_empty(0) if options[5] is None else stats.new_empty(stats.shape[1:])
+    d_power = stats.new_empty(0) if Options(*options).power_rows is None else stats.new_empty(stats.shape[1:])
     return *(x.new_empty(x.shape) for x in (q, k, v)), d_power
 
 
@@ -98,25 +101,24 @@ torch.library.register_fake("softplus_attention::chunked_backward", _backward_fa
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, start, end, mask, sharpen, power, power_rows, *rest = inputs
-    ctx.save_for_backward(q, k, v, start, end, mask, power_rows, output[1])
+    q, k, v, *options = inputs
+    named = Options(*options)._asdict()
+    # Autograd keeps the tensors, and sees where one was changed since.
+    ctx.save_for_backward(q, k, v, *(named.pop(name) for name in _TENSORS), output[1])
     ctx.set_materialize_grads(False)
-    ctx.options = (sharpen, power, rest)
+    ctx.others = named
 
 
 def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None) -> tuple[Any, ...]:
-    nothing = (None,) * 13
-    if grad_out is None:
-        return nothing
-    q, k, v, start, end, mask, power_rows, stats = ctx.saved_tensors
-    sharpen, power, rest = ctx.options
-    dq, dk, dv, d_power = torch.ops.softplus_attention.chunked_backward(
-        grad_out, stats, q, k, v, start, end, mask, sharpen, power, power_rows, *rest
-    )
-    d_rows = None
-    if power_rows is not None and ctx.needs_input_grad[8]:
-        d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
-    return dq, dk, dv, None, None, None, None, None, d_rows, None, None, None, None
+    d_inputs: list[Tensor | None] = [None] * (3 + len(Options._fields))
+    if grad_out is not None:
+        q, k, v, *tensors, stats = ctx.saved_tensors
+        options = Options(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.others)
+        dq, dk, dv, d_power = torch.ops.softplus_attention.chunked_backward(grad_out, stats, q, k, v, *options)
+        d_inputs[:3] = dq, dk, dv
+        if options.power_rows is not None and ctx.needs_input_grad[_POWER_ROWS]:
+            d_inputs[_POWER_ROWS] = d_power.sum_to_size(options.power_rows.shape).to(options.power_rows.dtype)
+    return tuple(d_inputs)
 
 
 def no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
