@@ -287,9 +287,7 @@ def evaluation(
     def open_as(option: str | None = None) -> Opened:
         return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
 
-    def lengths(
-        found: Opened, multiples: Sequence[int], share: float = 0.0, into: Path = folder
-    ) -> dict[str, Any]:
+    def lengths(found: Opened, multiples: Sequence[int], share: float = 0.0, into: Path = folder) -> dict[str, Any]:
         words = [multiple * length for multiple in multiples]
         return measure_lengths(found, documents, words, into, sequences=options.texts, control_share=share)["results"]
 

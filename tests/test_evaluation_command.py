@@ -243,6 +243,17 @@ def test_figures_of_nothing(tmp_path, capsys):
     assert "a folder of results written by" in capsys.readouterr().err
 
 
+def test_figures_of_results_that_are_not_whole(place, run, tmp_path, capsys):
+    assert run("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4")[0] == 0
+    path = tmp_path / "lengths--lssar.json"
+    path.write_text(json.dumps(read(path) | {"results": {}}))
+    (tmp_path / "lengths.csv").unlink()
+    assert main(["evaluate", "figures", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert f"one that holds what `evaluate lengths` measured, got '{path}': KeyError('lengths')" in error
+    assert not (tmp_path / "lengths.csv").exists()
+
+
 @pytest.mark.slow
 def test_killed_and_run_again(place, tmp_path):
     """kill -9 after the first length: the same command goes on from there, with the same numbers in the end."""

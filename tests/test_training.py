@@ -208,10 +208,15 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
-            (["--preset", "huge"], "`preset` must be one of tiny, small, gpt2-small"),
+            (["--preset", "huge"], "`--preset` must be one of tiny, small, gpt2-small"),
             (["--data", "x"], "`--output` must be given"),
             (["--data", "x", "--output", "y", "--attention", "sofmax"], "did you mean 'softmax'"),
-            (["--data", "x", "--output", "y", "--schedule", "step"], "`schedule` must be one of"),
+            (["--data", "x", "--output", "y", "--schedule", "step"], "`--schedule` must be one of"),
+            (["--data", "x", "--output", "y", "--sequence-length", "1"], "`--sequence-length` must be at least 2"),
+            (
+                ["--data", "x", "--output", "y", "--global-every", "2", "--window", "0"],
+                "`--window` must be a number of tokens where `--global-every` is given",
+            ),
             (["--data", "x", "--output", "y"], "a folder written by `softplus-attention data prepare`"),
             (["--config", "nowhere.yaml"], "nowhere.yaml"),
         ],
@@ -511,7 +516,7 @@ class TestRun:
     def test_float16_is_for_gpus(self, run: Run) -> None:
         run.start(precision="fp16", device="cpu")
         assert run.wait() == 2
-        assert "`precision` must be bf16 or fp32 on a CPU, got 'fp16'" in run.words()
+        assert "`--precision` must be bf16 or fp32 on a CPU, got 'fp16'" in run.words()
 
     @pytest.mark.slow
     def test_compiled_through_a_ramp_of_many_powers(self, run: Run) -> None:

@@ -164,4 +164,4 @@ class TestTorchrun:
     def test_a_batch_that_does_not_divide_is_refused(self, run: Run) -> None:
         run.start(processes=2, batch_size=7)
         assert run.wait() == 2
-        assert "`batch_size` must be a multiple of the 2 processes, got 7" in run.words()
+        assert "`--batch-size` must be a multiple of the 2 processes, got 7" in run.words()

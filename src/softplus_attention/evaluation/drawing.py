@@ -26,12 +26,26 @@ TABLES: dict[str, dict[str, tuple[str, str]]] = {
 }
 
 
+def tables_of(measure: str) -> dict[str, Rows]:
+    return {
+        name: getattr(import_module(f"softplus_attention.evaluation.{module}"), function)
+        for name, (module, function) in TABLES[measure].items()
+    }
+
+
 def write_tables(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
-    paths = []
-    for name, (module, function) in TABLES[measure].items():
-        rows: Rows = getattr(import_module(f"softplus_attention.evaluation.{module}"), function)
-        paths.append(files.write_csv(folder / f"{name}.csv", *rows(results)))
-    return paths
+    return [files.write_csv(folder / f"{name}.csv", *rows(results)) for name, rows in tables_of(measure).items()]
+
+
+def check_whole(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> None:
+    """Files that somebody has changed or cut are named before anything is written."""
+    for result in results:
+        try:
+            for rows in tables_of(measure).values():
+                rows([result])
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            path = files.path_of(folder, result) if "name" in result.get("model", {}) else folder
+            fail("result file", f"one that holds what `evaluate {measure}` measured", f"{str(path)!r}: {error!r}")
 
 
 def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
@@ -56,6 +70,7 @@ def draw_folder(folder: Path) -> list[Path]:
     for measure in files.MEASURES:
         results = files.results_in(folder, measure)
         if results:
+            check_whole(folder, measure, results)
             written += [*write_tables(folder, measure, results), *draw(folder, measure, results)]
     if not written:
         fail("FOLDER", "a folder of results written by `softplus-attention evaluate`", repr(str(folder)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import types
 import warnings
@@ -64,7 +65,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
     if field.default is not dataclasses.MISSING and field.default is not None:
         words += f" (default: {field.default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": words}
-    flag = f"--{field.name.replace('_', '-')}"
+    flag = flag_of(field.name)
     kinds = [kind for kind in kinds_of(field) if kind is not types.NoneType]
     if bool in kinds:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
@@ -73,6 +74,24 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 
 def run(options: argparse.Namespace) -> int:
+    try:
+        return run_named_as_settings(options)
+    except ValueError as error:
+        raise ValueError(named_as_options(str(error))) from error
+
+
+def named_as_options(words: str) -> str:
+    """An error that speaks of `sequence_length`, as the configuration calls it, for somebody who wrote
+    --sequence-length."""
+    names = [field.name for field in dataclasses.fields(TrainConfig)] + ["preset", "config"]
+    return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_of(found[1])}`", words)
+
+
+def flag_of(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"
+
+
+def run_named_as_settings(options: argparse.Namespace) -> int:
     given = vars(options)
     settings = {field.name: given[field.name] for field in dataclasses.fields(TrainConfig) if field.name in given}
     config = configured(settings, preset=options.preset, file=options.config)
