@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,36 @@ class TestTokenizers:
             prepare([source], again, tokenizer=str(name), validation_fraction=0, workers=1)
             assert contents(again)["train-00000.npy"] == contents(tmp_path / "one")["train-00000.npy"]
 
+    def test_tokens_that_a_tokenizer_adds_are_left_out_by_who_reads_it_too(self, tmp_path: Path) -> None:
+        """As of RoBERTa and T5: with their `</s>` at its end a prompt would be a document that is over."""
+        from tokenizers import Tokenizer, processors
+        from transformers import AutoTokenizer
+
+        text = "some words to learn from"
+        source = write_jsonl(tmp_path / "a.jsonl", [text] * 3)
+        prepare([source], tmp_path / "one", tokenizer="bpe", vocabulary_size=270, validation_fraction=0, workers=1)
+        adding = Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json"))
+        adding.add_special_tokens(["<s>", "</s>"])
+        ends = [(word, adding.token_to_id(word)) for word in ("<s>", "</s>")]
+        adding.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=ends)
+        adding.save(str(tmp_path / "adding.json"))
+        options = {"tokenizer": str(tmp_path / "adding.json"), "end_of_document": "</s>", "validation_fraction": 0}
+        prepare([source], tmp_path / "two", workers=1, **options)
+        document = TokenDataset.open(tmp_path / "two", "train").document(0).tolist()
+        assert [*AutoTokenizer.from_pretrained(tmp_path / "two")(text)["input_ids"], ends[1][1]] == document
+
+    def test_a_folder_whose_tokenizer_is_another_now(self, tmp_path: Path) -> None:
+        source = write_jsonl(tmp_path / "a.jsonl", ["some words to learn from"] * 3)
+        for size in (270, 280):
+            options = {"tokenizer": "bpe", "vocabulary_size": size, "validation_fraction": 0, "workers": 1}
+            prepare([source], tmp_path / str(size), **options)
+        by_folder = {"tokenizer": str(tmp_path / "270"), "validation_fraction": 0, "workers": 1}
+        prepare([source], tmp_path / "out", **by_folder)
+        prepare([source], tmp_path / "out", **by_folder)
+        shutil.copy(tmp_path / "280" / "tokenizer.json", tmp_path / "270")
+        with pytest.raises(DataError, match=r"the file .*270 has changed"):
+            prepare([source], tmp_path / "out", **by_folder)
+
     def test_a_name_on_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """From the hub's own cache, so that no network is needed; an unknown name gives the reason."""
         import huggingface_hub.constants
@@ -296,6 +327,12 @@ class TestDamage:
         path = folder / "train-00000.npy"
         path.write_bytes(path.read_bytes()[:-1])
         with pytest.raises(DataError, match=r"has 327 bytes and was written with 328: restore it .*data prepare"):
+            TokenDataset.open(folder, "train")
+
+    def test_a_header_that_is_none(self, folder: Path) -> None:
+        path = folder / "train-00000.npy"
+        path.write_bytes(b"x" * path.stat().st_size)
+        with pytest.raises(DataError, match=r"train-00000.npy is not what was written there .*: restore it from a"):
             TokenDataset.open(folder, "train")
 
     @pytest.mark.parametrize("name", ["train-00000.npy", "train-documents.npy", "tokenizer.json"])

@@ -135,6 +135,16 @@ class TestGenerate:
         assert said[1].strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
         assert said[0] != said[1]
 
+    def test_a_tokenizer_of_another_model(self, saved, capsys):
+        config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES | {"vocab_size": 65})
+        AutoModelForCausalLM.from_config(config).save_pretrained(saved / "few")
+        words = ["generate", "--model", str(saved / "few"), "--tokenizer", str(saved / "llama"), "--prompt", "az"]
+        assert main([*words, "--device", "cpu"]) == 2
+        captured = capsys.readouterr()
+        words = "`--tokenizer` must be that of the model, which has 65 tokens, got one that has token 89 in the prompt"
+        assert words in captured.err
+        assert captured.out == ""
+
     def test_beyond_learned_positions(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES)
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "gpt2")

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,12 @@ class TestConfiguration:
             ({"precision": "fp16", "parallel": "fsdp"}, "`precision` must be bf16 or fp32 with --parallel fsdp"),
             ({"steps": 0}, "`steps` must be at least 1"),
             ({"steps": 1.5}, "`steps` must be of type int"),
+            ({"warmup": math.inf}, "`warmup` must be at least 0, and finite, got inf"),
+            ({"clip": math.nan}, "`clip` must be at least 0, and finite, got nan"),
+            ({"weight_decay": math.nan}, "`weight_decay` must be at least 0, and finite"),
+            ({"score_scale": -1.0}, "`score_scale` must be above 0 and finite"),
+            ({"peak_tflops": -5.0}, "`peak_tflops` must be above 0 and finite"),
+            ({"width": 512, "heads": 1}, "`heads` must be so many that each is at most 256 wide .`width` 512., got 1"),
             ({"compile": 1}, "`compile` must be of type bool"),
             ({"width": 100, "heads": 3}, "`width` must be a multiple of the 3 heads"),
             ({"power": "ramp:3,15", "power_rounding": False, "compile": True}, "`power_rounding` must be on"),
@@ -122,11 +129,13 @@ class TestConfiguration:
     def test_the_power_of_a_preset_is_for_lssar(self) -> None:
         assert configured(PLACES, preset="small").power == "learned-log"
         assert configured({**PLACES, "power": "3"}, preset="small").power == "3"
-        for words in ({"attention": "softmax"}, {"attention": "lssar-p3"}, {"power_growth": 2.0}):
+        for words in ({"attention": "softmax"}, {"attention": "lssar-p3"}):
             config = configured({**PLACES, **words}, preset="small")
             assert config.power is None
             assert config.global_every == 3
         assert configured(PLACES, preset="gpt2-small").power is None
+        with pytest.raises(ValueError, match="`power_growth` must be left out where the power is learned"):
+            configured({**PLACES, "power_growth": 2.0}, preset="small")
 
     def test_layers_of_a_preset_can_be_left_out(self) -> None:
         mixed, plain = ({**PLACES, **words} for words in ({}, {"global_every": 0}))
@@ -183,6 +192,7 @@ class TestConfiguration:
         [
             ("lerning_rate: 1", "did you mean 'learning_rate'"),
             ("steps: many", "`steps` must be of type int"),
+            ("preset: [tiny]", "`preset` must be one of tiny, small, gpt2-small, got .'tiny'."),
             ("- 1", "must be a file of option: value"),
             ("a: [", "is not YAML"),
             ("preset: huge", "`preset` must be one of tiny, small, gpt2-small"),
@@ -219,6 +229,7 @@ class TestCommand:
             ),
             (["--data", "x", "--output", "y"], "a folder written by `softplus-attention data prepare`"),
             (["--config", "nowhere.yaml"], "nowhere.yaml"),
+            (["--data", "x", "--output", "y", "--clip", "nan"], "`--clip` must be at least 0, and finite, got nan"),
         ],
     )
     def test_errors_are_one_sentence(
@@ -512,6 +523,14 @@ class TestRun:
         sequences = folder.sequences("train", 24, seed=0, document_mask=False)
         ids = torch.stack([sequences[n]["input_ids"] for n in range(8)])
         assert run.losses()[1] == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+
+    def test_a_tokenizer_that_is_gone_is_missed_at_the_start(self, run: Run, data: Path, tmp_path: Path) -> None:
+        shutil.copytree(data, tmp_path / "without")
+        (tmp_path / "without" / "tokenizer.json").unlink()
+        run.start(data=tmp_path / "without")
+        assert run.wait() == 2
+        assert "tokenizer.json is missing: restore it from a copy" in run.words()
+        assert not run.output.exists()
 
     def test_float16_is_for_gpus(self, run: Run) -> None:
         run.start(precision="fp16", device="cpu")

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import TINY, Run, running, text_folder
@@ -213,9 +214,12 @@ class TestDamagedCheckpoint:
         assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
         for step in run.checkpoints():
             truncated(run.output / f"checkpoint-{step}" / "trainer_state.json")
+        before = (run.output / "metrics.jsonl").read_bytes()
         run.finish()
+        assert "is whole: the run starts again at step 0" in run.words()
         assert "continuing" not in run.words()
         assert run.losses() == uninterrupted.losses()
+        assert (run.output / "metrics.jsonl.damaged").read_bytes() == before
 
 
 class TestFullDisk:
@@ -310,6 +314,40 @@ class TestFolderThatIsNoRun:
         assert "holds checkpoints and no run.json" in run.words()
         assert own.read_text() == "mine"
 
+    def test_metrics_of_others_are_left_too(self, run: Run) -> None:
+        run.output.mkdir(parents=True)
+        own = run.output / "metrics.jsonl"
+        own.write_text('{"step": 99, "mine": 1}\nnot json\n')
+        run.start()
+        assert run.wait() == 1
+        assert "holds metrics.jsonl and no run.json" in run.words()
+        assert own.read_text() == '{"step": 99, "mine": 1}\nnot json\n'
+
+    @pytest.mark.parametrize("content", ["{}", "[]", '{"config": {}}', '{"config"'])
+    def test_a_record_that_is_none(self, run: Run, content: str) -> None:
+        run.output.mkdir(parents=True)
+        (run.output / "run.json").write_text(content)
+        run.start()
+        assert run.wait() == 1
+        assert "run.json is damaged, or no record of a run" in run.words()
+        assert "Traceback" not in run.words()
+        assert (run.output / "run.json").read_text() == content
+
+
+class TestSettingsThatNoModelHas:
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"local_attention": "lssarr", "window": 8, "global_every": 2}, "lssarr"),
+            ({"width": 6, "heads": 2}, "even"),
+        ],
+    )
+    def test_are_one_sentence(self, run: Run, settings: dict[str, Any], words: str) -> None:
+        run.start(**settings)
+        assert run.wait() == 2
+        assert words in run.words()
+        assert "Traceback" not in run.words()
+
 
 class TestChangedSettings:
     def test_stop_and_name_what_changed(self, run: Run, uninterrupted: Run) -> None:
@@ -333,6 +371,8 @@ class TestChangedSettings:
         for changes, words in (
             ({"batch_size": 16, "micro_batch_size": 4}, "cannot go on with these changes: batch_size was 8 and is 16"),
             ({"optimizer": "muon"}, "cannot go on with these changes: optimizer was 'adamw' and is 'muon'"),
+            ({"heads": 4}, "cannot go on with these changes: heads was 2 and is 4"),
+            ({"steps": 2}, "is at step 4 already, beyond the 2 of --steps"),
             ({"width": 64}, "are not those of a model with these settings"),
             ({"power": "learned"}, "raw_power, missing there and (2,) now"),
         ):

@@ -118,7 +118,8 @@ def prepare_text(folder: Path, texts: int) -> Texts:
         partial = source.with_suffix(".partial")
         partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in train))
         partial.rename(source)
-    prepare([source], folder / "data", tokenizer="bytes", validation_fraction=0.0, workers=1)
+    if not is_demo_data(folder):  # by another path to the same folder it would be other data
+        prepare([source], folder / "data", tokenizer="bytes", validation_fraction=0.0, workers=1)
     longest = TRAINING["sequence_length"] * MULTIPLES[-1]
     return texts_of((list(text.encode()) for text in validation), longest, texts)
 
@@ -196,7 +197,8 @@ def write(
     about: dict[str, Any] = {"lengths": lengths, "texts": len(texts.rows), "documents": texts.documents}
     about |= {"commit": provenance.commit(), "versions": versions, "machine": provenance.machine()}
     errors = {name: curve.error for name, curve in curves.items()}
-    results = {"command": f"softplus-attention demo --steps {options.steps} --seed {options.seed}", **about}
+    command = f"softplus-attention demo --steps {options.steps} --seed {options.seed} --texts {options.texts}"
+    results = {"command": command, **about}
     # Of this call: what an earlier one finished took none of them.
     results |= {"seconds": round(seconds, 1), "settings": settings, "loss": losses, "standard_error": errors}
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")

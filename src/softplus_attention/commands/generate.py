@@ -65,6 +65,11 @@ def run(options: argparse.Namespace) -> int:
         name = "--prompt" if options.prompt is not None else "--prompt-file"
         fail(name, "text of at least one token", repr(prompt))
 
+    known = model.get_input_embeddings().num_embeddings
+    if int(inputs["input_ids"].max()) >= known:
+        got = f"one that has token {int(inputs['input_ids'].max())} in the prompt"
+        fail("--tokenizer", f"that of the model, which has {known} tokens", got)
+
     words: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     if options.temperature > 0:
         words |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}

@@ -26,8 +26,8 @@ class TokenDataset:
         self.index = index
         self.split = split
         self.total_tokens = held.tokens
-        self.offsets: np.ndarray[Any, np.dtype[np.int64]] = np.load(index.check_size(held.offsets), mmap_mode="r")
-        self.shards: list[Tokens] = [np.load(index.check_size(shard), mmap_mode="r") for shard in held.shards]
+        self.offsets: np.ndarray[Any, np.dtype[np.int64]] = index.mapped(held.offsets)
+        self.shards: list[Tokens] = [index.mapped(shard) for shard in held.shards]
         self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     @classmethod

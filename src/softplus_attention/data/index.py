@@ -97,6 +97,15 @@ class Index:
             raise DataError(f"{path} has {size} bytes and was written with {record['bytes']}: {self.remedy()}")
         return path
 
+    def mapped(self, record: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+        """The numbers of a file, read where they are wanted."""
+        path = self.check_size(record)
+        try:
+            return np.load(path, mmap_mode="r")
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise DataError(f"{path} is not what was written there ({reason}): {self.remedy()}") from None
+
     def summary(self) -> list[str]:
         counts = self.counts
         lines = [

@@ -103,7 +103,7 @@ def prepare(
         "sources": names,
         "options": options,
         "inputs": [source.identity() for source in found],
-        "tokenizer_file": sha256(Path(tokenizer)) if Path(tokenizer).is_file() else None,
+        "tokenizer_file": sum_of_tokenizer(Path(tokenizer)),
         "tokenizers": version("tokenizers"),
     }
     try:
@@ -115,6 +115,12 @@ def prepare(
         if error.errno in FULL:
             raise DataError(f"no room to write in {output}: make room and run the same command again") from error
         raise
+
+
+def sum_of_tokenizer(path: Path) -> str | None:
+    """None for one by name."""
+    path = path / "tokenizer.json" if path.is_dir() else path
+    return sha256(path) if path.is_file() else None
 
 
 def check_options(options: dict[str, Any], workers: int) -> None:
@@ -203,7 +209,7 @@ def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
         was = [item for item in before["inputs"] if item not in now["inputs"]]
         new = [item for item in now["inputs"] if item not in before["inputs"]]
         changes.append(f"the files of SOURCE were {was[:3]}, are {new[:3]}")
-    if before["tokenizer_file"] != now["tokenizer_file"]:
+    if before["tokenizer_file"] not in (None, now["tokenizer_file"]):  # None too for a folder, in older plans
         changes.append(f"the file {now['options']['tokenizer']} has changed")
     if before["tokenizers"] != now["tokenizers"]:
         changes.append(f"the tokenizers library was {before['tokenizers']}, is {now['tokenizers']}")

@@ -42,6 +42,9 @@ def load(name: str, end: str | None) -> Tokenizer:
             fail("--tokenizer", EXPECTED, f"{name!r}, which the hub did not give: {reason}", DataError)
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if tokenizer.num_special_tokens_to_add(False):
+        # Documents are encoded without such tokens: who reads the saved tokenizer has to get the same.
+        tokenizer.post_processor = None  # type: ignore[assignment]
     mark_end(tokenizer, end)
     return tokenizer
 

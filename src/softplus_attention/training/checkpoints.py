@@ -173,15 +173,24 @@ def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is as it was written; each newer one that is not is named in a warning."""
     for leftover in run.glob(f"*{PARTIAL}"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for checkpoint in checkpoints(run):
+    found = checkpoints(run)
+    for checkpoint in found:
         wrong = damage(checkpoint)
         if wrong is None:
             return checkpoint
         aside = checkpoint.with_name(checkpoint.name + DAMAGED)
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.replace(aside)
-        warn(f"{checkpoint} is damaged ({wrong}): it is now {aside.name}, and the checkpoint before it is used")
+        warn(f"{checkpoint} is damaged ({wrong}): it is now {aside.name}")
+    if found:
+        warn(f"no checkpoint in {run} is whole: the run starts again at step 0")
     return None
+
+
+def keep_beside_damaged(run: Path, name: str) -> None:
+    """Of a run that starts again since its checkpoints are damaged: a file that it would write anew."""
+    if (run / name).exists() and any(run.glob(f"*{DAMAGED}")):
+        (run / name).replace(run / (name + DAMAGED))
 
 
 def damage(checkpoint: Path) -> str | None:

@@ -21,7 +21,7 @@ from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.parallel import PARALLEL
 from softplus_attention.training.presets import PRESETS
 from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
-from softplus_attention.validation import fail
+from softplus_attention.validation import LARGEST_HEAD_DIM, fail
 
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
@@ -138,6 +138,8 @@ class TrainConfig:
             fail("precision", "bf16 or fp32 with --parallel fsdp", "'fp16'")
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
+        if self.width // self.heads > LARGEST_HEAD_DIM:
+            fail("heads", f"so many that each is at most {LARGEST_HEAD_DIM} wide (`width` {self.width})", self.heads)
         self.check_layers()
         self.check_power()
 
@@ -167,9 +169,9 @@ class TrainConfig:
         least |= {"micro_batch_size": 1, "log_every": 1, "save_every": 1, "evaluate_sequences": 1, "seed": 0}
         least |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
         for name, value in least.items():
-            if getattr(self, name) < value:
-                fail(name, f"at least {value}", getattr(self, name))
-        for name in ("learning_rate", "muon_learning_rate", "rope_theta"):
+            if not value <= getattr(self, name) < math.inf:
+                fail(name, f"at least {value}, and finite", getattr(self, name))
+        for name in ("learning_rate", "muon_learning_rate", "rope_theta", "score_scale", "peak_tflops"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
                 fail(name, "above 0 and finite", number)
@@ -280,7 +282,7 @@ def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, A
     without_its_layers = "global_every" in given and not given["global_every"]
     if without_its_layers:
         settings.pop("window", None)
-    if without_its_layers or given.get("attention", "lssar") != "lssar" or given.get("power_growth") is not None:
+    if without_its_layers or given.get("attention", "lssar") != "lssar":
         settings.pop("power", None)
     return settings
 
@@ -293,7 +295,7 @@ def configured(
     settings |= options or {}
     preset = settings.pop("preset", None) if preset is None else preset
     settings.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
         fail("preset", f"one of {', '.join(PRESETS)}", repr(preset))
     settings = preset_settings(preset, settings) | settings
     known = [field.name for field in dataclasses.fields(TrainConfig)]

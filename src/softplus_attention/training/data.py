@@ -73,6 +73,8 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index = Index.load(path, "data")
+        for record in self.index.tokenizer_files:  # wanted at the end, with the model
+            self.index.check_size(record)
 
     def sequences(self, split: str, length: int, *, seed: int, document_mask: bool) -> PackedTokens:
         return PackedTokens(self.path, split, length, seed=seed, document_mask=document_mask)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PrinterCallback, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -23,7 +24,15 @@ from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
 from softplus_attention.training.errors import OtherSettings, RunStopped, RunWarning, is_disk_full
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, keep_until, peak_tflops
+from softplus_attention.training.metrics import (
+    METRICS,
+    Journal,
+    Progress,
+    Throughput,
+    flops_per_token,
+    keep_until,
+    peak_tflops,
+)
 from softplus_attention.training.power_callback import PowerCallback
 from softplus_attention.training.termination import Termination
 from softplus_attention.training.trainer import SoftplusTrainer
@@ -31,8 +40,9 @@ from softplus_attention.validation import fail
 
 MODEL = "model"
 # The place in the data is counted in sequences of a run, and the state is that of its optimizer.
-FIXED = ("batch_size", "sequence_length", "optimizer")
-SHAPE = ("layers", "width", "heads", "vocab_size", "bias")  # of the weights
+# Weights of as many numbers fit any number of heads, and mean nothing with another.
+FIXED = ("batch_size", "sequence_length", "optimizer", "heads")
+SHAPE = ("layers", "width", "vocab_size", "bias")  # of the weights
 ACCEPT = ", or say --accept-changes to continue with the new ones"
 LOCK = ".lock"
 
@@ -53,13 +63,15 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
             return run / MODEL
         # What is no run of ours has no checkpoints of ours, however its folders are called.
         ours = run_record.read(run) is not None
-        if not ours and checkpoints.checkpoints(run):
-            raise RunStopped(
-                f"{run} holds checkpoints and no {run_record.RUN} that says what they are of: a new run would remove "
-                "them in time. Choose another --output. Nothing was changed"
-            )
+        if not ours:
+            refuse_what_others_made(run)
         checkpoint = parallel.from_first(lambda: checkpoints.newest_whole(run, warn) if ours else None)
         step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+        if step > config.steps:
+            raise RunStopped(
+                f"{run} is at step {step} already, beyond the {config.steps} of --steps: ask for as many or more, or "
+                "choose another --output. Nothing was changed"
+            )
         # Before anything is written: settings that cannot be must not be those of a run.
         trainer = build(config, arguments, folder)
         if checkpoint is not None:
@@ -70,6 +82,8 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
                 "Choose another --output. Nothing was changed"
             )
         if parallel.is_first():
+            if checkpoint is None:
+                checkpoints.keep_beside_damaged(run, METRICS)
             keep_until(run, step)
             starts = [*record.get("starts", []), run_record.start(device, parallel.world_size(), step)]
             record |= {"starts": starts}
@@ -86,6 +100,16 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
             run_record.write(run, record | {"finished": True})
         say(f"the model is in {run / MODEL}")
     return run / MODEL
+
+
+def refuse_what_others_made(run: Path) -> None:
+    """In a folder that is no run of ours: what this run would remove or write over."""
+    found = "checkpoints" if checkpoints.checkpoints(run) else METRICS if (run / METRICS).exists() else None
+    if found is not None:
+        raise RunStopped(
+            f"{run} holds {found} and no {run_record.RUN} that says of which run: a new one would write over it in "
+            "time. Choose another --output. Nothing was changed"
+        )
 
 
 def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool) -> dict[str, Any]:
@@ -110,8 +134,8 @@ def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool)
         fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
             raise RunStopped(
-                f"{run} cannot go on with these changes: {'; '.join(fixed)}. Its place in the data and its "
-                "optimizer's state are those of its own settings. Choose another --output. Nothing was changed"
+                f"{run} cannot go on with these changes: {'; '.join(fixed)}. Its weights, its optimizer's state and "
+                "its place in the data are those of its own settings. Choose another --output. Nothing was changed"
             )
         if changed:
             say(f"continuing with changes: {'; '.join(changed.values())}")
@@ -230,23 +254,27 @@ def learning_rate_schedule(config: TrainConfig) -> tuple[str, dict[str, Any]]:
 def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | None) -> SoftplusGPTConfig:
     schedule, by_length = config.power_schedule, config.power_by_length
     power: Any = config.power if schedule is None else schedule.at(0, config.steps)
-    return SoftplusGPTConfig(
-        vocab_size=padded_vocabulary(vocabulary) if config.vocab_size is None else config.vocab_size,
-        hidden_size=config.width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        max_position_embeddings=config.sequence_length,
-        attention=config.attention,
-        power=power if by_length is None else power_to_json(by_length),
-        score_scale=config.score_scale,
-        window=config.window,
-        global_every=config.global_every,
-        local_attention=config.local_attention,
-        bias=config.bias,
-        rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-        bos_token_id=end_of_document,
-        eos_token_id=end_of_document,
-    )
+    try:
+        return SoftplusGPTConfig(
+            vocab_size=padded_vocabulary(vocabulary) if config.vocab_size is None else config.vocab_size,
+            hidden_size=config.width,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.sequence_length,
+            attention=config.attention,
+            power=power if by_length is None else power_to_json(by_length),
+            score_scale=config.score_scale,
+            window=config.window,
+            global_every=config.global_every,
+            local_attention=config.local_attention,
+            bias=config.bias,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            bos_token_id=end_of_document,
+            eos_token_id=end_of_document,
+        )
+    except StrictDataclassClassValidationError as error:
+        # The sentence is in the error that it was made from.
+        raise ValueError(str(error.__cause__ or error)) from error
 
 
 def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> SoftplusTrainer:

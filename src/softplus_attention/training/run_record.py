@@ -33,14 +33,17 @@ def start(device: torch.device, processes: int, step: int) -> dict[str, Any]:
 
 def read(run: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((run / RUN).read_text(encoding="utf-8"))
+        record = json.loads((run / RUN).read_text(encoding="utf-8"))
+        if not {"config", "data"} <= record.keys():
+            raise ValueError("it holds no config and data")
     except FileNotFoundError:
         return None
-    except ValueError as error:
+    except (AttributeError, ValueError) as error:
         raise RunStopped(
-            f"{run / RUN} is damaged ({error}): restore it, or delete it to continue from the checkpoints beside it "
-            "without a comparison of settings"
+            f"{run / RUN} is damaged, or no record of a run ({error}): restore it from a copy, or choose another "
+            "--output. Nothing was changed"
         ) from None
+    return record
 
 
 def write(run: Path, record: Mapping[str, Any]) -> None:

@@ -94,6 +94,8 @@ class SoftplusTrainer(Trainer):
         return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "train_runtime" in logs:
+            return  # Trainer's sum at the end knows of this start alone: wrong in a run that was interrupted
         if "loss" in logs:
             logs["tokens"] = self.state.global_step * self.throughput.tokens_per_step
             if self.power is not None and self.power.power is not None:
