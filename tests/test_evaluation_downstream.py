@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -205,6 +206,21 @@ def test_changed_data_is_measured_again(models, tmp_path, capsys):
         measured.append(("lssar: piqa" in capsys.readouterr().err, values(result_of(tmp_path, "lssar"))["piqa", "acc"]))
     assert [ran for ran, _ in measured] == [True, False, True]
     assert measured[0][1] == measured[1][1] == pytest.approx(1 - measured[2][1])
+
+
+def test_another_tokenizer_is_measured_again(models, tmp_path, capsys):
+    write(tmp_path / "data/piqa/validation.jsonl", records()["piqa/validation"])
+    words = [*words_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    other = tmp_path / "other"
+    shutil.copytree(models["lssar"], other)
+    content = (other / "tokenizer.json").read_text()
+    assert '"add_prefix_space": false' in content
+    (other / "tokenizer.json").write_text(content.replace('"add_prefix_space": false', '"add_prefix_space": true'))
+    ran = []
+    for more in ([], [], ["--tokenizer", str(other)]):
+        assert main([*words, *more]) == 0
+        ran.append("lssar: piqa" in capsys.readouterr().err)
+    assert ran == [True, False, True]
 
 
 def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from evaluation_cases import SIZE, open_saved, saved_model
@@ -17,12 +18,14 @@ from softplus_attention.baselines import MOST_WEIGHTS
 from softplus_attention.data import prepare
 from softplus_attention.evaluation import length_measure, memory
 from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
+from softplus_attention.evaluation.lengths import losses_of
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
 from softplus_attention.evaluation.models import request_of, requests_of, training_length_of
 from softplus_attention.evaluation.results import file_name, plain, read, results_in
-from softplus_attention.evaluation.texts import folder_documents, raw_texts, text_documents
+from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
+from softplus_attention.report.evaluation_figures import lengths_figure
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
 
@@ -101,6 +104,48 @@ class TestLengths:
         assert control["full"] == pytest.approx(full, rel=1e-5)
         assert control["short"] == pytest.approx(short, rel=1e-5)
         assert control["gain"] == pytest.approx(control["short"] - control["full"], abs=1e-7)
+
+    def test_standard_errors_are_taken_over_texts(self, folder, documents, tmp_path):
+        """Sequences of one text belong together: 11 texts, whatever the length."""
+        found = open_saved(folder)
+        rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
+        losses = losses_of(found.model, rows).double()
+        short = losses_of(found.model, rows[:, -16:]).double()[:, -8:]
+        entries = measure_lengths(found, documents, [16, 64], tmp_path, control_share=0)["results"]["lengths"]
+
+        def error(by_text):
+            return np.std(by_text.numpy(), ddof=1) / 11**0.5
+
+        pieces = losses_of(found.model, rows.reshape(-1, 16)).double().mean(1).view(11, 4).mean(1)
+        assert entries[0]["standard_error"] == pytest.approx(error(pieces), rel=1e-5)
+        assert entries[1]["standard_error"] == pytest.approx(error(losses.mean(1)), rel=1e-5)
+        gains = (short - losses[:, -8:]).mean(1)
+        assert entries[1]["control"]["standard_error"] == pytest.approx(error(gains), rel=1e-4)
+
+    def test_a_model_that_gives_no_numbers_far_out(self, folder, documents, tmp_path, monkeypatch):
+        """The table says so, and the figure leaves it out."""
+        found = open_saved(folder)
+        forward = found.model.model.forward
+
+        def breaking(*inputs, **words):
+            out = forward(*inputs, **words)
+            out.last_hidden_state[:, 40:] = torch.nan
+            return out
+
+        monkeypatch.setattr(found.model.model, "forward", breaking)
+        result = measure_lengths(found, documents, [16, 64], tmp_path)
+        entries = result["results"]["lengths"]
+        assert entries[0]["loss"] > 0
+        assert entries[1]["loss"] is None
+        assert table_of([result]).count("no number") == 2
+        assert lengths_figure([result]) is not None
+
+    def test_a_model_that_gives_no_numbers_at_all(self, folder, documents, tmp_path):
+        found = open_saved(folder)
+        with torch.no_grad():
+            found.model.get_input_embeddings().weight.fill_(torch.nan)
+        with pytest.raises(ValueError, match="`MODEL` must be one whose logits are numbers, got SoftplusGPT"):
+            measure_lengths(found, documents, [16, 64], tmp_path)
 
     def test_without_control(self, folder, documents, tmp_path):
         entries = measure_lengths(open_saved(folder), documents, [64], tmp_path, control=False)["results"]["lengths"]
@@ -241,6 +286,14 @@ class TestInterruption:
         (tmp_path / "lengths--lssar.json").write_text('{"format": "softplus-att')
         with pytest.raises(ValueError, match="`result file` must be written by"):
             measure_lengths(open_saved(folder), documents, [16], tmp_path)
+
+    @pytest.mark.parametrize("word", ["model", "settings", "results"])
+    def test_a_file_that_is_not_whole(self, folder, documents, tmp_path, word):
+        found, path = open_saved(folder), tmp_path / "lengths--lssar.json"
+        whole = measure_lengths(found, documents, [16], tmp_path)
+        path.write_text(json.dumps({key: value for key, value in whole.items() if key != word}))
+        with pytest.raises(ValueError, match=f"`result file` must be written by .*{word}"):
+            measure_lengths(found, documents, [16], tmp_path)
 
 
 def read_old(path: Path):
@@ -443,8 +496,19 @@ class TestTexts:
     def test_another_tokenizer(self, folder, tmp_path):
         found = open_saved(folder)
         documents = text_documents(["abc"], ["text"], lambda text, **_: {"input_ids": [5000] * 50})
-        with pytest.raises(ValueError, match="tokens below 320, the vocabulary of the model, got 5000"):
+        with pytest.raises(ValueError, match=r"`--tokenizer` must be one whose tokens are below 320.*got token 5000"):
             measure_lengths(found, documents, [16], tmp_path)
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", ""])
+    def test_data_of_another_tokenizer(self, folder, tmp_path, name):
+        (tmp_path / "text.txt").write_text("some words to learn from, and more of them " * 9)
+        options = {"validation_fraction": 0, "workers": 1}
+        prepare([tmp_path / "text.txt"], tmp_path / "bytes", tokenizer="bytes", **options)
+        prepare([tmp_path / "text.txt"], tmp_path / "bpe", tokenizer="bpe", vocabulary_size=270, **options)
+        check_same_tokenizer(str(tmp_path / "bytes"), str(folder / name))
+        with pytest.raises(ValueError, match=r"`--data` must be prepared with the tokenizer of .*reads text as other"):
+            check_same_tokenizer(str(tmp_path / "bpe"), str(folder / name))
+        check_same_tokenizer(str(tmp_path / "bpe"), "a/name-on-the-hub")
 
     def test_nothing(self, tmp_path):
         (tmp_path / "empty.txt").write_text("")

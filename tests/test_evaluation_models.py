@@ -18,6 +18,10 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -53,6 +57,10 @@ FOREIGN = {
     "opt": lambda: OPTForCausalLM(
         OPTConfig(**{**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64})
     ),
+    "gptj": lambda: GPTJForCausalLM(
+        GPTJConfig(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=64, rotary_dim=8)
+    ),
+    "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SMALL, rotary_pct=0.25)),
     "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=320, hidden_size=32, num_hidden_layers=2, state_size=4)),
     "bert": lambda: BertLMHeadModel(BertConfig(**{**SMALL, "pad_token_id": 0, "max_position_embeddings": 64})),
     "gemma2": lambda: Gemma2ForCausalLM(
@@ -106,6 +114,15 @@ class TestDynamicNtk:
         assert not torch.allclose(losses(plain.model, ids), losses(stretched.model, ids), atol=1e-3)
 
 
+def test_a_share_of_each_head_that_rotates_is_kept(tmp_path):
+    folder, ids = foreign(tmp_path, "neox"), token_rows(1, 32)
+    plain, longer, stretched = (open_saved(f"{folder}{more}").model for more in ("", "+rope=ntk:4", "+rope=linear:4"))
+    torch.testing.assert_close(losses(longer, ids[:, :16]), losses(plain, ids[:, :16]))
+    rotating = stretched.gpt_neox.rotary_emb.inv_freq
+    assert len(rotating) == len(plain.gpt_neox.rotary_emb.inv_freq) == 2
+    torch.testing.assert_close(rotating, plain.gpt_neox.rotary_emb.inv_freq / 4)
+
+
 class TestWindow:
     """A token sees itself and the W - 1 before it, in every layer: two layers reach 2 W - 1 tokens."""
 
@@ -154,8 +171,14 @@ def test_a_power_in_place_of_learned_ones(learned, tmp_path):
 
 
 class TestForeignModels:
-    @pytest.mark.parametrize("name", ["gpt2", "opt"])
-    @pytest.mark.parametrize("measure", ["lengths", "passkey", "inside"])
+    @pytest.mark.parametrize(
+        ("name", "measure"),
+        [
+            *((name, measure) for name in ("gpt2", "opt") for measure in ("lengths", "passkey", "inside")),
+            ("gptj", "lengths"),  # whose attention cannot be looked into
+            ("gptj", "passkey"),
+        ],
+    )
     def test_no_positions_so_far_out(self, name, measure, run, tmp_path):
         foreign(tmp_path / name, name)
         more = ("--form", "compact", "--trials", "2", "--depths", "0") if measure == "passkey" else ()
@@ -164,6 +187,23 @@ class TestForeignModels:
         assert "128" in out
         assert "the model has positions for 64 tokens" in out
         assert read(tmp_path / "evaluation" / f"{measure}--{name}.json")["complete"]
+
+    def test_all_models_are_measured_on_the_same_texts(self, run, tmp_path):
+        """Whatever number of positions they have: here it is the same model twice."""
+        foreign(tmp_path / "many", "gpt2")
+        model = GPT2LMHeadModel.from_pretrained(tmp_path / "many")
+        model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:32].clone()
+        model.config.n_positions = 32
+        model.save_pretrained(tmp_path / "few")
+        tokenizers.save(tokenizers.bytes_tokenizer(), tmp_path / "few", tokenizers.END)
+        for name, count in {"a": 2, "b": 9, "c": 9}.items():
+            (tmp_path / f"{name}.txt").write_text(f"{name} is a text of some length, and it differs. " * count)
+        words = ("--text", "a.txt", "b.txt", "c.txt", "--train-length", "16", "--lengths", "1,2,4", "--sequences", "5")
+        assert run("lengths", "many", "few", *words)[0] == 0
+        many, few = (read(tmp_path / "evaluation" / f"lengths--{name}.json")["results"] for name in ("many", "few"))
+        assert many["used"] == few["used"]
+        assert [entry["length"] for entry in few["lengths"]] == [16, 32]
+        assert [entry["loss"] for entry in few["lengths"]] == pytest.approx([e["loss"] for e in many["lengths"][:2]])
 
     def test_without_attention(self, run, tmp_path):
         foreign(tmp_path / "mamba", "mamba")

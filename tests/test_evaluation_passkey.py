@@ -152,6 +152,38 @@ class TestMeasure:
         assert result["results"]["cells"][0]["correct"] <= 2
         assert path.with_suffix(".json.old").exists()
 
+    def test_keys_that_take_more_tokens_than_others(self, folder, tmp_path):
+        """A length that some key does not fit into is left out, and the others are measured."""
+
+        class Tokenizer:
+            def __call__(self, text, **_):
+                return {"input_ids": list(re.sub("9+", "9", text).encode())}
+
+            def decode(self, ids):
+                return str(ids)
+
+        opened, tokenizer = open_saved(folder), Tokenizer()
+        documents = text_documents([TEXT], ["text"], tokenizer)
+        words = {"documents": documents, "trials": 2}
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [18, 64], [0.0], tmp_path, **words)["results"]
+        assert [cell["length"] for cell in result["cells"]] == [64]
+        assert [skip["length"] for skip in result["skipped"]] == [18]
+        assert "tokens, the prompt's own" in result["skipped"][0]["reason"]
+
+    def test_a_tokenizer_with_more_tokens_than_the_model(self, folder, tmp_path):
+        def many(text, **_):
+            return {"input_ids": [1000 + ord(letter) for letter in text]}
+
+        with pytest.raises(ValueError, match="`--tokenizer` must be one whose tokens are below 320"):
+            measure_passkey(open_saved(folder), many, FORMS["sentences"], [640], [0.0], tmp_path)
+
+    def test_a_model_that_gives_no_numbers(self, folder, tmp_path):
+        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        with torch.no_grad():
+            opened.model.get_input_embeddings().weight.fill_(torch.nan)
+        with pytest.raises(ValueError, match=r"`MODEL` must be one whose logits are numbers, .* NaN at 640 tokens"):
+            measure_passkey(opened, tokenizer, FORMS["sentences"], [640], [0.0], tmp_path)
+
 
 class TestTrainingMix:
     @pytest.mark.parametrize("questions", [1, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,44 @@ def test_what_is_done_is_not_done_again(short_run: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "pretrain lssar" not in said
     assert NEWTON in said
+
+
+def test_calls_with_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(short_run, tmp_path / "more")
+    before = results(tmp_path / "more")
+    command = ["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path / "more"), "--arms", "softmax"]
+    assert main([*command, "--stages", "pretrain", "--pretrain-updates", "2"]) == 2  # another experiment
+    assert main([*command, "--stages", "pretrain"]) == 0
+    after = results(tmp_path / "more")
+    assert after["cells"] == before["cells"]
+    assert sorted(run["arm"] for run in after["pretraining"]) == ["lssar", "softmax"]
+
+
+def test_lengths_of_what_was_tuned_later_are_added(short_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(short_run, tmp_path / "later")
+    run = tmp_path / "later" / "arms" / "lssar" / "seed0"
+    whole = json.loads((run / "long.json").read_text())
+    part = {**whole, "force": {"tuned-256": whole["force"]["tuned-256"]}}
+    (run / "long.json").write_text(json.dumps(part))
+    command = ["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path / "later"), "--stages", "long"]
+    assert main(command) == 0
+    again = json.loads((run / "long.json").read_text())
+    assert set(again["force"]) == set(whole["force"])
+    assert again["roll_out"] == whole["roll_out"]
+
+
+@pytest.mark.parametrize("name", ["laws.json", "force.npz"])
+def test_files_that_are_damaged_are_named(
+    name: str, short_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(short_run, tmp_path / "cut")
+    path = tmp_path / "cut" / "arms" / "lssar" / "seed0" / "tuned-256" / name
+    path.write_text("{")
+    if name == "force.npz":
+        path.with_name("laws.json").unlink()
+    assert main(["newton", "--preset", "smoke", "--out", str(tmp_path / "cut"), "--stages", "laws"]) == 2
+    assert "`--out` must be a folder of whole files" in (said := capsys.readouterr().err)
+    assert str(path) in said
 
 
 def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
@@ -155,6 +194,11 @@ def test_a_distribution_that_there_is_not(capsys: pytest.CaptureFixture[str]) ->
 def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["newton", "--preset", "smoke", "--out", str(short_run), "--form", "tokens"]) == 2
     assert "`--out` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
+
+
+def test_another_preset_is_named_first(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["newton", "--out", str(short_run), "--stages", "laws"]) == 2
+    assert "a folder of the same experiment: `preset` is 'smoke' in it, got preset = 'cpu'" in capsys.readouterr().err
 
 
 def test_training_needs_neither_scipy_nor_pyoperon_nor_matplotlib(tmp_path: Path) -> None:

@@ -385,10 +385,11 @@ def check_positive(options: argparse.Namespace, *names: str) -> None:
 
 
 def documents_for(options: argparse.Namespace, request: Request) -> Documents:
-    from softplus_attention.evaluation.texts import folder_documents, raw_texts, text_documents
+    from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
     from softplus_attention.huggingface.loading import load_tokenizer
 
     if options.data is not None:
+        check_same_tokenizer(options.data, options.tokenizer or request.source)
         return folder_documents(options.data, options.split)
     tokenizer = load_tokenizer(options.tokenizer or request.source)
     return text_documents(raw_texts(options.text), options.text, tokenizer)

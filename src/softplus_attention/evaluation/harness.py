@@ -28,6 +28,7 @@ from softplus_attention.evaluation.harness_data import (
 )
 from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.progress import Progress
+from softplus_attention.evaluation.texts import tokenizer_digest
 from softplus_attention.validation import fail
 
 __all__ = [
@@ -136,6 +137,7 @@ def measure_downstream(
         "lengths": list(lengths),
         "data": {local.task: local.identity() for local in data} | ({"ruler": source} if source else {}),
         "include": [described_folder(path) for path in include],
+        "tokenizer": tokenizer_digest(tokenizer),
     }
     empty: dict[str, Any] = {"finished": [], "tasks": [], "skipped": []}
     file = files.ResultFile(output, MEASURE, opened.description(), settings, opened.model.device, empty)

@@ -18,7 +18,7 @@ from softplus_attention.evaluation.memory import TooLongError, is_out_of_memory,
 from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
-from softplus_attention.evaluation.texts import Documents, check_vocabulary, digest_of
+from softplus_attention.evaluation.texts import Documents, check_ids, check_vocabulary, digest_of
 from softplus_attention.validation import fail
 
 # Rows of one head that exist at a time: blocks of a batch share the memory of the weights.
@@ -40,9 +40,9 @@ def measure_inside(
     progress = progress or Progress()
     model, trained = opened.model, opened.training_length
     check_vocabulary(documents, model)
-    found, skipped = possible_lengths(lengths, documents.longest, opened.longest)
-    texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
-    settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "blocks": blocks}
+    found, skipped, longest = possible_lengths(lengths, documents.longest, opened.longest)
+    texts = texts_of(documents.at_least(longest), longest, sequences)
+    settings = {"data": documents.source, "longest": longest, "sequences": len(texts.rows), "blocks": blocks}
     empty = {"rows": f"of the last half of each sequence, {blocks} blocks of {TILE} at most", "lengths": []}
     file = ResultFile(folder, "inside", opened.description(), settings, model.device, empty)
     file.results["skipped"] = skipped
@@ -85,6 +85,7 @@ def measure_maps(opened: Opened, tokenizer: Any, text: str, folder: Path, *, siz
         fail("--text", "a text of at least 2 tokens", repr(text))
     if opened.longest is not None and len(ids) > opened.longest:
         fail("--text", f"at most {opened.longest} tokens, for which {opened.request.name} has positions", len(ids))
+    check_ids(int(ids.max()), opened.model, "--tokenizer")
     sequences_at_once(opened.model, len(ids))
     settings = {"text": text, "size": size, "tokens": digest_of(ids.tolist())}
     file = ResultFile(folder, "maps", opened.description(), settings, opened.model.device, {})

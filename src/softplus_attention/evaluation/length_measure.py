@@ -50,8 +50,10 @@ def lengths_in(text: str, training_length: int) -> list[int]:
 
 def possible_lengths(
     lengths: Sequence[int], longest: int, most_positions: int | None = None
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """The lengths that some document has and the model has positions for, and the others, each with the reason."""
+) -> tuple[list[int], list[dict[str, Any]], int]:
+    """The lengths that some document has and the model has positions for, the others, each with the reason, and the
+    longest that some document has: what every model is measured on, however many positions it has."""
+    in_documents = [length for length in lengths if length <= longest]
     bounds = {longest: f"the longest document has {longest} tokens"}
     if most_positions is not None:
         bounds[most_positions] = f"the model has positions for {most_positions} tokens"
@@ -61,9 +63,9 @@ def possible_lengths(
     if not found:
         fail("--lengths", f"at most {most} ({bounds[most]})", min(lengths))
     for length in found:
-        if found[-1] % length:
-            fail("--lengths", f"divisors of the longest that the documents allow, {found[-1]}", length)
-    return found, skipped
+        if in_documents[-1] % length:
+            fail("--lengths", f"divisors of the longest that the documents allow, {in_documents[-1]}", length)
+    return found, skipped, in_documents[-1]
 
 
 def measure_lengths(
@@ -83,9 +85,9 @@ def measure_lengths(
     progress = progress or Progress()
     model, training_length = opened.model, opened.training_length
     check_vocabulary(documents, model)
-    found, skipped = possible_lengths(lengths, documents.longest, opened.longest)
-    texts = texts_of(documents.at_least(found[-1]), found[-1], sequences)
-    settings = {"data": documents.source, "longest": found[-1], "sequences": len(texts.rows), "control": control}
+    found, skipped, longest = possible_lengths(lengths, documents.longest, opened.longest)
+    texts = texts_of(documents.at_least(longest), longest, sequences)
+    settings = {"data": documents.source, "longest": longest, "sequences": len(texts.rows), "control": control}
     settings |= {"first_length": found[0], "control_share": control_share}
     file = ResultFile(folder, "lengths", opened.description(), settings, model.device, {"lengths": [], "skipped": []})
     file.results |= {
@@ -184,6 +186,10 @@ def mean_and_error(losses: Tensor, rows: int) -> tuple[float, float | None]:
     return losses.double().mean().item(), (by_row.std() / rows**0.5).item() if rows > 1 else None
 
 
+def number(value: float | None, sign: str = "") -> str:
+    return "no number" if value is None else f"{value:{sign}.4f}"
+
+
 def table_of(results: Sequence[dict[str, Any]]) -> str:
     """Loss of each model by length, and under it what the context beyond the training length is worth."""
     lengths = sorted({entry["length"] for result in results for entry in result["results"]["lengths"]})
@@ -192,13 +198,13 @@ def table_of(results: Sequence[dict[str, Any]]) -> str:
     trained = results[0]["model"]["training_length"]
     lines.append(" " * width + "".join(f"{length / trained:>9.4g}x" for length in lengths))
     for result in results:
-        losses = {entry["length"]: f"{entry['loss']:.4f}" for entry in result["results"]["lengths"]}
+        losses = {entry["length"]: number(entry["loss"]) for entry in result["results"]["lengths"]}
         lines.append(f"{result['model']['name']:<{width}}" + "".join(f"{losses.get(n, '-'):>10}" for n in lengths))
     controls = [result for result in results if any(entry["control"] for entry in result["results"]["lengths"])]
     if controls:
         lines.append(f"\ngain by the context beyond {trained} tokens, on the same target tokens (negative: it hurts)")
     for result in controls:
-        gains = {e["length"]: f"{e['control']['gain']:+.4f}" for e in result["results"]["lengths"] if e["control"]}
+        gains = {e["length"]: number(e["control"]["gain"], "+") for e in result["results"]["lengths"] if e["control"]}
         lines.append(f"{result['model']['name']:<{width}}" + "".join(f"{gains.get(n, '-'):>10}" for n in lengths))
     used = results[0]["results"]["used"]
     lines.append(

@@ -67,6 +67,8 @@ class TokenLoss:
         other = ids.clone()
         other[:, -1] = (other[:, -1] + 1) % self.model.get_input_embeddings().num_embeddings
         before, after = (self.model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
+        if not bool(before.isfinite().all()):
+            fail("MODEL", "one whose logits are numbers", f"{type(self.model).__name__}, which gives NaN or infinity")
         # The same sums of the same numbers in a causal model.
         last_digits = 4 * torch.finfo(before.dtype).eps * before.abs().max().item()
         if not torch.allclose(before, after, rtol=0, atol=last_digits):

@@ -152,11 +152,9 @@ def fingerprint(source: str) -> str:
 
 
 def most_positions(model: Any) -> int | None:
-    tables = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in POSITION_TABLES
-    ]
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    named += [(name, buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2]  # GPT-J's sines
+    tables = [name for name, _ in named if name.rpartition(".")[2] in POSITION_TABLES]
     # Not the table's own size: some keep rows for padding.
     return getattr(model.config, "max_position_embeddings", None) if tables else None
 
@@ -356,5 +354,7 @@ def rope_of(config: Any, text: str, training_length: int) -> dict[str, Any]:
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
         fail("--rope", "left out for a model without rotary positions of one kind", repr(text))
     kind = {"ntk": "dynamic"}.get(kind, kind)
-    changed = {"rope_theta": parameters["rope_theta"], "rope_type": kind, "factor": value}
+    # What is the model's own, and not of a scaling: the base, and the share of each head that rotates.
+    own = {word: parameters[word] for word in ("rope_theta", "partial_rotary_factor") if word in parameters}
+    changed = own | {"rope_type": kind, "factor": value}
     return changed | ({"original_max_position_embeddings": training_length} if kind == "yarn" else {})

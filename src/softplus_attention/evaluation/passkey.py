@@ -123,6 +123,10 @@ class Trial:
     answer: int  # tokens of the answer, the last of ids
 
 
+class TooShortError(ValueError):
+    """A length that does not hold the prompt with one of its keys."""
+
+
 def smallest_length(prompt: PasskeyPrompt, encode: Any) -> int:
     """Tokens without any filler."""
     key = "9" * prompt.digits
@@ -139,7 +143,7 @@ def trial_of(
     start, needle, question, answer = (encode(part.replace(KEY, key)) if part else [] for part in parts)
     room = length - sum(map(len, (start, needle, question, answer)))
     if room < 0:
-        fail("length", f"at least {length - room} tokens, the prompt's own", length)
+        fail("length", f"at least {length - room} tokens, the prompt's own", length, TooShortError)
     stretch = filler.tokens(room, chance)
     place = round(depth * room)
     ids = [*start, *stretch[:place], *needle, *stretch[place:], *question, *answer]
@@ -163,7 +167,11 @@ def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
     Where all of them are right, greedy decoding would have written the same: one pass without a cache is enough.
     """
     logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=count + 1).logits
-    return logits[:, -count - 1 : -1].argmax(-1)
+    logits = logits[:, -count - 1 : -1]
+    if bool(logits.isnan().any()):
+        got = f"{type(model).__name__}, which gives NaN at {ids.shape[1]} tokens"
+        fail("MODEL", "one whose logits are numbers", got)
+    return logits.argmax(-1)
 
 
 def answers_of(model: Any, trials: Sequence[Trial], at_once: int = 1) -> list[list[int]]:

@@ -13,6 +13,7 @@ from softplus_attention.evaluation.models import Opened
 from softplus_attention.evaluation.passkey import (
     Filler,
     PasskeyPrompt,
+    TooShortError,
     answers_of,
     is_right,
     smallest_length,
@@ -20,7 +21,7 @@ from softplus_attention.evaluation.passkey import (
 )
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
-from softplus_attention.evaluation.texts import Documents, check_vocabulary, digest_of
+from softplus_attention.evaluation.texts import Documents, check_ids, check_vocabulary, digest_of
 from softplus_attention.files import replacing
 from softplus_attention.validation import fail
 
@@ -57,6 +58,8 @@ def measure_passkey(
 
     if documents is not None:
         check_vocabulary(documents, opened.model)
+    parts = (prompt.start, prompt.needle, prompt.question, prompt.answer, prompt.filler)
+    check_ids(max((token for part in parts if part for token in encode(part)), default=0), opened.model, "--tokenizer")
     texts = [] if documents is None or prompt.filler else list(documents.at_least(1))
     filler = Filler(prompt, encode, texts)
     settings = {"prompt": dataclasses.asdict(prompt), "trials": trials, "seed": seed}
@@ -77,10 +80,10 @@ def measure_passkey(
             if file.has("cells", length=length, depth=depth):
                 continue
             progress.update(title)
-            tried = trials_of(prompt, encode, filler, length, depth, trials, seed)
             try:
+                tried = trials_of(prompt, encode, filler, length, depth, trials, seed)
                 answers = answers_of(opened.model, tried, sequences_at_once(opened.model, length))
-            except TooLongError as error:
+            except (TooShortError, TooLongError) as error:
                 progress.say(f"{title}: {error}")
                 file.results["skipped"].append({"length": length, "reason": str(error)})
                 break

@@ -145,6 +145,8 @@ def read(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
         if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in MEASURES:
             raise KeyError("format")
+        if not all(isinstance(result[word], dict) for word in ("model", "settings", "results")):
+            raise TypeError("model, settings and results have to be there")
     except (OSError, ValueError, KeyError, TypeError) as error:
         fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {error!r}")
     return result

@@ -13,6 +13,9 @@ from softplus_attention.data import Index, TokenDataset, builtin_text
 from softplus_attention.data.sources import BUILTIN, Reading, find
 from softplus_attention.validation import fail
 
+# Letters, spaces, digits and signs of several kinds: tokenizers that read it alike are one.
+PROBE = 'The quick brown fox\n\n  jumped 12,345 times; "naïve" 日本 😀\t<|endoftext|> don\'t'
+
 
 class Documents:
     """Documents as tokens, without what ends them; ``lengths`` are known before any is read."""
@@ -78,10 +81,37 @@ def digest_of(*sequences: Any) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_vocabulary(documents: Documents, model: Any) -> None:
-    """Tokens of another tokenizer would crash in the embedding, on a GPU without a word about why."""
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Changes with what a tokenizer makes of any text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    return hashlib.sha256(str(words).encode()).hexdigest()[:16]
+
+
+def check_same_tokenizer(folder: str, tokenizer: str) -> None:
+    """Tokens of another tokenizer are numbers without meaning to a model, however many it knows. Nothing is said where
+    the folder or the model has none."""
+    import tokenizers
+
+    place = Path(tokenizer)
+    files = [path / "tokenizer.json" for path in (Path(folder), place)]
+    files[1] = place if place.is_file() else files[1]
+    if not all(file.is_file() for file in files):
+        return
+    found = [tokenizers.Tokenizer.from_file(str(file)) for file in files]
+    if len({tuple(one.encode(PROBE, add_special_tokens=False).ids) for one in found}) > 1:
+        expected = f"prepared with the tokenizer of {tokenizer} (or of another folder, named by --tokenizer)"
+        fail("--data", expected, f"{folder}, whose tokenizer reads text as other tokens")
+
+
+def check_ids(largest: int, model: Any, argument: str) -> None:
+    """Tokens beyond the vocabulary would crash in the embedding, on a GPU without a word about why."""
     vocabulary = model.get_input_embeddings().num_embeddings
-    longest = int(np.argmax(documents.lengths))
-    largest = int(documents.read(longest).max(initial=0))
     if largest >= vocabulary:
-        fail("--data", f"tokens below {vocabulary}, the vocabulary of the model", f"{largest}: another tokenizer's")
+        fail(argument, f"one whose tokens are below {vocabulary}, the vocabulary of the model", f"token {largest}")
+
+
+def check_vocabulary(documents: Documents, model: Any) -> None:
+    longest = int(np.argmax(documents.lengths))
+    argument = "--tokenizer" if "text" in documents.source else "--data"
+    check_ids(int(documents.read(longest).max(initial=0)), model, argument)

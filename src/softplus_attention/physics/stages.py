@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,19 @@ STAGES = ("pretrain", "probe", "tune", "long", "laws", "figures")
 NOT_IDENTITY = ("arms", "seeds", "labels", "operators", "nearest_points")
 
 
+DAMAGED = "a folder of whole files (delete one that is not, and its stage makes it again)"
+
+
 def write_json(path: Path, content: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(path, content)
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fail("--out", DAMAGED, f"{path}: {error}")
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
@@ -42,11 +50,14 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
-    with np.load(path) as stored:
-        return {
-            name: stored[name].astype(np.float64 if stored[name].dtype.kind == "f" else np.int64)
-            for name in stored.files
-        }
+    try:
+        with np.load(path) as stored:
+            return {
+                name: stored[name].astype(np.float64 if stored[name].dtype.kind == "f" else np.int64)
+                for name in stored.files
+            }
+    except (ValueError, zipfile.BadZipFile, zlib.error) as error:
+        fail("--out", DAMAGED, f"{path}: {str(error).splitlines()[0]}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,8 @@ class Folder:
         file = self.path / "experiment.json"
         if file.is_file():
             other = read_json(file)
-            for word in sorted(set(words) | set(other)):
+            # The preset first: it is why others differ.
+            for word in sorted(set(words) | set(other), key=lambda word: (word != "preset", word)):
                 if words.get(word) != other.get(word):
                     expected = f"a folder of the same experiment: `{word}` is {other.get(word)!r} in it"
                     fail("--out", expected, f"{word} = {words.get(word)!r}")
@@ -100,6 +112,24 @@ class Folder:
         for arm in self.experiment.arms:
             for seed in self.experiment.seeds:
                 yield arm, seed
+
+    def runs_there(self) -> list[tuple[str, int]]:
+        """Those of this call, and those that other calls have left."""
+        found = [
+            (path.parent.name, int(path.name.removeprefix("seed")))
+            for path in sorted(self.path.glob("arms/*/seed*"))
+            if path.name.removeprefix("seed").isdecimal()
+        ]
+        return list(dict.fromkeys([*self.runs(), *found]))
+
+    def cells_there(self) -> list[Cell]:
+        cells = list(self.all_cells())
+        for arm, seed in self.runs_there():
+            for path in sorted(self.run(arm, seed).glob("*-*")):
+                word, _, labels = path.name.partition("-")
+                if word in ("tuned", "untrained") and labels.isdecimal():
+                    cells.append(self.cell(arm, seed, int(labels), word == "tuned"))
+        return list(dict.fromkeys(cells))
 
     def cells(self, arm: str, seed: int) -> Iterator[Cell]:
         for labels in self.experiment.labels:
@@ -201,28 +231,42 @@ def long_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 
     experiment, run = folder.experiment, folder.run(arm, seed)
-    if (run / "long.json").is_file() or not experiment.multiples or not is_main():
+    if not experiment.multiples or not is_main():
+        return
+    before = read_json(run / "long.json") if (run / "long.json").is_file() else None
+    tuned = {
+        cell.folder.name: cell.folder / "model"
+        for cell in folder.cells(arm, seed)
+        if (cell.folder / "model" / "config.json").is_file()
+    }
+    missing = [name for name in tuned if before is None or name not in before["force"]]
+    if before is not None and not missing:
         return
     if experiment.learned_positions:
         print("long: skipped, learned positions end with the trained length", flush=True)
         return
     begun = time.perf_counter()
-    model = pretrained_model(folder, arm, seed, machine)
-    rows, orbits = roll_outs(model, experiment, seed)
-    found: dict[str, Any] = {
-        "trained_steps": experiment.steps,
-        "next_place": next_places(model, experiment, seed),
-        "roll_out": rows,
-        "force": {},
-    }
-    for cell in folder.cells(arm, seed):
-        if (cell.folder / "model" / "config.json").is_file():
-            tuned = OrbitGPTForForce.from_pretrained(cell.folder / "model").to(machine.device)
-            found["force"][cell.folder.name] = force_by_length(tuned, experiment, seed)
-    found["seconds"] = time.perf_counter() - begun
-    write_arrays(run / "roll_out.npz", orbits)
+    found: dict[str, Any]
+    if before is not None:
+        found = before
+    else:
+        model = pretrained_model(folder, arm, seed, machine)
+        rows, orbits = roll_outs(model, experiment, seed)
+        found = {
+            "trained_steps": experiment.steps,
+            "next_place": next_places(model, experiment, seed),
+            "roll_out": rows,
+            "force": {},
+            "seconds": 0.0,
+        }
+        write_arrays(run / "roll_out.npz", orbits)
+    for name in missing:
+        model = OrbitGPTForForce.from_pretrained(tuned[name]).to(machine.device)
+        found["force"][name] = force_by_length(model, experiment, seed)
+    seconds = time.perf_counter() - begun
+    found["seconds"] += seconds
     write_json(run / "long.json", found)
-    print(f"long {arm}, seed {seed}: {found['seconds']:.0f} s", flush=True)
+    print(f"long {arm}, seed {seed}: {seconds:.0f} s", flush=True)
 
 
 def laws_stage(folder: Folder) -> None:

@@ -22,7 +22,7 @@ RULES = {
 
 def summary(folder: Folder, command: str, commit: str | None, seconds: float) -> dict[str, Any]:
     """Sections that each stand alone: a report can show any of them."""
-    cells = [cell_summary(folder, cell) for cell in folder.all_cells() if (cell.folder / "tune.json").is_file()]
+    cells = [cell_summary(folder, cell) for cell in folder.cells_there() if (cell.folder / "tune.json").is_file()]
     return {
         "kind": "newton",
         "command": command,
@@ -52,7 +52,7 @@ def summary(folder: Folder, command: str, commit: str | None, seconds: float) ->
 def by_run(folder: Folder, name: str) -> list[dict[str, Any]]:
     return [
         {"arm": arm, "seed": seed, **read_json(folder.run(arm, seed) / name)}
-        for arm, seed in folder.runs()
+        for arm, seed in folder.runs_there()
         if (folder.run(arm, seed) / name).is_file()
     ]
 

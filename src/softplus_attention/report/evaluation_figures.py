@@ -40,6 +40,11 @@ def length_axis(axes: Any, lengths: Sequence[int], trained: int, words: str = "l
     axes.grid(alpha=0.3)
 
 
+def drawn(value: float | None) -> float:
+    """NaN, which is left out of a line, where a result holds none."""
+    return math.nan if value is None else value
+
+
 def lengths_figure(results: Sequence[Result]) -> Any:
     """Loss by length; beside it, where the control was run, what the long context is worth."""
     trained = results[0]["model"]["training_length"]
@@ -48,13 +53,12 @@ def lengths_figure(results: Sequence[Result]) -> Any:
     figure, grid = figure_of(12.6 if controlled else 7.2, 4.6, 1, 2 if controlled else 1)
     for number, result in enumerate(results):
         entries = result["results"]["lengths"]
-        grid[0, 0].plot(
-            [e["length"] for e in entries], [e["loss"] for e in entries], label=result["model"]["name"], **look(number)
-        )
+        losses = [drawn(e["loss"]) for e in entries]
+        grid[0, 0].plot([e["length"] for e in entries], losses, label=result["model"]["name"], **look(number))
         gains = [(e["length"], e["control"]) for e in entries if e["control"]]
         if gains:
             errors = [control["standard_error"] or 0 for _, control in gains]
-            gained = [control["gain"] for _, control in gains]
+            gained = [drawn(control["gain"]) for _, control in gains]
             grid[0, 1].errorbar([n for n, _ in gains], gained, errors, capsize=3, **look(number))
     grid[0, 0].set_ylabel("loss (nats per token)")
     grid[0, 0].set_title("Loss by length, mean over all positions")
