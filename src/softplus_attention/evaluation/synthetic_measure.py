@@ -198,9 +198,10 @@ def table_of(results: Sequence[dict[str, Any]]) -> str:
 def csv_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
     words = ["length", "times", "sequences", "answers", "accuracy", "exact"]
     rows = [
-        [form_of(result["results"]["task"], result["settings"]), result["model"]["attention"]]
+        [form_of(result["results"]["task"], result["settings"]), result["model"]["attention"], result["variant"]]
         + [entry[word] for word in words]
         for result in results
         for entry in result["results"]["lengths"]
     ]
-    return ["task", "attention", *words], rows
+    # The digits of the file's name: trainings of one attention with other settings.
+    return ["task", "attention", "training", *words], rows
