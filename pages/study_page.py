@@ -194,6 +194,12 @@ def verdict(met: bool, figures: str) -> str:
     return f"{'met' if met else 'not met'}: {figures}"
 
 
+def gain_verdict(gain: Spread, error: Spread | None) -> str:
+    figures = signed(gain.mean, 4) + ("" if error is None else f", standard error {plain(error.mean, 4)}")
+    unsure = error is not None and abs(gain.mean) < 2 * error.mean
+    return f"not told from 0: {figures}" if unsure else verdict(gain.mean > 0, figures)
+
+
 def targets_of(size: Size, arm: str) -> list[str]:
     """One cell per target; "not measured" where a figure is missing."""
     curves, longest = size.curves(arm), size.longest
@@ -211,16 +217,12 @@ def targets_of(size: Size, arm: str) -> list[str]:
         figures = ", ".join(f"{multiple}x {signed(value, 4)}" for multiple, value in ahead.items())
         cells[2] = verdict(all(value <= 0 for value in ahead.values()), figures)
     runs = size.arms[arm]
-    over_the_quarter = all(longest in run.far for run in runs)
-    if over_the_quarter:
-        gain, error = far_gain_at(runs, longest), far_error_at(runs, longest)
-    else:
-        gain, error = gain_at(curves, longest), gain_error_at(curves, longest)
+    gain = gain_at(curves, longest)
     if gain is not None:
-        within = "" if error is None else f", standard error {plain(error.mean, 4)}"
-        figures = signed(gain.mean, 4) + within + (", over the last quarter" if over_the_quarter else "")
-        unsure = error is not None and abs(gain.mean) < 2 * error.mean
-        cells[3] = f"not told from 0: {figures}" if unsure else verdict(gain.mean > 0, figures)
+        cells[3] = gain_verdict(gain, gain_error_at(curves, longest))
+    far = far_gain_at(runs, longest)
+    if far is not None:
+        cells[3] += f"; over the last quarter {gain_verdict(far, far_error_at(runs, longest))}"
     shares = {multiple: passkey_at(runs, multiple) for run in runs for multiple in sorted(run.passkey)}
     found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
     if SHORTEST_LONG in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -316,7 +317,10 @@ class TestGenerateThatIsCutShort:
         command = [sys.executable, "-m", "softplus_attention", "generate", "--model", str(saved / "llama")]
         command += ["--prompt", "The quick", "--max-new-tokens", "5000", "--temperature", "1"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # Tests that run in the background of a shell ignore Ctrl-C, and hand that down.
+        listening = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        with subprocess.Popen(command, **pipes, env=environment, preexec_fn=listening) as process:
             assert process.stdout is not None
             assert process.stdout.read(5)
             yield process
