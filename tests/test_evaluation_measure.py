@@ -118,9 +118,11 @@ class TestLengths:
 
         pieces = losses_of(found.model, rows.reshape(-1, 16)).double().mean(1).view(11, 4).mean(1)
         assert entries[0]["standard_error"] == pytest.approx(error(pieces), rel=1e-5)
+        assert entries[0]["by_text"] == pytest.approx(pieces.tolist(), abs=1e-5)
         assert entries[1]["standard_error"] == pytest.approx(error(losses.mean(1)), rel=1e-5)
         gains = (short - losses[:, -8:]).mean(1)
         assert entries[1]["control"]["standard_error"] == pytest.approx(error(gains), rel=1e-4)
+        assert entries[1]["control"]["by_text"] == pytest.approx(gains.tolist(), abs=1e-5)
 
     def test_a_model_that_gives_no_numbers_far_out(self, folder, documents, tmp_path, monkeypatch):
         """The table says so, and the figure leaves it out."""

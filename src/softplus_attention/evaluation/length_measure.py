@@ -130,13 +130,14 @@ class Measuring:
         started = time.perf_counter()
         rows = self.texts.cut(length)
         losses = self.losses(rows, title)
-        loss, error = mean_and_error(losses, len(self.texts.rows))
+        by_text = self.by_text(losses)
         buckets = by_position(losses, min(self.first, length))
         return {
             "length": length,
             "times": length / self.training_length,
-            "loss": loss,
-            "standard_error": error,
+            "loss": losses.double().mean().item(),
+            "standard_error": standard_error(by_text),
+            "by_text": rounded(by_text),
             "targets": losses.numel(),
             "sequences": len(rows),
             "positions": [{"first": begin, "end": end, "loss": mean} for begin, end, mean in buckets],
@@ -156,16 +157,21 @@ class Measuring:
         windows = torch.stack([rows[:, end - window : end] for end in ends], 1).flatten(0, 1)
         full = losses[:, -count * half :]
         short = self.losses(windows, title)[:, -half:].reshape(len(rows), -1)
-        gain, error = mean_and_error(short - full, len(self.texts.rows))
+        gains = self.by_text(short - full)
         return {
             "window": window,
             "first": length - count * half,
             "targets": full.numel(),
             "full": full.double().mean().item(),
             "short": short.double().mean().item(),
-            "gain": gain,
-            "standard_error": error,
+            "gain": (short - full).double().mean().item(),
+            "standard_error": standard_error(gains),
+            "by_text": rounded(gains),
         }
+
+    def by_text(self, losses: Tensor) -> Tensor:
+        """Means: sequences of one text belong together."""
+        return losses.double().mean(1).view(len(self.texts.rows), -1).mean(1)
 
     def losses(self, rows: Tensor, title: str) -> Tensor:
         def step(done: int, of: int) -> None:
@@ -180,10 +186,13 @@ def control_windows(length: int, window: int, half: int, share: float) -> int:
     return min(max(1, int(length * share) // half), 1 + (length - window) // half)
 
 
-def mean_and_error(losses: Tensor, rows: int) -> tuple[float, float | None]:
-    """The mean, and its standard error over the rows of text: sequences of one row belong together."""
-    by_row = losses.double().mean(1).view(rows, -1).mean(1)
-    return losses.double().mean().item(), (by_row.std() / rows**0.5).item() if rows > 1 else None
+def standard_error(by_text: Tensor) -> float | None:
+    return (by_text.std() / len(by_text) ** 0.5).item() if len(by_text) > 1 else None
+
+
+def rounded(by_text: Tensor) -> list[float]:
+    """For comparisons of models text by text, whose errors are smaller than those of each."""
+    return [round(value, 5) for value in by_text.tolist()]
 
 
 def number(value: float | None, sign: str = "") -> str:
