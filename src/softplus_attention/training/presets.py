@@ -17,8 +17,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "window": 64, **RECIPE, "steps": 400, "batch_size": 32, **MUON, "muon_learning_rate": 1e-2, "warmup": 0.05,
         "save_every": 100, "evaluate_every": 100,
     },
-    # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU. Heads of 128, since with 30M and
-    # 124M parameters they were better than heads of 64 at every length, for LSSAR and for softmax (docs/results.md).
+    # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU. Heads of 128, since with 30M, 51M and
+    # 124M parameters they were better than heads of 64 at every length, for LSSAR and for softmax, and with 124M wider
+    # ones no better still (docs/results.md).
     "small": {
         "layers": 8, "width": 512, "heads": 4, "sequence_length": 512,
         "window": 256, **RECIPE,
