@@ -20,9 +20,9 @@ WINDOW_COLOUR = "#777777"
 ARM_COLOURS = (
     *COLOURS[:-1],
     *("#8C510A", "#7B3294", "#1B7837", "#A6192E", "#808000", "#5D3FD3", "#003F5C", "#F28E8E", "#00CED1"),
-    *("#B8860B", "#FF1493", "#2F4F4F", "#9ACD32"),
+    *("#B8860B", "#FF1493", "#2F4F4F", "#9ACD32", "#D2691E"),
 )
-ARM_MARKERS = (*MARKERS, "<", "h", ">", "p", "d", "8", "H", "$o$", "$x$", "$w$", "$z$", "$a$")
+ARM_MARKERS = (*MARKERS, "<", "h", ">", "p", "d", "8", "H", "$o$", "$x$", "$w$", "$z$", "$a$", "$m$")
 NEAR_NO_GAIN = 0.5
 APART = 0.04  # of two arms' bars at one length, as a power of two
 

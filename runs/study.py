@@ -132,6 +132,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     # Heads of 128 in place of 64: cosines of vectors that have nothing to do with each other are nearer to 0.
     "lssar-learned-log-global3-wide": {"attention": "lssar", "power": "learned-log", "heads": "half", **MIX},
     f"{LOGN}-learned-global3-wide": {"attention": f"{LOGN}-learned", "heads": "half", **MIX},
+    # LSSAR with such heads where a row sees everything, and softmax in the other layers.
+    "lssar-learned-log-global3-local-softmax-learned-wide": {
+        "attention": "lssar",
+        "power": "learned-log",
+        "local_attention": f"{LOGN}-learned",
+        "heads": "half",
+        **MIX,
+    },
     # Of 192 and of 256: does it go on?
     "lssar-learned-log-global3-wide192": {"attention": "lssar", "power": "learned-log", "heads": "third", **MIX},
     f"{LOGN}-learned-global3-wide192": {"attention": f"{LOGN}-learned", "heads": "third", **MIX},

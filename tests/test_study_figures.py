@@ -53,7 +53,7 @@ def test_lines_are_told_apart(kind: str, study_page: ModuleType, groups: dict[st
     assert softmaxes == {"--"}
 
 
-@pytest.mark.parametrize(("kind", "count"), [("", 9), ("-mix", 20)])
+@pytest.mark.parametrize(("kind", "count"), [("", 9), ("-mix", 21)])
 def test_no_colour_is_there_twice(kind: str, count: int, study_page: ModuleType, groups: dict[str, Any]) -> None:
     mixed = {arm: words for arm, words in groups["recipes"].items() if "global_every" in words}
     looks = looks_in(f"study-loss{kind}", size_of(groups["headline"] | mixed))
