@@ -7,20 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from claims import MissingError
-from study_runs import (
-    Curve,
-    Run,
-    Size,
-    Spread,
-    far_error_at,
-    far_gain_at,
-    gain_at,
-    gain_error_at,
-    loss_at,
-    passkey_at,
-    rise,
-    spread,
-)
+from study_runs import Curve, Run, Size, Spread, gain_at, gain_error_at, loss_at, passkey_at, rise, spread
 from study_sizes import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -80,17 +67,21 @@ class Facts:
         error = gain_error_at(self.curves(arm), multiple)
         return abs(self.gain(arm, multiple)) >= 2 * self.there(error, arm, f"the control's error at {multiple}x")
 
+    def far(self, arm: str) -> list[Curve]:
+        self.runs(arm)
+        return self.size.far(arm)
+
     def far_gain(self, arm: str, multiple: int) -> float:
         """Over the last quarter of each text."""
-        return self.there(far_gain_at(self.runs(arm), multiple), arm, f"the control of the last quarter at {multiple}x")
+        return self.there(gain_at(self.far(arm), multiple), arm, f"the control of the last quarter at {multiple}x")
 
     def far_gains(self, arm: str, multiple: int) -> list[float]:
         """Of each seed."""
         self.far_gain(arm, multiple)
-        return [run.far[multiple].gain for run in self.runs(arm) if multiple in run.far]
+        return [curve.gain[multiple] for curve in self.far(arm) if multiple in curve.gain]
 
     def far_error(self, arm: str, multiple: int) -> float:
-        return self.there(far_error_at(self.runs(arm), multiple), arm, f"its error at {multiple}x")
+        return self.there(gain_error_at(self.far(arm), multiple), arm, f"its error at {multiple}x")
 
     def passkey(self, arm: str, multiple: int) -> float:
         return self.there(passkey_at(self.runs(arm), multiple), arm, f"pass keys at {multiple}x")

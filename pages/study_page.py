@@ -22,11 +22,10 @@ from study_findings import PROSE, prose_of
 from study_runs import (
     BASELINE,
     SMALL,
+    Curve,
     Run,
     Size,
     Spread,
-    far_error_at,
-    far_gain_at,
     gain_at,
     gain_error_at,
     loss_at,
@@ -137,26 +136,31 @@ def headline_table(size: Size) -> list[str]:
     columns.append(column([rise(own, longest) for own in curves], signed))
     head = ["arm", *(f"{multiple}x" for multiple in size.multiples), f"{longest}x - 1x"]
     for multiple in sorted({SHORTEST_LONG, longest} & set(size.multiples)):
-        columns.append(column([gain_at(own, multiple) for own in curves], signed, max))
-        errors = [gain_error_at(own, multiple) for own in curves]
-        columns.append(["-" if error is None else plain(error.mean) for error in errors])
+        columns += gain_columns(curves, multiple)
         head += [f"gain at {multiple}x", "its standard error"]
     return table(head, columns) + of_several_seeds(size, size.arms)
 
 
+def gain_columns(curves: Sequence[Sequence[Curve]], multiple: int) -> list[list[str]]:
+    """The gain of each arm there, and its standard error."""
+    errors = [gain_error_at(own, multiple) for own in curves]
+    return [
+        column([gain_at(own, multiple) for own in curves], signed, max),
+        ["-" if error is None else plain(error.mean) for error in errors],
+    ]
+
+
 def far_block(size: Size) -> list[str]:
     """The control over the last quarter of each text, of the arms that have it."""
-    arms = {arm: runs for arm, runs in size.arms.items() if any(run.far for run in runs)}
+    arms = [arm for arm in size.arms if any(curve.gain for curve in size.far(arm))]
     if not arms:
         return []
-    multiples = sorted({multiple for runs in arms.values() for run in runs for multiple in run.far})
+    curves = [size.far(arm) for arm in arms]
     columns, head = [[f"`{arm}`" for arm in arms]], ["gain"]
-    for multiple in multiples:
-        columns.append(column([far_gain_at(runs, multiple) for runs in arms.values()], signed, max))
-        errors = [far_error_at(runs, multiple) for runs in arms.values()]
-        columns.append(["-" if error is None else plain(error.mean) for error in errors])
+    for multiple in sorted({multiple for own in curves for curve in own for multiple in curve.gain}):
+        columns += gain_columns(curves, multiple)
         head += [f"at {multiple}x", "its standard error"]
-    targets = {control.targets for runs in arms.values() for run in runs for control in run.far.values()}
+    targets = {count for arm in arms for run in size.arms[arm] for count in run.far_targets}
     words = " to ".join(f"{number:,}" for number in sorted({min(targets), max(targets)}))
     return title(size) + table(head, columns) + [f"{words} target tokens.", "", *of_several_seeds(size, arms)]
 
@@ -220,9 +224,9 @@ def targets_of(size: Size, arm: str) -> list[str]:
     gain = gain_at(curves, longest)
     if gain is not None:
         cells[3] = gain_verdict(gain, gain_error_at(curves, longest))
-    far = far_gain_at(runs, longest)
+    far = gain_at(size.far(arm), longest)
     if far is not None:
-        cells[3] += f"; over the last quarter {gain_verdict(far, far_error_at(runs, longest))}"
+        cells[3] += f"; over the last quarter {gain_verdict(far, gain_error_at(size.far(arm), longest))}"
     shares = {multiple: passkey_at(runs, multiple) for run in runs for multiple in sorted(run.passkey)}
     found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
     if SHORTEST_LONG in found:

@@ -30,15 +30,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class FarControl:
-    """What the context beyond the training length is worth, over the last quarter of each text."""
-
-    gain: float
-    error: float | None
-    targets: int
-
-
-@dataclass(frozen=True)
 class Run:
     arm: str
     size: str
@@ -53,7 +44,8 @@ class Run:
     machine: str
     parameters: int
     own: Curve
-    far: dict[int, FarControl]  # by multiple; empty for runs before it was measured
+    far: Curve  # the control over the last quarter of each text, no losses; empty for runs before it was measured
+    far_targets: set[int]
     used: dict[str, int]
     variants: dict[str, Curve]
     passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) of each depth
@@ -118,6 +110,9 @@ class Size:
     def options(self, arm: str) -> list[str]:
         return list(dict.fromkeys(option for run in self.arms[arm] for option in run.variants))
 
+    def far(self, arm: str) -> list[Curve]:
+        return [run.far for run in self.arms[arm]]
+
     def curves(self, arm: str, option: str | None = None) -> list[Curve]:
         if option is None:
             return [run.own for run in self.arms[arm]]
@@ -130,13 +125,19 @@ def curve_of(results: Mapping[str, Any], length: int) -> Curve:
     return Curve(
         {multiple: float(entry["loss"]) for multiple, entry in entries.items()},
         {multiple: entry["standard_error"] for multiple, entry in entries.items()},
-        {multiple: float(control["gain"]) for multiple, control in controls.items()},
-        {multiple: control["standard_error"] for multiple, control in controls.items()},
+        *gains_of(controls),
     )
+
+
+def gains_of(controls: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], dict[int, float | None]]:
+    """With their errors, by multiple."""
+    gains = {multiple: float(control["gain"]) for multiple, control in controls.items()}
+    return gains, {multiple: control["standard_error"] for multiple, control in controls.items()}
 
 
 def run_of(record: Mapping[str, Any]) -> Run:
     found, length = record["evaluation"], record["config"]["sequence_length"]
+    far = found.get("far_control", [])
     passkey: dict[int, list[tuple[int, int]]] = {}
     for cell in found["passkey"]:
         passkey.setdefault(cell["length"] // length, []).append((cell["correct"], cell["trials"]))
@@ -147,10 +148,8 @@ def run_of(record: Mapping[str, Any]) -> Run:
         machine=record["machine"].get("gpu", record["machine"]["cpu"]),
         parameters=int(found["parameters"]),
         own=curve_of(found["lengths"], length),
-        far={
-            entry["length"] // length: FarControl(float(entry["gain"]), entry["standard_error"], int(entry["targets"]))
-            for entry in found.get("far_control", [])
-        },
+        far=Curve({}, {}, *gains_of({entry["length"] // length: entry for entry in far})),
+        far_targets={int(entry["targets"]) for entry in far},
         used=found["lengths"]["used"],
         variants={option: curve_of(results, length) for option, results in found["variants"].items()},
         passkey=passkey,
@@ -235,15 +234,6 @@ def gain_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
 def gain_error_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
     """The mean over seeds: they are measured on the same texts, so more seeds do not make it smaller."""
     return spread(curve.gain_error.get(multiple) for curve in curves)
-
-
-def far_gain_at(runs: Sequence[Run], multiple: int) -> Spread | None:
-    return spread(run.far[multiple].gain for run in runs if multiple in run.far)
-
-
-def far_error_at(runs: Sequence[Run], multiple: int) -> Spread | None:
-    """The mean over seeds, as for the gain over half a training length."""
-    return spread(run.far[multiple].error for run in runs if multiple in run.far)
 
 
 def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import re
 import shutil
@@ -165,7 +164,7 @@ def help_of_the_context_at_inference(sizes: Sizes) -> None:
 
 
 def far_gain_of(run: Any, multiple: int, gain: float) -> None:
-    run.far[multiple] = dataclasses.replace(run.far[multiple], gain=gain)
+    run.far.gain[multiple] = gain
 
 
 def no_help_of_the_far_context(sizes: Sizes) -> None:
