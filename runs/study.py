@@ -174,9 +174,6 @@ VARIANTS: dict[str, list[str]] = {
 }
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 FEW_MULTIPLES = (1, 16, 32, 64)
-# The control of every arm is of the last half of a training length; once more over the last quarter of each text, whose
-# error is smaller.
-FAR_MULTIPLES, FAR_SHARE = (4, 16, 32, 64), 0.25
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -295,31 +292,48 @@ def evaluation(
     def open_as(option: str | None = None) -> Opened:
         return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
 
-    def lengths(found: Opened, multiples: Sequence[int], share: float = 0.0, into: Path = folder) -> dict[str, Any]:
+    def lengths(found: Opened, multiples: Sequence[int]) -> dict[str, Any]:
         words = [multiple * length for multiple in multiples]
-        return measure_lengths(found, documents, words, into, sequences=options.texts, control_share=share)["results"]
+        return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
 
     own = open_as()
+    by_length = lengths(own, options.multiples)
     measured: dict[str, Any] = {
         "parameters": own.description()["parameters"],
-        "lengths": lengths(own, options.multiples),
+        "far_control": far_control(by_length),
+        "lengths": with_the_last_targets(by_length),
         "learned": learned_by_layer(own.model),
-        "far_control": [],
         "passkey": [],
         "inside": [],
         "variants": {},
     }
     if options.only_lengths:
         return measured
-    far = [multiple for multiple in FAR_MULTIPLES if multiple in options.multiples]
-    if far:
-        entries = lengths(own, far, FAR_SHARE, folder / "far")["lengths"]
-        measured["far_control"] = [{"length": entry["length"], **entry["control"]} for entry in entries]
     measured["passkey"] = passkey(own, length, folder, options, documents, tokenizer)
     measured["inside"] = inside(own, length, folder, documents)
     del own
     variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
-    return measured | {"variants": {option: lengths(open_as(option), FEW_MULTIPLES) for option in variants}}
+    return measured | {
+        "variants": {option: with_the_last_targets(lengths(open_as(option), FEW_MULTIPLES)) for option in variants}
+    }
+
+
+def far_control(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The control over the last quarter of each text."""
+    entries = [entry for entry in results["lengths"] if entry["control"]]
+    return [
+        {"length": entry["length"]} | {word: value for word, value in entry["control"].items() if word != "last"}
+        for entry in entries
+    ]
+
+
+def with_the_last_targets(results: dict[str, Any]) -> dict[str, Any]:
+    """The control of every run of the study: over the last half of a training length alone."""
+
+    def of(control: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if control is None else {"window": control["window"], **control["last"]}
+
+    return results | {"lengths": [entry | {"control": of(entry["control"])} for entry in results["lengths"]]}
 
 
 def passkey(

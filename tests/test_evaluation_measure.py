@@ -104,6 +104,11 @@ class TestLengths:
         assert control["full"] == pytest.approx(full, rel=1e-5)
         assert control["short"] == pytest.approx(short, rel=1e-5)
         assert control["gain"] == pytest.approx(control["short"] - control["full"], abs=1e-7)
+        labels[:, :-8] = -100
+        with torch.no_grad():
+            assert control["last"]["full"] == pytest.approx(found.model(rows, labels=labels).loss.item(), rel=1e-5)
+        assert control["last"]["short"] == pytest.approx(shorts[-1], rel=1e-5)
+        assert control["last"]["targets"] == 11 * 8
 
     def test_standard_errors_are_taken_over_texts(self, folder, documents, tmp_path):
         """Sequences of one text belong together: 11 texts, whatever the length."""

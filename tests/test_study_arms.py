@@ -40,8 +40,9 @@ def test_the_study_runs(tmp_path: Path) -> None:
         assert all(entry["control"]["targets"] == 16 * entry["sequences"] for entry in lengths[1:])
         far = run["evaluation"]["far_control"]
         assert [(entry["length"], entry["first"]) for entry in far] == [
-            (length, length * 3 // 4) for length in (128, 512, 1024, 2048)
+            (length, length * 3 // 4) for length in (64, 128, 256, 512, 1024, 2048)
         ]
+        assert far[0]["gain"] == lengths[1]["control"]["gain"], "the last quarter of 2x is half a training length"
     assert list(rotary["evaluation"]["variants"]) == ["window=32", "rope=dynamic:16", "rope=yarn:16"]
     assert [list(layer) for layer in mixed["evaluation"]["learned"]] == [["power_per_log"]] * 3
     assert mixed["config"]["window"] == 16
@@ -62,7 +63,7 @@ def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
     run = json.loads((tmp_path / "out" / "smoke-softmax-seed0.json").read_text())
     found = run["evaluation"]
     assert [entry["length"] for entry in found["lengths"]["lengths"]] == [32, 128]
-    assert (found["far_control"], found["passkey"], found["inside"], found["variants"]) == ([], [], [], {})
+    assert (found["passkey"], found["inside"], found["variants"]) == ([], [], {})
     assert run["config"]["steps"] == 2
     assert run["command"].endswith("--arms softmax --seed 0 --steps 2 --only-lengths --multiples 1 4")
 

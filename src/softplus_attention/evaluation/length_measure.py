@@ -157,10 +157,13 @@ class Measuring:
         windows = torch.stack([rows[:, end - window : end] for end in ends], 1).flatten(0, 1)
         full = losses[:, -count * half :]
         short = self.losses(windows, title)[:, -half:].reshape(len(rows), -1)
+        # By themselves also the last of them, which alone have the whole length behind them.
+        last = self.compared(full[:, -half:], short[:, -half:])
+        return {"window": window, "first": length - count * half, **self.compared(full, short), "last": last}
+
+    def compared(self, full: Tensor, short: Tensor) -> dict[str, Any]:
         gains = self.by_text(short - full)
         return {
-            "window": window,
-            "first": length - count * half,
             "targets": full.numel(),
             "full": full.double().mean().item(),
             "short": short.double().mean().item(),
