@@ -41,27 +41,47 @@ def table_of(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> 
     return table_text(list(cells), [[write(row) for row in rows] for write in cells.values()])
 
 
-def parts_of(page: Path, names: Collection[str]) -> tuple[str, dict[str, tuple[int, int]]]:
-    """The page's text, and where the content of each block begins and ends."""
+Places = dict[str, tuple[int, int]]  # of blocks by name: where the content begins and ends
+
+
+def parts_of(page: Path, names: Collection[str]) -> tuple[str, Places]:
+    """The page's text, and where all of these blocks are."""
+    return parts_of_several([page], names)[page]
+
+
+def parts_of_several(pages: Sequence[Path], names: Collection[str]) -> dict[Path, tuple[str, Places]]:
+    """The same of pages that have these blocks among them, each once."""
+    found: dict[Path, tuple[str, Places]] = {}
+    where: dict[str, Path] = {}
+    for page in pages:
+        found[page] = marked_parts(page)
+        for name in found[page][1]:
+            if name not in names or name in where:
+                raise PageError(f"{page}: block {name!r} is {'there twice' if name in where else 'unknown'}")
+            where[name] = page
+    for name in names:
+        if name not in where:
+            raise PageError(f"{' and '.join(map(str, pages))} has no <!-- begin: {name} -->")
+    return found
+
+
+def marked_parts(page: Path) -> tuple[str, Places]:
     if not page.exists():
         raise PageError(f"{page} does not exist")
     text = page.read_text()
-    places: dict[str, tuple[int, int]] = {}
+    places: Places = {}
     markers = list(MARKER.finditer(text))
     for begin, end in zip(markers[::2], [*markers[1::2], None], strict=False):
         name = begin[2]
         if begin[1] != "begin" or end is None or end.groups() != ("end", name):
             raise PageError(f"{page}: <!-- {begin[1]}: {name} --> is not one of a pair of begin and end")
-        if name not in names or name in places:
-            raise PageError(f"{page}: block {name!r} is {'there twice' if name in places else 'unknown'}")
+        if name in places:
+            raise PageError(f"{page}: block {name!r} is there twice")
         places[name] = begin.end(), end.start()
-    for name in names:
-        if name not in places:
-            raise PageError(f"{page} has no <!-- begin: {name} -->")
     return text, places
 
 
-def rewritten(text: str, places: Mapping[str, tuple[int, int]], blocks: Mapping[str, str]) -> tuple[str, list[str]]:
+def rewritten(text: str, places: Places, blocks: Mapping[str, str]) -> tuple[str, list[str]]:
     """The page with its blocks, and the names of those that change."""
     changed = []
     for name, (begin, end) in sorted(places.items(), key=lambda item: item[1], reverse=True):

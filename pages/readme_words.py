@@ -33,6 +33,7 @@ from claims import (
     holds,
     hundredths,
     listed,
+    nats,
     number,
     percent,
     seeds,
@@ -40,23 +41,22 @@ from claims import (
     tenths,
 )
 from newton_page import ENGINES, groups, laws_found
-from page_blocks import plain, table_text
+from page_blocks import table_text
 from stability_page import loss_of
 from study_facts import LOGN, P15, RISING, Facts, Study
 from study_facts import LONG as FAR
-from study_findings import behind_in_the_mix, falls_by_itself, keys_far_out, nothing_clearly_better, the_best_of_the_mix
+from study_findings import keys_far_out, nothing_clearly_better, the_best_of_the_mix
 from study_findings_ablations import level_in_the_demo
-from study_findings_far import FAR_PAIRS, the_far_context, the_last_doubling
-from study_findings_heads import heads_wider_still, level_with_wide_heads, pooled_in_words, runs_pooled, wide_heads
-from study_findings_keys import at_least_nine_of_ten, at_three_sizes, no_sink, step_ratios
-from study_findings_mix import (
-    ALL_ELSE_EQUAL,
-    SIZES_OF_THE_MIX,
-    millions,
-    near_to_softmax,
-    the_best_sharpness,
-    the_loss_falls,
+from study_findings_far import FAR_PAIRS, the_far_context
+from study_findings_gap import (
+    a_few_thousandths,
+    behind_with_wide_heads,
+    size_does_not_close_it,
+    the_gap,
+    wide_heads,
 )
+from study_findings_keys import at_every_size, at_least_nine_of_ten, no_sink, of_every_size, step_ratios
+from study_findings_mix import ALL_ELSE_EQUAL, millions, the_best_sharpness, the_loss_falls, what_did_not_help
 from study_findings_rotary import (
     FAILING,
     a_power_that_grows,
@@ -70,9 +70,8 @@ from study_findings_rotary import (
 )
 from study_runs import SMALL
 from study_sizes import OURS as BEST
-from study_sizes import OURS_WIDE, THEIRS, THEIRS_WIDE
 
-from softplus_attention.report.study import MIX, ROTARY
+from softplus_attention.report.study import ROTARY
 
 ABLATIONS = "books"
 NAMES_OF_THE_DEMO = ("LSSAR", "softmax + QK-norm + log N", "softmax")
@@ -125,17 +124,16 @@ def cost_of_the_power(study: Study) -> str:
 
 def which_power(measured: Measured) -> str:
     study = measured.study
-    for finding in (the_headline, nothing_clearly_better, wide_heads, the_best_sharpness, near_to_softmax, step_ratios):
+    for finding in (the_headline, nothing_clearly_better, wide_heads, the_best_sharpness, the_gap, step_ratios):
         finding(study)
     return (
         "**Which power?** The default, 15, is the paper's. It suits models with rotary positions in every layer: the "
         f"loss stays nearly level on long text, and is {cost_of_the_power(study)} nats above the best softmax's at "
         "the training length. In a model of your own take local and global layers, powers that heads learn, and heads "
-        "of 128: the preset `small` of `softplus-attention train` has them, and [the study](docs/results.md) found "
-        "nothing clearly better for LSSAR. `PowerByLength.log_n(0.6)` was the best power there that is not learned; "
-        "with rotary positions in every layer, as most models have them, only high powers held far out. And where all "
-        "that counts is the loss, softmax of cosines times log N (`softmax-qknorm-logn` of the catalogue) in the same "
-        "mix of layers is as good or a little better, and faster."
+        "of 128, as the preset `small` of `softplus-attention train` has them; the best power that is not learned was "
+        "`PowerByLength.log_n(0.6)` there. Where the loss is all that counts, softmax of cosines times log N "
+        "(`softmax-qknorm-logn` of the catalogue) in the same mix of layers is as good or a little better, and faster "
+        "([the study](docs/results.md))."
     )
 
 
@@ -147,11 +145,11 @@ def models(measured: Measured) -> str:
     tokens = facts.size.any_run.tokens
     largest = max((Facts(size) for size in large), key=lambda one: one.size.any_run.parameters)
     return (
-        f"Validation loss in nats a token, means over seeds, of models with {millions(facts)} parameters where the "
-        f"table does not say more, trained on {tokens / 1e6:.0f}M tokens, {length} at a time, which is little for "
-        f"them, and read at up to {length * facts.size.longest:,}. The row marked * was trained on another text "
-        f"([docs/results.md](docs/results.md) has {len(arms)} arms, sizes to {millions(largest)}, "
-        f"{len(study[ABLATIONS].size.arms)} ablations and the noise):"
+        f"Validation loss in nats per token, means over seeds. The models have {millions(facts)} parameters where the "
+        f"table does not say more, were trained on {tokens / 1e6:.0f}M tokens, {length} at a time, and read at up to "
+        f"{length * facts.size.longest:,}; the row marked * is of another text. [docs/results.md](docs/results.md) has "
+        f"the findings and the noise, [docs/results-tables.md](docs/results-tables.md) all {len(arms)} arms at sizes "
+        f"to {millions(largest)}, beside {len(study[ABLATIONS].size.arms)} ablations."
     )
 
 
@@ -161,11 +159,10 @@ def nearly_constant_loss(measured: Measured) -> str:
     once, again = rises_of_the_power_15(measured.study)
     length = measured.study["10m"].size.any_run.config["sequence_length"]
     return (
-        f"**Holds.** With rotary positions in every layer the loss of LSSAR with p = 15 is {again} nats higher at 64 "
-        f"times the training length than at the training length ({once} on the text marked *, where "
-        f"{listed([*FAILING.values(), 'LSSAR with p = 3'])} fail within a few training lengths). But a softmax with a "
-        f"sliding window of {length} tokens is below all of them from 16 times on: its mean loss falls by "
-        f"{falls_by_itself(measured.study)}, since fewer tokens have little before them"
+        f"**Holds.** With rotary positions in every layer LSSAR with p = 15 is {once} to {again} nats higher at 64 "
+        f"times the training length than at it, where {listed([*FAILING.values(), 'LSSAR with p = 3'])} fail within a "
+        f"few training lengths. But a softmax with a sliding window of {length} tokens is below all of them from 16 "
+        "times on"
     )
 
 
@@ -180,12 +177,12 @@ def better_than_softmax(measured: Measured) -> str:
     gap = {arm: gaps((again.behind(arm, LOGN, multiple) for multiple in FAR), 2) for arm in (P15, RISING)}
     passes = " or ".join(str(multiple) for multiple in sorted({passes_at(once, arm) for arm in (P15, RISING)}))
     return (
-        "**Only against plain softmax, and beyond the training length.** With rotary positions softmax of cosines "
-        "times log N, the baseline that the paper lacks, has a lower loss at every length than both LSSAR models that "
-        f"were trained on the same text: by {gap[RISING]} from {FAR[0]} times on where the power is raised in "
-        f"training, by {gap[P15]} with p = 15, which costs {gaps([again.behind(P15, LOGN, 1)], 2)} at the training "
-        "length. Where the raised power also grows at inference, LSSAR is lower at 32 and 64 times. (On the text "
-        f"marked *, with {seeds(once.count(LOGN))} of that softmax, LSSAR was ahead from {passes} times on.)"
+        "**Only than plain softmax, beyond the training length.** Softmax of cosines times log N, the baseline that "
+        "the paper lacks, has a lower loss at every length: beside a power that is raised in training by "
+        f"{gap[RISING]} from {FAR[0]} times on, beside p = 15 by {gap[P15]}, and by "
+        f"{gaps([again.behind(P15, LOGN, 1)], 2)} at the training length. Where the raised power also grows at "
+        f"inference, LSSAR is lower at 32 and 64 times; on the text marked *, with {seeds(once.count(LOGN))} of that "
+        f"softmax, it was from {passes} times on"
     )
 
 
@@ -193,33 +190,31 @@ def the_context_is_used(measured: Measured) -> str:
     the_context_is_not_used(measured.study)
     the_loss_falls(measured.study)
     the_far_context(measured.study)
-    length = measured.study["10m"].size.any_run.config["sequence_length"]
-    name, ours, theirs = FAR_PAIRS[-1]
-    facts = measured.study[name]
+    study, length = measured.study, measured.study["10m"].size.any_run.config["sequence_length"]
+    ours, theirs = (
+        between((study[name].far_gain(pair[i], 64) for name, *pair in FAR_PAIRS), hundredths) for i in (0, 1)
+    )
     return (
         "**Not with rotary positions**, by any attention: beyond a few training lengths the same tokens are predicted "
-        f"better from the last {length} alone. **With local and global layers some of it is**: the same tokens are "
-        f"predicted better from the whole text, with {millions(facts)} parameters, heads of 192 and 64 times the "
-        f"training length by {hundredths(facts.far_gain(ours, 64))} nats for LSSAR and by "
-        f"{hundredths(facts.far_gain(theirs, 64))} for softmax "
-        f"({each((facts.far_gain(arm, 64) / facts.far_error(arm, 64) for arm in (ours, theirs)), tenths)} standard "
-        f"errors over texts). Most of that comes from the first few training lengths; going from 32 to 64 times is "
-        f"{the_last_doubling(measured.study)}"
+        f"better from the last {length} alone. **With local and global layers some of it is**: at 64 times the "
+        f"training length the whole text is worth {ours} nats to LSSAR and {theirs} to softmax (with "
+        f"{listed(millions(study[name]) for name, *_ in FAR_PAIRS)} parameters), most of it from the first few lengths"
     )
 
 
 def pass_keys_are_found(measured: Measured) -> str:
     study = measured.study
-    at_three_sizes(study)
-    sizes, first = [study[name] for name in ALL_ELSE_EQUAL], study["10m-keys"]
-    softmax_too = all(at_least_nine_of_ten(facts, THEIRS) for facts in sizes)
-    holds(softmax_too, "softmax finds at least 90% of pass keys to 16x too")
+    at_every_size(study)
+    for wide in (False, True):
+        softmax_too = all(at_least_nine_of_ten(facts, theirs) for facts, _, theirs in of_every_size(study, wide=wide))
+        holds(softmax_too, "softmax finds at least 90% of pass keys to 16x too")
+    first = study["10m-keys"]
     holds(not at_least_nine_of_ten(first, BEST), f"{BEST} does not find 90% of pass keys at 10m-keys")
     return (
-        f"**Yes, with local and global layers** and practice at length: with {listed(map(millions, sizes))} parameters "
-        "the best recipe finds at least 90% at up to 16 times the training length, as softmax does (with "
-        f"{millions(first)} on the text marked * it does not: {percent(first.passkey(BEST, 16))}%). At 64 times it "
-        f"finds fewer than softmax, {keys_far_out(study)} over all runs"
+        "**Yes, with local and global layers** and practice at length: the best recipe finds at least 90% at up to 16 "
+        f"times the training length, as softmax does, with {listed(millions(study[name]) for name in ALL_ELSE_EQUAL)} "
+        f"parameters (with {millions(first)} on the text marked * it does not: {percent(first.passkey(BEST, 16))}%). "
+        f"At 64 times it finds fewer than softmax, {keys_far_out(study)} over all runs"
     )
 
 
@@ -305,25 +300,18 @@ def claims_table(measured: Measured) -> str:
 
 def the_best_recipe(measured: Measured) -> str:
     study = measured.study
-    mix = study["10m"].size.of_kind(MIX).arms
-    softmaxes = sum(arm.startswith("softmax") for arm in mix)
-    sizes = dict.fromkeys(millions(study[name]) for name in SIZES_OF_THE_MIX)
-    gap, small, large = behind_in_the_mix(study), study["10m-again"], study["85m-again"]
-    wide_heads(study)
-    level_with_wide_heads(study)
-    heads_wider_still(study)
-    in_times = pooled_in_words(large, "the training length", " times")
+    for finding in (a_few_thousandths, size_does_not_close_it, what_did_not_help):
+        finding(study)
+    to_16 = [m for m in study["10m-again"].size.multiples if m <= 16]
+    near = [gap for multiple in to_16 for gap in behind_with_wide_heads(study, multiple)]
+    far = behind_with_wide_heads(study, 64)
     return (
-        "The best recipe, learned powers in that mix of layers, was chosen by its loss on these same texts among "
-        f"{number(the_best_of_the_mix(study))} LSSAR arms (of softmax there were {number(softmaxes)} to choose from); "
-        "it is the default of the presets `tiny` and `small`, the second with heads of 128. It comes level with the "
-        f"strongest softmax and does not clearly beat it. With heads of 64 ({listed(sizes)} parameters) it is behind "
-        f"by {gaps(gap.at_once)} nats at the training length and by {gaps(gap.far)} from 16 times on, where two seeds "
-        f"of it are up to {plain(max(gap.seeds_apart))} apart. With heads of 128 it is behind by "
-        f"{gaps(small.behind(OURS_WIDE, THEIRS_WIDE, m) for m in (1, *FAR))} with {millions(small)}. With "
-        f"{millions(large)} and heads of 128 to 256 ({runs_pooled(large)}) it is {in_times} "
-        "(± one standard error over runs). The width of heads and other changes were judged on the "
-        "same texts too, so take small differences for what they are."
+        "The best recipe, learned powers in that mix of layers, is the default of the presets `tiny` and `small`, the "
+        "second with heads of 128. It comes within a few thousandths of a nat of the strongest softmax and does not "
+        f"beat it: with heads of 128 and {listed(millions(study[name]) for name in ALL_ELSE_EQUAL)} parameters it is "
+        f"behind by {gaps(near)} up to 16 times the training length, and between {nats(-min(far))} ahead and "
+        f"{nats(max(far))} behind at 64 times. Neither size nor anything else that was tried closes the gap. (It was "
+        f"chosen among {number(the_best_of_the_mix(study))} LSSAR arms by its loss on these same texts.)"
     )
 
 
@@ -344,18 +332,22 @@ def times(measured: Measured) -> str:
     ]
     holds(min(short) > 1, "over short caches a decode step takes longer than softmax's")
     on_cpu = between((row["ratio"] for row in measured.cpu["time"]), tenths)
-    return (
-        f"So training is slower than with FlashAttention-2 (at {SHORT:,} tokens a training step takes "
-        f"{each(column(rows_of(rows, OURS, length=SHORT), 'ratio'), hundredths)} times as long with heads of "
-        f"{each(column(rows_of(rows, OURS, length=SHORT), 'head_dim'), str)}), and a training step "
-        f"takes {between(over(rows, OURS, FASTEST), tenths)} times that of cuDNN's attention, the fastest there; "
-        f"FlexAttention takes over {tens} times as long for the same (forward, {SHORT:,} tokens, of an earlier run). "
-        f"Powers that heads learn take {between(learned, tenths)} times as long as the power 15 from {LONG:,} tokens "
-        "on. [docs/kernels.md](docs/kernels.md) says what bounds the kernels and what was tried. On a CPU the op takes "
-        f"{on_cpu} times SDPA's time. A decode step over a long cache of unit keys, as our GPT keeps them, takes no "
-        f"longer than softmax's (as a CUDA graph, {long_caches(rows)}), since only values that have weight are read; "
-        f"over raw keys, which other models keep, {between(raw, hundredths)} times as long there. Short caches are "
-        f"bound by launches ({between(short, tenths)} times softmax's time at {SHORT:,} keys)."
+    short_steps = rows_of(rows, OURS, length=SHORT)
+    return "\n".join(
+        (
+            f"- **Training is slower than with FlashAttention-2**: at {SHORT:,} tokens a step takes "
+            f"{each(column(short_steps, 'ratio'), hundredths)} times as long with heads of "
+            f"{each(column(short_steps, 'head_dim'), str)}, and {between(over(rows, OURS, FASTEST), tenths)} times "
+            "that of cuDNN's attention, the fastest there. Powers that heads learn take "
+            f"{between(learned, tenths)} times as long as the power 15 from {LONG:,} tokens on.",
+            "- **Decoding over a long cache takes no longer than softmax's** where it holds unit keys, as our GPT's "
+            f"does (as a CUDA graph, {long_caches(rows)}), since only values that have weight are read. Over raw keys, "
+            f"which other models keep, it takes {between(raw, hundredths)} times as long, and over short caches, which "
+            f"are bound by launches, {between(short, tenths)} times ({SHORT:,} keys).",
+            f"- **On a CPU** the op takes {on_cpu} times SDPA's time.",
+            f"- **FlexAttention** takes over {tens} times as long for the same (forward, {SHORT:,} tokens, of an "
+            "earlier run).",
+        )
     )
 
 

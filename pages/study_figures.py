@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, loss_at, option_words
+from study_sizes import OURS_WIDE, THEIRS_WIDE, parameters
 
 from softplus_attention.report.charts import csv_text
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
@@ -173,30 +175,80 @@ def draw(name: str, size: Size, lines: Sequence[Line], path: Path) -> None:
     save(canvas, path)
 
 
-def figure_data(sizes: Sequence[Size]) -> dict[str, tuple[str, Size, list[Line], str]]:
-    """File name without its ending: the figure, its size, its lines and their CSV."""
+def best_lines(sizes: Sequence[Size]) -> tuple[list[Line], list[Line]]:
+    """The best LSSAR of the mix and the strongest softmax, heads of 128: their losses, and the gap between them."""
+    losses, differences = [], []
+    trained = sorted((size for size in sizes if {OURS_WIDE, THEIRS_WIDE} <= size.arms.keys()), key=parameters)
+    for size, colour, marker in zip(trained, COLOURS, MARKERS, strict=False):
+        model = f"{parameters(size) / 1e6:.0f}M"
+        points = {arm: points_of(size, size.curves(arm), loss_at) for arm in (THEIRS_WIDE, OURS_WIDE)}
+        for arm, words, style in ((THEIRS_WIDE, "softmax", "--"), (OURS_WIDE, "LSSAR", "-")):
+            look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5, "linewidth": 1.8}
+            bars = {multiple: found.half_range for multiple, found in points[arm].items() if found.count > 1}
+            losses.append(Line(f"{words}, {model}", look, points[arm], bars))
+        gaps = {
+            multiple: Spread(ours.mean - theirs.mean, 0.0, min(ours.count, theirs.count))
+            for multiple, ours in points[OURS_WIDE].items()
+            if (theirs := points[THEIRS_WIDE].get(multiple)) is not None
+        }
+        differences.append(Line(f"LSSAR less softmax, {model}", look, gaps, {}))
+    return losses, differences
+
+
+def draw_best(losses: Sequence[Line], differences: Sequence[Line], length: int, path: Path) -> None:
+    canvas, grid = figure_of(12.6, 4.6, 1, 2)
+    for axes, lines in zip(grid.flat, (losses, differences), strict=True):
+        for line in lines:
+            x, y = ([m * length for m in line.points], [found.mean for found in line.points.values()])
+            bars = [line.bars.get(multiple, 0.0) for multiple in line.points]
+            axes.errorbar(x, y, bars if line.bars else None, capsize=2, elinewidth=1, label=line.name, **line.look)
+        length_axis(axes, sorted({m * length for line in lines for m in line.points}), length)
+        axes.legend(frameon=False, fontsize=8, handlelength=3.5, ncols=2)
+    grid[0, 0].set_title("The loss falls with length")
+    grid[0, 0].set_ylabel("loss (nats per token)")
+    grid[0, 1].set_title("LSSAR less softmax: below 0, LSSAR is better")
+    grid[0, 1].set_ylabel("difference (nats per token)")
+    grid[0, 1].axhline(0, color="#888888", linewidth=1)
+    most = max((abs(found.mean) for line in differences for found in line.points.values()), default=0.0)
+    grid[0, 1].set_ylim(-2 * most, 2 * most)
+    save(canvas, path)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    csv: str  # the numbers that it shows
+    write: Callable[[Path], None]  # at a path, whose ending is of no account
+
+
+def figure_data(sizes: Sequence[Size]) -> dict[str, Drawing]:
+    """By file name without its ending."""
     found = {}
     for size in sizes:
+        length = size.any_run.config["sequence_length"]
         for name, figure in FIGURES.items():
             lines = figure.lines(size)
-            csv = csv_of(lines, size.any_run.config["sequence_length"])
             if lines:
-                found[f"{name}-{size.name}"] = name, size, lines, csv
+                found[f"{name}-{size.name}"] = Drawing(csv_of(lines, length), partial(draw, name, size, lines))
+    losses, differences = best_lines(sizes)
+    if losses:
+        length = next(size for size in sizes if OURS_WIDE in size.arms).any_run.config["sequence_length"]
+        csv = csv_of([*losses, *differences], length)
+        found["study-best"] = Drawing(csv, partial(draw_best, losses, differences, length))
     return found
 
 
-def stale_figures(folder: Path, data: Mapping[str, tuple[str, Size, list[Line], str]]) -> list[str]:
+def stale_figures(folder: Path, data: Mapping[str, Drawing]) -> list[str]:
     """Without a drawing, or with one of other numbers."""
 
     def is_current(stem: str, csv: str) -> bool:
         files = [folder / f"{stem}{suffix}" for suffix in (".csv", ".png", ".svg")]
         return all(file.exists() for file in files) and files[0].read_text() == csv
 
-    return [stem for stem, (_, _, _, csv) in data.items() if not is_current(stem, csv)]
+    return [stem for stem, drawing in data.items() if not is_current(stem, drawing.csv)]
 
 
-def write_figures(folder: Path, data: Mapping[str, tuple[str, Size, list[Line], str]]) -> None:
+def write_figures(folder: Path, data: Mapping[str, Drawing]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for stem, (name, size, lines, csv) in data.items():
-        draw(name, size, lines, folder / stem)
-        (folder / f"{stem}.csv").write_text(csv)
+    for stem, drawing in data.items():
+        drawing.write(folder / stem)
+        (folder / f"{stem}.csv").write_text(drawing.csv)

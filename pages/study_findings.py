@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from claims import ClaimError, MissingError, gaps, holds, listed, nats, number, percent, seeds, sentences
-from page_blocks import PageError, plain
-from study_facts import LOGN, LONG, P15, RISING, WINDOW, Finding, Study
+from claims import ClaimError, MissingError, each, gaps, holds, listed, nats, number, percent, seeds, sentences
+from page_blocks import PageError, signed
+from study_facts import LOGN, P15, RISING, WINDOW, Finding, Study
 from study_findings_ablations import (
     ABLATION_FINDINGS,
     how_sure,
@@ -24,15 +24,14 @@ from study_findings_ablations import (
     softplus_is_not_needed,
     the_power_decides,
 )
-from study_findings_far import FAR_FINDINGS, FAR_PAIRS, gained_at, the_far_context, the_last_doubling
-from study_findings_heads import (
-    HEAD_FINDINGS,
+from study_findings_far import FAR_FINDINGS, gained_by_each, the_far_context, the_last_doubling
+from study_findings_gap import (
+    GAP_FINDINGS,
     WIDTHS,
-    heads_wider_still,
-    level_with_wide_heads,
-    pooled_in_words,
-    runs_pooled,
-    wide_heads,
+    a_few_thousandths,
+    behind_with_narrow_heads,
+    behind_with_wide_heads,
+    size_does_not_close_it,
 )
 from study_findings_keys import (
     INSIDE_FINDINGS,
@@ -47,11 +46,10 @@ from study_findings_mix import (
     ALL_ELSE_EQUAL,
     MIX_FINDINGS,
     SIZES_OF_THE_MIX,
-    long_gaps,
     millions,
-    no_effect_of_size,
     the_best_sharpness,
     the_loss_falls,
+    what_did_not_help,
 )
 from study_findings_rotary import (
     ROTARY_FINDINGS,
@@ -63,7 +61,7 @@ from study_findings_rotary import (
     those_that_fail,
 )
 from study_runs import Size
-from study_sizes import OURS, OURS_WIDE, THEIRS, THEIRS_WIDE, WIDE
+from study_sizes import OURS, OURS_WIDE, THEIRS, WIDE
 
 from softplus_attention.report.study import MIX, ROTARY
 
@@ -78,19 +76,17 @@ def seeds_of(size: Size) -> str:
 
 
 def what_was_trained(study: Study) -> str:
-    large = [study[name] for name in ("10m", "25m", "85m")]
+    large = [study[name] for name in ALL_ELSE_EQUAL]
     farthest = {size.name: f"{size.longest}x" for size in study.sizes}
     most = max((size.longest for size in study.sizes), default=0)
     less = [f"{name} to {words}" for name, words in farthest.items() if words != f"{most}x"]
     to_less = f" ({listed(less)})" if less else ""
     return (
-        "The best LSSAR and the strongest softmax were trained at 10m, 25m and 85m (named by their parameters "
-        f"without the embedding; with it they have {listed(map(millions, large))}), arms of the mix of layers once "
-        "more with longer practice of pass keys (10m-keys, 25m-keys), and on the text of 25m-keys those with rotary "
-        "positions that decide, and the best of the mix at two other sizes (10m-again, 85m-again). The ablations are "
-        f"of a smaller model (books). They are measured to {most}x the training length{to_less}. Arms: "
-        f"{'; '.join(map(seeds_of, study.sizes))}. The tables have the figures, and [the noise](#how-much-is-noise) is "
-        "below them."
+        "Sizes are named by their parameters without the embedding; with it 10m, 25m, 85m and 300m have "
+        f"{listed(map(millions, large))}. Those whose names end in -keys or -again were trained on other text than "
+        f"the rest, {listed(ALL_ELSE_EQUAL)} on one and the same; the ablations are of a smaller model (books). They "
+        f"are measured to {most}x the training length{to_less}. Arms: {'; '.join(map(seeds_of, study.sizes))} "
+        "([all tables](results-tables.md))."
     )
 
 
@@ -148,10 +144,11 @@ def nothing_clearly_better(study: Study) -> None:
     the_best_of_the_mix(study)
     for facts in (study[name] for name in SIZES_OF_THE_MIX):
         for arm in facts.size.of_kind(MIX).arms:
-            if arm.startswith("lssar") and arm != OURS and WIDE not in arm:
+            best = OURS_WIDE if WIDE in arm else OURS
+            if arm.startswith("lssar") and arm != best:
                 for multiple in facts.size.multiples:
-                    better = facts.behind(OURS, arm, multiple) > facts.apart(OURS, multiple)
-                    holds(not better, f"{arm} is not clearly better than {OURS} at {multiple}x ({facts.size.name})")
+                    better = facts.behind(best, arm, multiple) > facts.apart(best, multiple)
+                    holds(not better, f"{arm} is not clearly better than {best} at {multiple}x ({facts.size.name})")
 
 
 def answer_positions(study: Study) -> str:
@@ -168,50 +165,27 @@ def answer_positions(study: Study) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Behind:
-    """How far the best LSSAR of the mix is behind the strongest softmax, over sizes, and its seeds from each other."""
-
-    at_once: list[float]
-    far: list[float]
-    seeds_apart: list[float]  # at 16x
-
-
-def behind_in_the_mix(study: Study) -> Behind:
-    no_effect_of_size(study)
-    sizes = [study[name] for name in SIZES_OF_THE_MIX]
-    return Behind(
-        [facts.behind(OURS, THEIRS, 1) for facts in sizes],
-        [gap for facts in sizes for gap in long_gaps(facts)],
-        [facts.apart(OURS, 16) for facts in sizes],
-    )
-
-
 def answer_mix(study: Study) -> str:
-    gap = behind_in_the_mix(study)
-    wide_heads(study)
-    level_with_wide_heads(study)
-    heads_wider_still(study)
-    small, large = study["10m-again"], study["85m-again"]
-    wide = [small.behind(OURS_WIDE, THEIRS_WIDE, multiple) for multiple in (1, *LONG)]
+    a_few_thousandths(study)
+    size_does_not_close_it(study)
+    what_did_not_help(study)
+    narrow = behind_with_narrow_heads(study)
+    at = {m: behind_with_wide_heads(study, m) for m in (1, 16, 64)}
     return (
-        f"**In that mix LSSAR comes level with softmax and does not clearly beat it.** With heads of 64 it is behind "
-        f"by {gaps(gap.at_once)} at the training length and by {gaps(gap.far)} from 16x on, where seeds of it are up "
-        f"to {plain(max(gap.seeds_apart))} apart; all else equal, no effect of size is seen. With heads of 128 it is "
-        f"behind by {gaps(wide)} with {millions(small)} parameters. With {millions(large)} and heads of 128 to 256 "
-        f"({runs_pooled(large)}) it is {pooled_in_words(large)} (± one standard error over runs)."
+        "**In that mix LSSAR comes within a few thousandths of a nat of softmax and does not beat it.** With heads of "
+        f"128 and {listed(millions(study[name]) for name in ALL_ELSE_EQUAL)} parameters, all else equal, it is behind "
+        f"by {gaps(at[1])} at the training length and by {gaps(at[16])} at 16x; at 64x the difference is "
+        f"{each(at[64], signed)}. With heads of 64 it is behind by {gaps(narrow.at_once)} and, from 16x on, by "
+        f"{gaps(narrow.far)}. Neither size nor anything else that was tried closes the gap."
     )
 
 
 def answer_far_context(study: Study) -> str:
     the_far_context(study)
-    name, ours, theirs = FAR_PAIRS[-1]
-    facts = study[name]
     return (
         "**In that mix context beyond the training length is used, most of it from the first few lengths**: with the "
         "whole text of 64x the same tokens are predicted better than from the last 1x, by "
-        f"{gained_at(facts, ours, 64)} with LSSAR and by {gained_at(facts, theirs, 64)} with softmax "
-        f"({millions(facts)} parameters, heads of 192; ± one standard error over texts). Going from 32x to 64x is "
+        f"{gained_by_each(study, 64)} (LSSAR and softmax, ± one standard error over texts). Going from 32x to 64x is "
         f"{the_last_doubling(study)}."
     )
 
@@ -288,7 +262,7 @@ ANSWERS = (
 PROSE: dict[str, Block] = {
     "answer": Block(ANSWERS, after=[what_was_trained]),
     "rotary-findings": Block(ROTARY_FINDINGS),
-    "mix-findings": Block((*MIX_FINDINGS, *HEAD_FINDINGS, *FAR_FINDINGS)),
+    "mix-findings": Block((*MIX_FINDINGS, *GAP_FINDINGS, what_did_not_help, *FAR_FINDINGS)),
     "key-findings": Block(KEY_FINDINGS),
     "inside-findings": Block(INSIDE_FINDINGS),
     "time-findings": Block(before=[step_times]),

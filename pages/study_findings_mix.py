@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from itertools import pairwise
 
-from claims import MissingError, each, gaps, holds, listed, nats, number, seeds
-from page_blocks import plain, signed
+from claims import each, gaps, holds, nats, seeds
 from study_facts import (
-    LEVEL,
     LOCAL_SOFTMAX,
     LOCAL_SOFTMAX_SOFT,
+    LOCAL_SOFTMAX_WIDE,
     LOG_MIX,
-    LOGN,
-    LOGN_MIX,
     LONG,
     ROOT,
     THEIRS_SOFT,
-    WINDOW,
     WITHOUT_OFFSET,
     Facts,
     Study,
 )
-from study_runs import Size
-from study_sizes import OURS, THEIRS, Slope, alike, on_one_text, slope_at
+from study_sizes import OURS, OURS_WIDE, THEIRS
 
 from softplus_attention.report.study import MIX
 
 SEARCH = ROOT / "docs" / "log" / "recipe-search.json"
-ALL_ELSE_EQUAL = ("10m-again", "25m-keys", "85m-again")
-SIZES_OF_THE_MIX = ("10m", "25m", "85m", "10m-keys", *ALL_ELSE_EQUAL)
+# Sizes that differ in nothing but their parameters, and those of them that have heads of 64 too.
+ALL_ELSE_EQUAL = ("10m-again", "25m-keys", "85m-again", "300m-again")
+NARROW_TOO = ALL_ELSE_EQUAL[:3]
+FIRST_TEXT = ("10m", "25m", "85m", "10m-keys")
+SIZES_OF_THE_MIX = (*FIRST_TEXT, *ALL_ELSE_EQUAL)
 CONSTANT = ("lssar-p2-global3", "lssar-p3-global3", "lssar-global3")
 NEARLY_MEET = 0.002  # nats
-PLAIN_SCALE, LEARNED_SCALE = LOGN, f"{LOGN}-learned"  # of the ablations
 
 
 def arms_of_the_mix(facts: Facts) -> list[str]:
     return list(facts.size.of_kind(MIX).arms)
 
 
-def long_gaps(facts: Facts, arm: str = OURS, other: str = THEIRS) -> list[float]:
-    return [facts.behind(arm, other, multiple) for multiple in LONG if multiple in facts.size.multiples]
+def up_to_16(facts: Facts) -> list[int]:
+    return [multiple for multiple in facts.size.multiples if multiple <= 16]
 
 
-def better_softmax(facts: Facts, multiple: int) -> float:
-    return min(facts.loss(arm, multiple) for arm in (LOGN_MIX, THEIRS))
+def millions(facts: Facts) -> str:
+    return f"{facts.size.any_run.parameters / 1e6:.0f}M"
 
 
 def the_loss_falls(study: Study) -> None:
@@ -90,112 +86,6 @@ def the_best_sharpness(study: Study) -> str:
     )
 
 
-def near_to_softmax(study: Study) -> str:
-    facts = study["10m"]
-    holds(facts.level(OURS, LOGN_MIX, 1), "learned factors bring LSSAR level with softmax + QK-norm + log N at 1x")
-    window = gaps(-facts.behind(OURS, WINDOW, multiple) for multiple in LONG)
-    return (
-        "**With learned factors of log N LSSAR is level with softmax + QK-norm + log N at the training length** "
-        f"(10m), and behind it by {gaps(long_gaps(facts, OURS, LOGN_MIX))} from 16x on. It is below the sliding "
-        f"window there, by {window}."
-    )
-
-
-def the_learned_scale(study: Study) -> str:
-    facts, larger, books = study["10m"], study["25m"], study["books"]
-    others = [arm for arm in facts.size.arms if arm != THEIRS]
-    strongest = all(facts.below(THEIRS, arm, facts.size.multiples) for arm in others)
-    holds(strongest, "softmax with a learned scale per head is the strongest arm at 10m")
-    holds(all(larger.level(THEIRS, LOGN_MIX, m) for m in larger.size.multiples), "at 25m the scale makes no difference")
-    small = [abs(books.behind(LEARNED_SCALE, PLAIN_SCALE, m)) for m in (1, 4, 16)]
-    noise = [max(LEVEL, books.apart(LEARNED_SCALE, m)) for m in (1, 4, 16)]
-    holds(all(a <= b for a, b in zip(small, noise, strict=True)), "in the ablations the scale makes no difference")
-    better = [size.loss(OURS, m) - better_softmax(size, m) for size in (facts, larger) for m in LONG]
-    return (
-        "**Softmax with a learned scale per head is the strongest arm** at 10m, and below the same without that scale "
-        f"by {gaps(facts.behind(LOGN_MIX, THEIRS, m) for m in facts.size.multiples)}; at 25m and in the ablations the "
-        f"scale makes no difference. LSSAR is behind the better of the two by {gaps(better)} from 16x on, at 10m and "
-        "at 25m: it comes near to softmax in the mix; it does not beat it."
-    )
-
-
-def gaps_by_seed(facts: Facts, multiple: int) -> str:
-    """Each seed of LSSAR beside softmax of the same seed."""
-    theirs = {run.seed: run.own.loss[multiple] for run in facts.runs(THEIRS)}
-    own = [run for run in facts.runs(OURS) if run.seed in theirs]
-    return each((run.own.loss[multiple] - theirs[run.seed] for run in own), signed)
-
-
-def the_gap_with_other_text(study: Study) -> str:
-    facts = study["25m-keys"]
-    apart = all(facts.apart(OURS, m) > facts.behind(OURS, THEIRS, m) for m in (1, 16))
-    holds(apart, "at 25m-keys seeds of LSSAR are further apart than it is from softmax")
-    by_seed = ", ".join(f"{gaps_by_seed(facts, multiple)} at {multiple}x" for multiple in (1, 16, 64))
-    return (
-        f"**With other text (25m-keys, {seeds(facts.count(OURS))}) seeds of LSSAR are further apart than it is from "
-        f"softmax.** It is behind by {nats(facts.behind(OURS, THEIRS, 1))} at 1x and by {gaps(long_gaps(facts))} from "
-        f"16x on; its seeds are {nats(facts.apart(OURS, 1))} apart at 1x and {nats(facts.apart(OURS, 16))} at 16x. "
-        f"Each seed less softmax of the same seed: {by_seed}."
-    )
-
-
-def slope_all_else_equal(sizes: Sequence[Size], multiple: int) -> Slope:
-    """Of the gap, for each factor of ten in parameters."""
-    groups = [group for group in on_one_text(sizes) if alike(group)]
-    slope = slope_at(groups[0], multiple) if groups else None
-    if slope is None or slope.error is None or [size.name for size in groups[0]] != list(ALL_ELSE_EQUAL):
-        raise MissingError(f"both arms, and two seeds of one, at {listed(ALL_ELSE_EQUAL)}")
-    return slope
-
-
-def no_effect_of_size(study: Study) -> str:
-    for facts in (study[name] for name in SIZES_OF_THE_MIX):
-        holds(
-            facts.below(THEIRS, OURS, facts.size.multiples), f"LSSAR is behind softmax in the mix at {facts.size.name}"
-        )
-    equal = [study[name] for name in ALL_ELSE_EQUAL]
-    slopes = {multiple: slope_all_else_equal(study.sizes, multiple) for multiple in (1, *LONG)}
-    for multiple, slope in slopes.items():
-        holds(slope.error is not None and abs(slope.value) < slope.error, f"no slope of the gap is seen at {multiple}x")
-    small, middle, large = (study[name] for name in ("10m", "25m", "85m"))
-    ratio = large.behind(OURS, THEIRS, 16) / small.behind(OURS, THEIRS, 16)
-    holds(1.5 < ratio < 2.5, "at 85m the gap at 16x is about twice that of 10m")
-    by_size = {m: each((facts.behind(OURS, THEIRS, m) for facts in equal), nats) for m in (1, 16, 64)}
-    by_ten = listed(f"{signed(slopes[m].value)} ± {plain(slopes[m].error or 0)} at {m}x" for m in (16, 64))
-    fewest = min(large.count(arm) for arm in (OURS, THEIRS))
-    return (
-        f"**No effect of size on the gap is seen.** With {listed(map(millions, equal))} parameters on one text, all "
-        f"else equal ({listed(ALL_ELSE_EQUAL)}), LSSAR is behind by {by_size[1]} at 1x, by {by_size[16]} at 16x and by "
-        f"{by_size[64]} at 64x; for each factor of ten in parameters that is {by_ten}, within the error, which is not "
-        f"small. On the first text it was {nats(small.behind(OURS, THEIRS, 16))} at 16x "
-        f"with {millions(small)} and {nats(middle.behind(OURS, THEIRS, 16))} with {millions(middle)}; about twice as "
-        f"much with {millions(large)} ({nats(large.behind(OURS, THEIRS, 16))}), in runs of {seeds(fewest)} with "
-        "sequences twice as long, twice the text and windows of twice the length."
-    )
-
-
-def up_to_16(facts: Facts) -> list[int]:
-    return [multiple for multiple in facts.size.multiples if multiple <= 16]
-
-
-def millions(facts: Facts) -> str:
-    return f"{facts.size.any_run.parameters / 1e6:.0f}M"
-
-
-def local_softmax(study: Study) -> str:
-    facts = study["10m-keys"]
-    layers, every = facts.size.any_run.config["layers"], facts.runs(LOCAL_SOFTMAX)[0].config["global_every"]
-    return (
-        f"**Softmax in the local layers does not close the gap.** With LSSAR in the {number(layers // every)} of "
-        f"{number(layers)} layers that see everything, and softmax with learned scales in the others, the loss is "
-        f"{nats(facts.behind(LOCAL_SOFTMAX, THEIRS, 1))} above softmax at 1x and "
-        f"{nats(facts.behind(LOCAL_SOFTMAX, THEIRS, 16))} at 16x (10m-keys), which is "
-        f"{gaps(facts.behind(OURS, LOCAL_SOFTMAX, m) for m in (1, 16))} below LSSAR in every layer: what LSSAR lacks, "
-        "it lacks where a row sees everything. Nor is it sharpness that grows too slowly: another growth beyond the "
-        "training length is worse either way ([log](log.md))."
-    )
-
-
 def started_softer(loss: str) -> float:
     """Of softmax at 10m-keys, seed 0, with scales that start at 0.6."""
     runs = json.loads(SEARCH.read_text())["scales_and_starts_at_10m"]["runs"]
@@ -207,26 +97,30 @@ def gain_of_a_softer_start(study: Study) -> float:
     return first.own.loss[1] - started_softer("1x")
 
 
-def beside_a_softer_softmax(study: Study) -> str:
-    facts = study["25m-keys"]
-    above = {m: [loss - facts.loss(THEIRS, m) for loss in facts.losses(LOCAL_SOFTMAX_SOFT, m)] for m in (1, *LONG)}
-    near = [facts.passkey(LOCAL_SOFTMAX_SOFT, multiple) for multiple in (1, 2, 4)]
-    holds(max(abs(share - 1 / 3) for share in near) < 0.05, f"{LOCAL_SOFTMAX_SOFT} finds a third of the keys to 4x")
-    far = facts.found(LOCAL_SOFTMAX_SOFT, 16)
-    holds(
-        sum(right for right, _ in far) <= 0.1 * sum(trials for _, trials in far),
-        f"{LOCAL_SOFTMAX_SOFT} finds few keys at 16x",
-    )
-    words = each([right for right, _ in far], str)
+def local_softmax(study: Study) -> str:
+    """At 10m-keys a little better than LSSAR in every layer, with 124M parameters and heads of 128 not."""
+    small, large = study["10m-keys"], study["85m-again"]
+    multiples = large.size.multiples
+    worse = large.below(OURS_WIDE, LOCAL_SOFTMAX_WIDE, multiples)
+    holds(worse, f"{LOCAL_SOFTMAX_WIDE} is above {OURS_WIDE} at every length at 85m-again")
     return (
-        "**With a softmax in the local layers that starts softer it failed at 25m-keys.** With scales of the local "
-        f"softmax at 0.6 at first in place of 1, its seeds are {each(above[1], nats)} above softmax at 1x and "
-        f"{gaps(v for m in LONG for v in above[m])} from 16x on, and find only keys that lie within a local window (a "
-        f"third of the trials to 4x, {words} of {far[0][1]} at 16x). Whether the start or the size did it is not "
-        "known: with a start of 1 it was not trained there. Softmax itself is no better for that start there "
-        f"({nats(facts.behind(THEIRS_SOFT, THEIRS, 1))} above the other at 1x, "
-        f"{nats(facts.behind(THEIRS_SOFT, THEIRS, 16))} at 16x; at 10m-keys one seed was "
-        f"{nats(gain_of_a_softer_start(study))} below)."
+        "Softmax in the local layers beside LSSAR in those that see everything: at 10m-keys "
+        f"{gaps(small.behind(OURS, LOCAL_SOFTMAX, m) for m in (1, 16))} below LSSAR in every layer, but with "
+        f"{millions(large)} parameters and heads of 128 ({seeds(large.count(LOCAL_SOFTMAX_WIDE))}) "
+        f"{gaps(large.behind(LOCAL_SOFTMAX_WIDE, OURS_WIDE, m) for m in multiples)} above it"
+    )
+
+
+def softer_starts(study: Study) -> str:
+    facts = study["25m-keys"]
+    above = [loss - facts.loss(THEIRS, m) for m in LONG for loss in facts.losses(LOCAL_SOFTMAX_SOFT, m)]
+    far = facts.found(LOCAL_SOFTMAX_SOFT, 16)
+    few = sum(right for right, _ in far) <= 0.1 * sum(trials for _, trials in far)
+    holds(few, f"{LOCAL_SOFTMAX_SOFT} finds few keys at 16x")
+    return (
+        "scales of that softmax that start at 0.6 in place of 1: at 25m-keys "
+        f"{gaps(above)} above softmax from 16x on, with {each([right for right, _ in far], str)} of {far[0][1]} keys "
+        f"found at 16x (softmax itself is {nats(facts.behind(THEIRS_SOFT, THEIRS, 16))} worse at 16x for that start)"
     )
 
 
@@ -240,14 +134,18 @@ def without_the_offset(study: Study) -> str:
         )
     at = {m: f"{each(facts.losses(WITHOUT_OFFSET, m))} against {each(facts.losses(OURS, m))} at {m}x" for m in (1, 16)}
     return (
-        "**Leaving out the 1 that is subtracted does not close the gap either.** In small models it learns faster "
-        f"([log](log.md)); at 10m-keys its seeds lie on both sides of LSSAR's ({at[1]}, {at[16]}). So it is no better "
-        "a model, and no worse than its seeds tell; it needs one pass over the keys in place of two "
-        "([kernels](kernels.md#without-the-1-that-is-subtracted))."
+        f"no 1 subtracted: at 10m-keys its seeds lie on both sides of LSSAR's ({at[1]}, {at[16]}); in small models it "
+        "learns faster, and it needs one pass over the keys in place of two "
+        "([kernels](kernels.md#without-the-1-that-is-subtracted))"
     )
 
 
-MIX_FINDINGS = (
-    positions_are_most_of_it, the_best_sharpness, near_to_softmax, the_learned_scale, the_gap_with_other_text,
-    no_effect_of_size, local_softmax, beside_a_softer_softmax, without_the_offset,
-)  # fmt: skip
+def what_did_not_help(study: Study) -> str:
+    tried = "; ".join(finding(study) for finding in (local_softmax, softer_starts, without_the_offset))
+    return (
+        f"**What did not close the gap.** {tried}. Sharpness that grows faster or slower beyond the training length, "
+        "another learning rate, and heads of two kinds did not either ([log](log.md))."
+    )
+
+
+MIX_FINDINGS = (positions_are_most_of_it, the_best_sharpness)

@@ -1,4 +1,4 @@
-"""Writes the tables, figures and findings of docs/results.md from the files of runs/study.py.
+"""Writes the findings, tables and figures of docs/results.md and docs/results-tables.md from files of runs/study.py.
 
     python pages/study_page.py            rewrites what stands between <!-- begin: NAME --> and <!-- end: NAME -->
     python pages/study_page.py --check    writes nothing; exit status 1, naming what is out of date
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from page_blocks import PageError, parts_of, plain, rewritten, signed, table
+from page_blocks import PageError, parts_of_several, plain, rewritten, signed, table
 from study_figures import FIGURES, figure_data, stale_figures, write_figures
 from study_findings import PROSE, prose_of
 from study_runs import (
@@ -39,7 +39,9 @@ from study_runs import (
 from study_sizes import (
     LEAST_SIZES,
     OURS,
+    OURS_WIDE,
     THEIRS,
+    THEIRS_WIDE,
     alike,
     degrees_of_freedom,
     gap_at,
@@ -52,6 +54,7 @@ from study_sizes import (
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "study"
+PAGES = [ROOT / "docs" / "results.md", ROOT / "docs" / "results-tables.md"]  # each block is on one of them
 NOTHING = "No runs yet."
 SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
 LEAST_PASSKEY = 0.9
@@ -417,6 +420,25 @@ def ablations_block(size: Size) -> list[str]:
     return title(size) + table(head, columns) + of_several_seeds(size, arms)
 
 
+def best_block(sizes: Sequence[Size]) -> list[str]:
+    """The strongest softmax of the mix and the best LSSAR, heads of 128, from the smallest model to the largest."""
+    trained = [size for size in sizes if {OURS_WIDE, THEIRS_WIDE} <= size.arms.keys()]
+    if not trained:
+        return []
+    multiples = sorted(set.intersection(*(set(size.multiples) for size in trained)))
+    rows = [
+        (f"{parameters(size) / 1e6:.0f}M", words, size.curves(arm))
+        for size in sorted(trained, key=parameters)
+        for arm, words in ((THEIRS_WIDE, "softmax"), (OURS_WIDE, "LSSAR"))
+    ]
+    columns = [[model for model, *_ in rows], [words for _, words, _ in rows]]
+    columns += [[cell(loss_at(curves, multiple)) for *_, curves in rows] for multiple in multiples]
+    columns.append([cell(rise(curves, multiples[-1]), signed) for *_, curves in rows])
+    columns.append([str(len(curves)) for *_, curves in rows])
+    head = ["parameters", "", *(f"{multiple}x" for multiple in multiples), f"{multiples[-1]}x - 1x", "seeds"]
+    return table(head, columns)
+
+
 def sizes_block(sizes: Sequence[Size]) -> list[str]:
     """The best LSSAR beside the strongest softmax, size by size, one table for each text and width of heads."""
     lines = []
@@ -482,7 +504,7 @@ BLOCKS: dict[str, Callable[[Size], list[str]]] = {
     "ablations": ablations_block,
 }
 # Of all sizes together.
-BLOCKS_OF_ALL: dict[str, Callable[[Sequence[Size]], list[str]]] = {"sizes": sizes_block}
+BLOCKS_OF_ALL: dict[str, Callable[[Sequence[Size]], list[str]]] = {"best": best_block, "sizes": sizes_block}
 
 
 def blocks_of(sizes: Sequence[Size], *, whole: bool = False) -> dict[str, str]:
@@ -500,7 +522,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where it would")
     parser.add_argument("--results", type=Path, default=RESULTS, help="files of runs/study.py")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md")
+    parser.add_argument("--page", type=Path, nargs="+", default=PAGES, help="that have all blocks among them")
     parser.add_argument("--figures", type=Path, default=ROOT / "docs" / "figures")
     return parser.parse_args(arguments)
 
@@ -512,21 +534,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.results != RESULTS and not options.results.is_dir():
             raise PageError(f"{options.results} is not a folder")
         sizes = read_study(options.results)
-        text, places = parts_of(options.page, [*BLOCKS, *BLOCKS_OF_ALL, *PROSE])
+        pages = parts_of_several(options.page, [*BLOCKS, *BLOCKS_OF_ALL, *PROSE])
         blocks = blocks_of(sizes, whole=bool(sizes) and options.results == RESULTS)
     except PageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    text, changed = rewritten(text, places, blocks)
+    written = {page: rewritten(text, places, blocks) for page, (text, places) in pages.items()}
     data = figure_data([size for size in sizes if size.name not in SMALL])
     if options.check:
-        stale = [f"block {name}" for name in changed]
+        stale = [f"block {name}" for _, changed in written.values() for name in changed]
         stale += [f"figure {stem}" for stem in stale_figures(options.figures, data)]
         if stale:
-            print(f"{options.page} is out of date: {', '.join(stale)}; run python pages/study_page.py", file=sys.stderr)
+            print(f"out of date: {', '.join(stale)}; run python pages/study_page.py", file=sys.stderr)
         return 1 if stale else 0
-    options.page.write_text(text)
-    print(f"{options.page}: {', '.join(changed) or 'nothing'} changed")
+    for page, (text, changed) in written.items():
+        page.write_text(text)
+        print(f"{page}: {', '.join(changed) or 'nothing'} changed")
     if data and find_spec("matplotlib") is None:
         print("the figures are left as they are: matplotlib is not installed")
     elif data:

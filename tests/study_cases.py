@@ -267,6 +267,7 @@ The best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985)
 **10m**: two seeds of one arm (`softmax`, `lssar-learned-log-global3`) are at most 0.010 at 1x and 0.100 at 64x apart, \
 and the standard error over texts is 0.020 at most.""",
     "ablations": "No runs yet.",
+    "best": "No runs yet.",
     "sizes": "No runs yet.",
     # Sentences speak of arms and sizes that this study does not have: tests/test_study_findings.py.
     **dict.fromkeys(

@@ -21,12 +21,15 @@ from study_cases import (
     PAGES,
     RECORDS,
     ROTARY,
+    curve,
     imported,
     page_with,
+    record,
     small_records,
 )
 
 Place = tuple[str | int, ...]
+OURS_WIDE, THEIRS_WIDE = "lssar-learned-log-global3-wide", "softmax-qknorm-logn-learned-global3-wide"
 
 
 @pytest.fixture(scope="module")
@@ -200,14 +203,14 @@ def test_check_names_what_is_out_of_date(
     change(study / "runs" / f"10m-{run}.json", place, value)
     capsys.readouterr()
     assert study_page.main([*words(study), "--check"]) == 1
-    assert f"is out of date: {', '.join(stale)};" in capsys.readouterr().err
+    assert f"out of date: {', '.join(stale)};" in capsys.readouterr().err
     assert (study / "page.md").read_text() == before
 
 
 def test_a_lost_figure_is_out_of_date(study: Path, study_page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     (study / "figures" / "study-gain-10m.svg").unlink()
     assert study_page.main([*words(study), "--check"]) == 1
-    assert "is out of date: figure study-gain-10m;" in capsys.readouterr().err
+    assert "out of date: figure study-gain-10m;" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_figures_are_left_alone(
@@ -330,6 +333,50 @@ def test_a_page_without_its_markers(
     assert error.startswith(f"error: {page}")
     assert message in error
     assert page.read_text() == spoilt
+
+
+def test_blocks_on_two_pages(study: Path, study_page: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the blocks is on one of them, and each page gets its own."""
+    page, other = study / "page.md", study / "other.md"
+    before, marker, after = page.read_text().partition("<!-- begin: speed -->")
+    page.write_text(before)
+    other.write_text((marker + after).replace("1.26", "old"))
+    both = [*words(study), "--page", str(page), str(other)]
+    assert study_page.main([*both, "--check"]) == 1
+    assert capsys.readouterr().err.startswith("out of date: block speed;")
+    assert study_page.main(both) == 0
+    assert page.read_text() + other.read_text() == page_with(EXPECTED)
+    other.write_text(page_with({"runs": "once more"}) + other.read_text())
+    assert study_page.main(both) == 2
+    assert f"{other}: block 'runs' is there twice" in capsys.readouterr().err
+    assert study_page.main(words(study)) == 2
+    assert f"{page} has no <!-- begin: speed -->" in capsys.readouterr().err
+
+
+def test_the_best_of_each_size(study: Path, study_page: ModuleType) -> None:
+    """From the smallest to the largest, softmax first; and their figure."""
+    losses = {"10m-again": ([4.0, 3.9, 3.8], [4.002, 3.904, 3.795]), "25m-keys": ([3.8, 3.7, 3.6], [3.803, 3.7, 3.6])}
+    millions = {"10m-again": 30_000_000, "25m-keys": 51_000_000}
+    for size, pair in losses.items():
+        for arm, own in zip((THEIRS_WIDE, OURS_WIDE), pair, strict=True):
+            run = record(arm, 0, curve(own, 0.0, 0.1), [[1, 1], [1, 1]], step_seconds=0.1, processes=2, global_every=2)
+            run["size"], run["evaluation"]["parameters"] = size, millions[size]
+            (study / "runs" / f"{size}-{arm}-seed0.json").write_text(json.dumps(run))
+    assert study_page.main(words(study)) == 0
+    block = (study / "page.md").read_text().partition("<!-- begin: best -->\n")[2].partition("\n<!-- end: best -->")[0]
+    assert block.splitlines() == [
+        "| parameters |  | 1x | 16x | 64x | 64x - 1x | seeds |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 30M | softmax | 4.000 | 3.900 | 3.800 | -0.200 | 1 |",
+        "| 30M | LSSAR | 4.002 | 3.904 | 3.795 | -0.207 | 1 |",
+        "| 51M | softmax | 3.800 | 3.700 | 3.600 | -0.200 | 1 |",
+        "| 51M | LSSAR | 3.803 | 3.700 | 3.600 | -0.203 | 1 |",
+    ]
+    numbers = (study / "figures" / "study-best.csv").read_text().splitlines()
+    assert '"LSSAR, 30M",64,16,3.90400,1,' in numbers
+    assert '"LSSAR less softmax, 30M",256,64,-0.00500,1,' in numbers
+    assert '"LSSAR less softmax, 51M",4,1,0.00300,1,' in numbers
+    assert ">LSSAR less softmax, 51M</text>" in (study / "figures" / "study-best.svg").read_text()
 
 
 def test_folders_and_pages_that_are_not_there(
