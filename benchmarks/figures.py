@@ -35,8 +35,8 @@ def first_output(*command: str) -> str:
         return "unknown"
 
 
-def header(settings: Any, commit: str | None = None) -> Data:
-    """Everything but the rows: the command, machine, versions and commit that the numbers belong to."""
+def made_by(script: str, device: str, commit: str | None = None) -> Data:
+    """The command, machine, versions and commit that numbers belong to."""
     import torch
 
     import softplus_attention
@@ -48,13 +48,12 @@ def header(settings: Any, commit: str | None = None) -> Data:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    cuda = settings.device == "cuda"
     return {
-        "command": provenance.command("benchmarks/attention.py"),
+        "command": provenance.command(script),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or provenance.commit(),
         "machine": {
-            "gpu": torch.cuda.get_device_name(0) if cuda else "none",
+            "gpu": torch.cuda.get_device_name(0) if device == "cuda" else "none",
             "driver": first_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "system": f"{platform.system()} {platform.machine()}",
         },
@@ -65,6 +64,12 @@ def header(settings: Any, commit: str | None = None) -> Data:
             "triton": triton_version,
             "softplus_attention": softplus_attention.__version__,
         },
+    }
+
+
+def header(settings: Any, commit: str | None = None) -> Data:
+    """Everything but the rows of benchmarks/attention.py."""
+    return made_by("benchmarks/attention.py", settings.device, commit) | {
         "inputs": "random",
         "baseline": settings.baseline,
         "settings": dataclasses.asdict(settings) | {"dtype": str(settings.dtype).removeprefix("torch.")},

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 import torch._functorch.config
 from attention import Inputs, Row, disagreement, say
 from contenders import Contender, Settings, compiled, full, sdpa
-from figures import first_line, header
+from figures import first_line, made_by, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -167,13 +166,16 @@ def measured(option: Option, kind: str, head_dim: int, times: bool = True) -> Ro
     return row
 
 
-def compile_alone(case: tuple[Option, str, int]) -> str:
+Case = tuple[Option, str, int]  # its kernels, and the head dimension
+
+
+def compile_alone(case: Case) -> str:
     """In a process of its own, so that many compile side by side; the binaries are kept on disk."""
     row = measured(*case, times=False)
     return f"{row['status']} {row['error']}".strip()
 
 
-def cases(words: list[str], head_dims: list[int]) -> Iterator[tuple[Option, str, int]]:
+def cases(words: list[str], head_dims: list[int]) -> Iterator[Case]:
     for head_dim in head_dims:
         for option in OPTIONS:
             for kind in KINDS:
@@ -184,6 +186,15 @@ def cases(words: list[str], head_dims: list[int]) -> Iterator[tuple[Option, str,
 def in_words(row: Row) -> str:
     times = [f"{row[name]:.3f}" for name in ("forward_ms", "backward_ms") if name in row]
     return f"D{row['head_dim']:<4} {row['option']:34} {row['kernels']:8} {' / '.join(times) or row['error']}"
+
+
+def record(found: Iterable[Case], measure: Callable[..., Row], output: Path, about: dict[str, Any]) -> None:
+    """The file is written after every row: an hour of a GPU is not lost with the last one."""
+    began, rows = time.monotonic(), []
+    for case in found:
+        rows.append(measure(*case))
+        print(in_words(rows[-1]), flush=True)
+        write(about | {"seconds": round(time.monotonic() - began, 1), "tokens": TOKENS, "rows": rows}, output)
 
 
 def main() -> None:
@@ -201,16 +212,8 @@ def main() -> None:
     with get_context("spawn").Pool(chosen.jobs) as pool:
         for case, outcome in zip(found, pool.imap(compile_alone, found), strict=True):
             say(f"{time.monotonic() - began:6.0f} s  compiled {case[0]} {case[1]} D{case[2]}: {outcome}")
-    rows = []
-    for case in found:
-        rows.append(measured(*case))
-        print(in_words(rows[-1]), flush=True)
-    words = ("command", "date", "commit", "machine", "versions")
-    about = {name: value for name, value in header(Settings(), "random", chosen.commit).items() if name in words}
-    about["seconds"] = round(time.monotonic() - began, 1)
-    chosen.output.parent.mkdir(parents=True, exist_ok=True)
-    chosen.output.write_text(json.dumps({**about, "tokens": TOKENS, "rows": rows}, indent=1) + "\n")
-    say(f"written to {chosen.output}")
+    record(found, measured, chosen.output, made_by("benchmarks/options.py", "cuda", chosen.commit))
+    say(f"{time.monotonic() - began:6.0f} s  written to {chosen.output}")
 
 
 if __name__ == "__main__":

@@ -405,6 +405,26 @@ class TestReport:
             assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
 
 
+def test_options_measured_so_far_are_kept(benchmark: ModuleType, tmp_path: Path) -> None:
+    """With the command, versions and commit behind them, though the run ends in an error."""
+    options, figures = importlib.import_module("options"), importlib.import_module("figures")
+
+    def measure(option: Any, kind: str, head_dim: int) -> dict[str, Any]:
+        if kind == "broken":
+            raise RuntimeError("no more memory")
+        return {"option": str(option), "kernels": kind, "head_dim": head_dim, "forward_ms": 1.5, "error": ""}
+
+    cases = [(options.OPTIONS[0], kind, 64) for kind in ("hopper", "plain", "broken")]
+    output = tmp_path / "new" / "options.json"
+    with pytest.raises(RuntimeError, match="no more memory"):
+        options.record(cases, measure, output, figures.made_by("benchmarks/options.py", "cpu", "0123abc"))
+    found = json.loads(output.read_text())
+    assert [row["kernels"] for row in found["rows"]] == ["hopper", "plain"]
+    assert (found["commit"], found["tokens"]) == ("0123abc", options.TOKENS)
+    assert "benchmarks/options.py" in found["command"]
+    assert found["versions"]["torch"] == torch.__version__
+
+
 def test_options_are_what_they_say(benchmark: ModuleType, inputs: Any) -> None:
     """Windows, packed documents, learned powers of benchmarks/options.py, by the CPU path in place of the kernels."""
     options = importlib.import_module("options")

@@ -11,6 +11,7 @@ import torch
 from evaluation_cases import open_saved, saved_model
 from huggingface_models import small_model, token_rows
 
+from softplus_attention.catalog import attention
 from softplus_attention.evaluation import inside
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
 from softplus_attention.evaluation.drawing import draw_folder
@@ -25,6 +26,7 @@ from softplus_attention.evaluation.inside import (
 from softplus_attention.evaluation.inside_measure import csv_rows, measure_inside, measure_maps, table_of
 from softplus_attention.evaluation.texts import text_documents
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
+from softplus_attention.huggingface.attention import visibility_of
 from softplus_attention.huggingface.loading import load_tokenizer
 from softplus_attention.report.evaluation_figures import inside_figure, maps_figure
 
@@ -48,6 +50,17 @@ def own_model(attention: str, layers: int = 2, **words) -> SoftplusGPTForCausalL
             if weight.dim() == 2 and "embed" not in name:
                 weight.mul_(4)
     return model
+
+
+@pytest.mark.parametrize("as_ranges", [False, True])
+def test_a_score_scale_that_only_a_window_allows(as_ranges: bool) -> None:
+    """Scores of 40 log N would underflow over 16 keys, not over the 4 that a row sees."""
+    chosen, (q, k) = attention("lssar", scale=40, window=4), torch.randn(2, 1, 2, 16, 8)
+    end = torch.arange(1, 17, dtype=torch.int32)
+    ranges = torch.stack([torch.zeros_like(end), end], -1)[None, None] if as_ranges else None
+    call = Call(0, chosen, q, k, visibility_of(q, k, ranges, True, chosen.window(None)), {})
+    found = call.rows(0, 16, slice(0, 2)).final
+    torch.testing.assert_close(found, chosen.weights(q, k, is_causal=True))
 
 
 class TestQuantitiesByHand:

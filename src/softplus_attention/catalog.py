@@ -174,10 +174,9 @@ class Attention:
         """Packed documents, as ``softplus_attention_varlen``: (total, H, D) -> (total_q, H, D_v)."""
         q, k, v = ours.autocast(q, k, v)
         documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        window = self.window(window)
-        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, window, enable_gqa, validate)
+        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, self.window(window), enable_gqa, validate)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = self.attend(q, k, v, visibility, impl, parameters, validate, most_keys=max_seqlen_k, window=window)
+        out = self.attend(q, k, v, visibility, impl, parameters, validate)
         return out[0].transpose(0, 1)
 
     def decode(
@@ -203,7 +202,7 @@ class Attention:
         visibility = ours.cache_visibility(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate)
         cache = ours.Cache(cache_seqlens, cache_starts, window)
         return self.attend(
-            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, window=window, cache=cache
+            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
         )
 
     def weights(
@@ -226,19 +225,13 @@ class Attention:
         return self.visible_weights(q, k, visibility, parameters)
 
     def visible_weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        visibility: Visibility,
-        parameters: Parameters | None = None,
-        window: int | None = None,
+        self, q: Tensor, k: Tensor, visibility: Visibility, parameters: Parameters | None = None
     ) -> Tensor:
-        """``weights`` of tensors whose shapes are already checked. ``window`` as for ``functional.attend``."""
+        """``weights`` of tensors whose shapes are already checked."""
         baselines.check_parameters(self.spec, parameters, q)
         with without_autocast(q.device):
             if self.spec.is_softplus_attention:
-                window = visibility.window if window is None else window
-                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], k.shape[2], window)
+                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], visibility.bounds())
                 power = self.power(parameters, visibility)
                 return attention_stages(q, k, visibility, power, score_scale, offset=self.spec.offset).sharpened
             return baselines.composed_weights(self.spec, q, k, visibility, parameters)
@@ -281,11 +274,9 @@ class Attention:
         validate: bool,
         *,
         normalized_keys: bool = False,
-        most_keys: int | None = None,
-        window: int | None = None,
         cache: ours.Cache | None = None,
     ) -> Tensor:
-        """The one dispatch behind the modes; shapes are already checked. ``window`` as for ``functional.attend``."""
+        """The one dispatch behind the modes; shapes are already checked."""
         if not self.spec.is_softplus_attention:
             return baselines.attend(
                 self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
@@ -302,7 +293,5 @@ class Attention:
             offset=self.spec.offset,
             validate=validate,
             normalized_keys=normalized_keys,
-            most_keys=most_keys,
-            window=window,
             cache=cache,
         )

@@ -127,8 +127,6 @@ def softplus_attention_varlen(
         impl,
         offset=offset,
         validate=validate,
-        most_keys=max_seqlen_k,
-        window=window,
     )
     return out[0].transpose(0, 1)
 
@@ -171,7 +169,6 @@ def softplus_attention_decode(
         offset=offset,
         validate=validate,
         normalized_keys=normalized_keys,
-        window=window,
         cache=cache,
     )
 
@@ -202,7 +199,7 @@ def attention_weights(
     if stage not in ("scores", "normalised", "sharpened"):
         check.fail("stage", "'scores', 'normalised' or 'sharpened'", repr(stage))
     visibility = batch_visibility(q, k, is_causal, attn_mask, window, key_start, key_end)
-    score_scale = check.check_score_scale(score_scale, q.shape[-1], k.shape[2], window)
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, False)
     check.check_offset(offset)
     with without_autocast(q.device):
@@ -252,7 +249,7 @@ def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bo
     if not fused_on(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
         return None
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
-    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], k.shape[2], step.window)
+    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], (k.shape[2], step.window))
     return decode_launches().decode(q, k, v, None, None, step.window, *step.power, score_scale, normalized_keys)
 
 
@@ -333,7 +330,8 @@ def packed_visibility(
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         expected = f"of as many documents as `cu_seqlens_q`, {cu_seqlens_q.numel() - 1}"
         check.fail("cu_seqlens_k", expected, cu_seqlens_k.numel() - 1)
-    return packed(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], is_causal=is_causal, window=window)
+    totals = (q.shape[0], k.shape[0])
+    return packed(cu_seqlens_q, cu_seqlens_k, *totals, is_causal=is_causal, window=window, longest=max_seqlen_k)
 
 
 def cache_visibility(
@@ -369,17 +367,12 @@ def attend(
     offset: bool = True,
     validate: bool = False,
     normalized_keys: bool = False,
-    most_keys: int | None = None,
-    window: int | None = None,
     cache: Cache | None = None,
 ) -> Tensor:
-    """The one dispatch behind the public functions; shapes are already checked. ``window`` is one that ``visibility``
-    holds as ranges."""
+    """The one dispatch behind the public functions; shapes are already checked."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
-    most_keys = k.shape[2] if most_keys is None else most_keys
-    window = visibility.window if window is None else window
-    score_scale = check.check_score_scale(score_scale, q.shape[-1], most_keys, window)
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check.check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)
     chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl

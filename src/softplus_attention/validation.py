@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NoReturn
 
@@ -156,8 +157,8 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
-def check_score_scale(score_scale: float | None, head_dim: int, most_keys: int, window: int | None = None) -> float:
-    """``most_keys`` is the most that a row can see, or as many as its window has."""
+def check_score_scale(score_scale: float | None, head_dim: int, bounds: Iterable[int | None]) -> float:
+    """``bounds``: no row sees more keys than any of them that is not None (``Visibility.bounds``)."""
     if score_scale is None:
         score_scale = math.log(head_dim)
     elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
@@ -165,7 +166,7 @@ def check_score_scale(score_scale: float | None, head_dim: int, most_keys: int, 
     if not 0 <= score_scale <= sys.float_info.max:
         fail("score_scale", "a finite number >= 0", score_scale)
     if not torch.compiler.is_compiling() and score_scale:  # a compiler would make a rule of the length
-        seen = most_keys if window is None else min(window, most_keys)
+        seen = min(bound for bound in bounds if bound is not None)
         if seen > math.exp(min(LARGEST_SCORE / score_scale, 700)):
             expected = f"at most {LARGEST_SCORE:g} / log({seen} keys), or softplus underflows"
             fail("score_scale", expected, f"{score_scale:g}")

@@ -21,7 +21,8 @@ class Visibility:
     ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1
     keys before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is
     (B|1, H|1, t_q|1, t_k|1), True = visible. All of them apply together. ``own_key`` (B or 1, t_q) is the key a row
-    stands on, where that is not ``row + t_k - t_q``.
+    stands on, where that is not ``row + t_k - t_q``. ``held_window`` is a window and ``longest`` the longest document
+    that the ranges or the mask hold already.
     """
 
     t_q: int
@@ -33,6 +34,12 @@ class Visibility:
     key_end: Tensor | None = None
     mask: Tensor | None = None
     own_key: Tensor | None = None
+    held_window: int | None = None
+    longest: int | None = None
+
+    def bounds(self) -> tuple[int | None, ...]:
+        """No row sees more keys than any of these that is not None."""
+        return self.t_k, self.window, self.held_window, self.longest
 
     def positions(self) -> Tensor:
         """(B or 1, t_q): the key each row stands on; distances (ALiBi) are measured from it."""
@@ -120,9 +127,16 @@ def window_start(own_key: Tensor, window: int) -> Tensor:
 
 
 def packed(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, *, is_causal: bool, window: int | None
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    total_q: int,
+    total_k: int,
+    *,
+    is_causal: bool,
+    window: int | None,
+    longest: int | None = None,
 ) -> Visibility:
-    """Documents laid end to end: a row sees its own document only."""
+    """Documents laid end to end, of at most ``longest`` keys: a row sees its own document only."""
     row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
     # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
     document = (torch.bucketize(row, cu_seqlens_q, right=True) - 1).clamp(max=cu_seqlens_q.numel() - 2)
@@ -132,7 +146,16 @@ def packed(
         end = torch.minimum(end, own_key + 1)
         if window is not None:
             start = torch.maximum(start, window_start(own_key, window))
-    return Visibility(total_q, total_k, row.device, key_start=start[None], key_end=end[None], own_key=own_key[None])
+    return Visibility(
+        total_q,
+        total_k,
+        row.device,
+        key_start=start[None],
+        key_end=end[None],
+        own_key=own_key[None],
+        held_window=window,
+        longest=longest,
+    )
 
 
 def cached(
@@ -146,4 +169,4 @@ def cached(
     )
     if window is not None:
         start = torch.maximum(start, window_start(own_key, window))
-    return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key)
+    return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key, held_window=window)

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         print(line)
     choice = choose(device, DTYPES[options.dtype])
     batch, heads, tokens, width = shape
-    scale = check_score_scale(None, width, tokens)
+    scale = check_score_scale(None, width, (tokens,))
     print()
     print(f"impl='auto' for ({batch}, {heads}, {tokens}, {width}) {options.dtype} on {device}: {choice.impl}")
     print(f"  because: {choice.reason}")

@@ -74,7 +74,7 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         spec = self.attention.spec
         if spec.is_softplus_attention:
-            scale = check_score_scale(self.attention.score_scale, q.shape[-1], k.shape[2])
+            scale = check_score_scale(self.attention.score_scale, q.shape[-1], visibility.bounds())
             power = self.attention.power(parameters, visibility)
             found = attention_stages(q, k, visibility, power, scale, offset=spec.offset)
             return found.normalised, found.sharpened

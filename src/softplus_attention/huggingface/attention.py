@@ -153,7 +153,7 @@ def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
 
 def checked_score_scale(score_scale: Any) -> float:
     """As an attention of the catalogue takes it, under the name that configs have for it."""
-    check.check_score_scale(score_scale, head_dim=2, most_keys=1)
+    check.check_score_scale(score_scale, head_dim=2, bounds=(1,))
     if not score_scale:
         check.fail("score_scale", "None or a number above 0", score_scale)
     return float(score_scale)
@@ -238,7 +238,7 @@ def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
         if window is not None:
             refuse_window_to_both_sides(window, is_causal)
             start = torch.maximum(start, end - window)
-        return Visibility(t_q, t_k, query.device, key_start=start, key_end=end, own_key=end - 1)
+        return Visibility(t_q, t_k, query.device, key_start=start, key_end=end, own_key=end - 1, held_window=window)
     if mask.dtype != torch.bool:
         expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
         check.fail("attention_mask", expected, check.described(mask))
@@ -249,7 +249,7 @@ def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
         key = torch.arange(t_k, device=query.device)
         own = torch.where(dense, key, -1).amax(-1, keepdim=True)
         dense = dense & (key > own - window)
-    return Visibility(t_q, t_k, query.device, mask=dense)
+    return Visibility(t_q, t_k, query.device, mask=dense, held_window=window)
 
 
 def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
@@ -293,9 +293,7 @@ def attend(
     query, key, value = ours.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
-    return chosen.attend(
-        query, key, value, visibility, "auto", parameters, False, window=chosen.window(None), **options
-    )
+    return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
 
 
 def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None) -> ours.Step | None:
@@ -320,4 +318,4 @@ def weights(
     """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key = ours.autocast(query, key)
-    return chosen.visible_weights(query, key, visibility, parameters, chosen.window(None)).to(query.dtype)
+    return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)
