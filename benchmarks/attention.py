@@ -181,8 +181,9 @@ def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str]
     return row
 
 
-def host_milliseconds(work: Callable[[], Any], settings: Settings, calls: int = 10) -> float | None:
+def host_milliseconds(work: Callable[[], Any], settings: Settings) -> float | None:
     """Until a call returns, on a GPU that is idle. Where this is the longer time, it is the one that is measured."""
+    calls = 10
     if settings.device != "cuda":
         return None
     torch.cuda.synchronize()

@@ -75,11 +75,6 @@ class Facts:
         """Over the last quarter of each text."""
         return self.there(gain_at(self.far(arm), multiple), arm, f"the control of the last quarter at {multiple}x")
 
-    def far_gains(self, arm: str, multiple: int) -> list[float]:
-        """Of each seed."""
-        self.far_gain(arm, multiple)
-        return [curve.gain[multiple] for curve in self.far(arm) if multiple in curve.gain]
-
     def far_error(self, arm: str, multiple: int) -> float:
         return self.there(gain_error_at(self.far(arm), multiple), arm, f"its error at {multiple}x")
 

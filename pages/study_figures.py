@@ -12,9 +12,9 @@ from typing import Any
 from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, loss_at, option_words
 from study_sizes import OURS_WIDE, THEIRS_WIDE, parameters
 
+from softplus_attention.figures import COLOURS, MARKERS, save
 from softplus_attention.report.charts import csv_text
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
-from softplus_attention.report.figures import COLOURS, MARKERS, save
 from softplus_attention.report.study import MIX, ROTARY
 
 WINDOW_COLOUR = "#777777"

@@ -167,9 +167,8 @@ def runs_pooled(facts: Facts) -> str:
     return f"{number(ours)} runs of LSSAR and {number(theirs)} of softmax"
 
 
-def pooled_in_words(facts: Facts, once: str = "1x", times: str = "x") -> str:
-    """Behind, level and ahead, length by length; `once` and `times` are what the training length and a multiple of it
-    are called."""
+def pooled_in_words(facts: Facts) -> str:
+    """Behind, level and ahead, length by length."""
     pooled = {multiple: pooled_gap(facts, multiple) for multiple in facts.size.multiples}
     to_16 = {multiple: pooled[multiple][0] for multiple in up_to_16(facts)}
     for multiple in to_16:
@@ -177,10 +176,7 @@ def pooled_in_words(facts: Facts, once: str = "1x", times: str = "x") -> str:
         holds(told, f"over the widths softmax is ahead at {multiple}x")
     holds(abs(pooled[32][0]) < pooled[32][1], "over the widths LSSAR is level with softmax at 32x")
     holds(pooled[64][0] < -TOLD * pooled[64][1], "over the widths LSSAR is ahead at 64x")
-    return (
-        f"behind by {gaps(to_16.values())} from {once} to 16{times}, level at 32{times}, and {pooled_words(facts, 64)} "
-        f"ahead at 64{times}"
-    )
+    return f"behind by {gaps(to_16.values())} from 1x to 16x, level at 32x, and {pooled_words(facts, 64)} ahead at 64x"
 
 
 def heads_wider_still(study: Study) -> str:

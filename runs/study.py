@@ -23,7 +23,7 @@ import torch
 from softplus_attention import catalog, provenance
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.inside import WORDS
-from softplus_attention.evaluation.inside_measure import mean_of, measure_inside
+from softplus_attention.evaluation.inside_measure import measure_inside
 from softplus_attention.evaluation.layers import layer_groups
 from softplus_attention.evaluation.length_measure import measure_lengths
 from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
@@ -355,11 +355,16 @@ def inside(own: Opened, length: int, folder: Path, documents: Documents) -> list
         {
             "length": entry["length"],
             "log_keys": entry["log_keys"],
-            **{word: mean_of(entry, word) for word in WORDS},
+            **{word: mean_over_heads(entry, word) for word in WORDS},
             "groups": inside_by_group(entry, layer_groups(entries)),
         }
         for entry in entries
     ]
+
+
+def mean_over_heads(entry: dict[str, Any], word: str) -> float | None:
+    values = [head[word] for head in entry["heads"]]
+    return None if None in values else sum(values) / len(values)
 
 
 def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from huggingface_models import small_model, token_rows
 from softplus_attention.catalog import attention
 from softplus_attention.evaluation import inside
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
-from softplus_attention.evaluation.drawing import draw_folder
 from softplus_attention.evaluation.inside import (
     WORDS,
     attention_maps,
@@ -29,6 +28,7 @@ from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCaus
 from softplus_attention.huggingface.attention import visibility_of
 from softplus_attention.huggingface.loading import load_tokenizer
 from softplus_attention.report.evaluation_figures import inside_figure, maps_figure
+from softplus_attention.report.result_files import draw_folder
 
 WHOLE = slice(0, 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.resources
 import json
@@ -55,6 +56,40 @@ def test_nobody_is_told_to_install_it_by_name() -> None:
     assert by_name.search("`pip install\n'softplus-attention[baselines]'`")
     assert len(places) > 100
     assert [str(path) for path in places if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
+# Each imports only those before it (CONTRIBUTING.md).
+ROOMS = (
+    "power", "visibility", "validation", "files", "provenance", "figures", "reference", "kernels", "functional",
+    "baselines", "catalog", "nn", "huggingface", "data", "training", "evaluation", "physics", "report", "commands",
+    "cli", "__main__",
+)  # fmt: skip
+
+
+def rooms_in(source: str) -> set[str]:
+    """The rooms of the package that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "softplus_attention":
+            inner = (node.module or "").split(".")[1:2]
+            found |= set(inner or [name.name for name in node.names])
+        if isinstance(node, ast.Import):
+            found |= {name.name.split(".")[1] for name in node.names if name.name.startswith("softplus_attention.")}
+    return found - {"__version__"}
+
+
+def test_rooms_import_only_those_above_them() -> None:
+    package, upward = ROOT / "src" / "softplus_attention", []
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room != "__init__":
+            above = ROOMS[: ROOMS.index(room) + 1]
+            upward += [f"{path.relative_to(package)}: {other}" for other in rooms_in(path.read_text()) - {*above}]
+    assert upward == []
+    assert rooms_in("def f():\n    from softplus_attention import nn\n    import softplus_attention.report.page") == {
+        "nn",
+        "report",
+    }
 
 
 BARE = """

@@ -309,10 +309,9 @@ def composed_weights(
     k: Tensor,
     visibility: Visibility,
     parameters: Parameters | None = None,
-    normalized_keys: bool = False,
 ) -> Tensor:
     """The final weights (B, H, T_q, T_k) of any spec, dense, in float32 or float64."""
-    return weights_of_rows(spec, q, k, visibility, visibility.dense(), parameters, normalized_keys)
+    return weights_of_rows(spec, q, k, visibility, visibility.dense(), parameters, normalized_keys=False)
 
 
 def weights_of_rows(

@@ -70,7 +70,7 @@ ABLATIONS: dict[str, AttentionSpec] = {
 
 
 # Every name that `attention` knows.
-KNOWN = ABLATIONS | ATTENTIONS
+KNOWN = ATTENTIONS | ABLATIONS
 
 
 def names() -> list[str]:
@@ -88,7 +88,7 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
         return name_or_spec.but(**changes) if changes else name_or_spec
     if isinstance(name_or_spec, AttentionSpec):
         spec = name_or_spec.but(**changes)
-        same = [name for name, other in (ATTENTIONS | ABLATIONS).items() if other == spec]
+        same = [name for name, other in KNOWN.items() if other == spec]
         return Attention(same[0] if same else str(spec), spec)
     if not isinstance(name_or_spec, str):
         check.fail("name_or_spec", "a name or an AttentionSpec", type(name_or_spec).__name__, TypeError)
@@ -97,7 +97,7 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
             f"no attention is named {name_or_spec!r}{hint} The names are {', '.join(names())}, and for ablations "
-            f"{', '.join(name for name in ABLATIONS if name not in ATTENTIONS)}"
+            f"{', '.join(ABLATIONS)}"
         )
     named = Attention(name_or_spec, KNOWN[name_or_spec])
     return named.but(**changes) if changes else named
@@ -200,7 +200,7 @@ class Attention:
         q, k, v = ours.autocast(q, k_cache, v_cache)
         window = self.window(window)
         visibility = ours.cache_visibility(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate)
-        cache = ours.Cache(cache_seqlens, cache_starts, window)
+        cache = ours.CacheLengths(cache_seqlens, cache_starts, window)
         return self.attend(
             q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
         )
@@ -274,7 +274,7 @@ class Attention:
         validate: bool,
         *,
         normalized_keys: bool = False,
-        cache: ours.Cache | None = None,
+        cache: ours.CacheLengths | None = None,
     ) -> Tensor:
         """The one dispatch behind the modes; shapes are already checked."""
         if not self.spec.is_softplus_attention:

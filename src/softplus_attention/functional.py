@@ -157,7 +157,7 @@ def softplus_attention_decode(
     """
     q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     visibility = cache_visibility(q, k_cache, v_cache, cache_seqlens, cache_starts, window, enable_gqa, validate)
-    cache = Cache(cache_seqlens, cache_starts, window)
+    cache = CacheLengths(cache_seqlens, cache_starts, window)
     return attend(
         q,
         k_cache,
@@ -206,7 +206,7 @@ def attention_weights(
         return getattr(attention_stages(q, k, visibility, power, score_scale, offset=offset), stage)
 
 
-class Cache(NamedTuple):
+class CacheLengths(NamedTuple):
     """What a decode step knows of its cache beyond which keys each row sees. All keys without ``seqlens``."""
 
     seqlens: Tensor | None
@@ -367,7 +367,7 @@ def attend(
     offset: bool = True,
     validate: bool = False,
     normalized_keys: bool = False,
-    cache: Cache | None = None,
+    cache: CacheLengths | None = None,
 ) -> Tensor:
     """The one dispatch behind the public functions; shapes are already checked."""
     if impl not in IMPLS:
@@ -447,7 +447,13 @@ def triton_attention(
 
 
 def triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, cache: Cache, power: PowerArguments, score_scale: float, normalized_keys: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: CacheLengths,
+    power: PowerArguments,
+    score_scale: float,
+    normalized_keys: bool,
 ) -> Tensor:
     check_for_triton(q)
     options = (cache.seqlens, cache.starts, cache.window, *power, score_scale, normalized_keys)

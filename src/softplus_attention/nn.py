@@ -20,6 +20,7 @@ from softplus_attention.power import (
     learned_parameter,
 )
 from softplus_attention.reference import compute_dtype
+from softplus_attention.visibility import document_of
 
 
 class RotaryEmbedding(nn.Module):
@@ -388,8 +389,7 @@ class SoftplusAttention(nn.Module):
         row = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is None:
             return row
-        document = (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)
-        return row - cu_seqlens[document]
+        return row - cu_seqlens[document_of(row, cu_seqlens)]
 
     def extra_repr(self) -> str:
         words = [f"{self.dim}, heads={self.num_heads}x{self.head_dim}"]

@@ -126,6 +126,12 @@ def window_start(own_key: Tensor, window: int) -> Tensor:
     return own_key.clamp(min=-1) + 1 - min(window, WIDEST)
 
 
+def document_of(row: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The number of the packed document that each row is of; rows beyond the last are of the last."""
+    # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
+    return (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)
+
+
 def packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -138,8 +144,7 @@ def packed(
 ) -> Visibility:
     """Documents laid end to end, of at most ``longest`` keys: a row sees its own document only."""
     row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
-    document = (torch.bucketize(row, cu_seqlens_q, right=True) - 1).clamp(max=cu_seqlens_q.numel() - 2)
+    document = document_of(row, cu_seqlens_q)
     start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
     own_key = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
     if is_causal:

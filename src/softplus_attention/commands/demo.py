@@ -184,8 +184,8 @@ def write(
     options: argparse.Namespace,
     seconds: float,
 ) -> list[Path]:
-    from softplus_attention import provenance
-    from softplus_attention.report import figures, page
+    from softplus_attention import figures, provenance
+    from softplus_attention.report import page
 
     losses = {name: curve.loss for name, curve in curves.items()}
     figure = figures.length_figure(

@@ -402,8 +402,8 @@ def note_tokenizers(results: Sequence[dict[str, Any]]) -> None:
 
 def finish(folder: Path, measure: str, results: list[dict[str, Any]]) -> None:
     """Tables and figure of this run's models; says what was written."""
-    from softplus_attention.evaluation.drawing import draw, write_tables
     from softplus_attention.evaluation.results import path_of
+    from softplus_attention.report.result_files import draw, write_tables
 
     written = [path_of(folder, result) for result in results]
     written += [*write_tables(folder, measure, results), *draw(folder, measure, results)]
@@ -573,7 +573,7 @@ def read(path: Path) -> str:
 
 
 def run_figures(options: argparse.Namespace) -> int:
-    from softplus_attention.evaluation.drawing import draw_folder
+    from softplus_attention.report.result_files import draw_folder
 
     for path in draw_folder(options.folder):
         print(f"written: {path}")

@@ -97,11 +97,6 @@ def measure_maps(opened: Opened, tokenizer: Any, text: str, folder: Path, *, siz
     return file.save(complete=True)
 
 
-def mean_of(entry: dict[str, Any], word: str) -> float | None:
-    values = [head[word] for head in entry["heads"]]
-    return None if None in values else sum(values) / len(values)
-
-
 def table_of(results: Sequence[dict[str, Any]]) -> str:
     """Means over the layers that see as many keys, and their heads; each layer and head is in the files."""
     groups = [layer_groups(result["results"]["lengths"]) for result in results]

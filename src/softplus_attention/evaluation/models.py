@@ -180,7 +180,7 @@ def check_request(request: Request, training_length: int) -> None:
     config = load_config(request.source)
     changes_of(config, request.options, training_length)
     if not isinstance(config, SoftplusGPTConfig) and "power" in request.options:
-        power_in(request.options["power"], training_length)
+        power_at_inference(request.options["power"], training_length)
 
 
 def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:
@@ -264,7 +264,7 @@ def changes_of(config: Any, options: Mapping[str, str], training_length: int) ->
         if attention(changes.get("attention", config.attention)).spec.second_stage == "none":
             hint = f"left out for {config.attention!r}, which has no second stage (--reweight switches one on)"
             fail("--power", hint, options["power"])
-        power = power_to_json(power_in(options["power"], training_length))
+        power = power_to_json(power_at_inference(options["power"], training_length))
         if not is_learned(config.power):  # else the weights have a place only in a model that learns it
             changes["power"] = power
     return changes
@@ -279,7 +279,7 @@ def change_own(model: Any, options: Mapping[str, str], training_length: int) -> 
             own = layer.attention.window(None)
             layer.attention = layer.attention.but(window=window if own is None else min(own, window))
     if "power" in options and is_learned(model.config.power):
-        replace_learned_power(model, power_in(options["power"], training_length))
+        replace_learned_power(model, power_at_inference(options["power"], training_length))
 
 
 def replace_learned_power(model: Any, power: float | PowerByLength) -> None:
@@ -301,7 +301,7 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
     if "power" in options:
         if name not in KNOWN or KNOWN[name].second_stage == "none":
             fail("--power", f"left out for a model with {attention_name(model.config)!r}", options["power"])
-        set_power(model, power_in(options["power"], training_length))
+        set_power(model, power_at_inference(options["power"], training_length))
     if "window" in options:
         settings = settings_of(model.config)
         settings["power"] = power_from_json(settings.get("power"))
@@ -321,7 +321,7 @@ def reweighted(name: str) -> str:
     return found[0]
 
 
-def power_in(text: str, training_length: int) -> float | PowerByLength:
+def power_at_inference(text: str, training_length: int) -> float | PowerByLength:
     expected = (
         "a number >= 1, grow:BASE,SLOPE (BASE up to the training length, SLOPE more for each factor e beyond), or "
         "log:FACTOR (times the log of the number of keys)"

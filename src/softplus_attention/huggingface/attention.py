@@ -257,7 +257,7 @@ def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
         check.fail("window", "None in a model that is not causal", window)
 
 
-def cache_of(visibility: Visibility, batch: int) -> ours.Cache | None:
+def cache_of(visibility: Visibility, batch: int) -> ours.CacheLengths | None:
     """A decode step as the decode kernel takes it; None for every other call."""
     if visibility.mask is not None or visibility.t_q > ours.MOST_DECODE_ROWS or visibility.t_q >= visibility.t_k:
         return None
@@ -266,10 +266,10 @@ def cache_of(visibility: Visibility, batch: int) -> ours.Cache | None:
         if visibility.t_q > 1:
             return None
         end, start = (x[:, -1].expand(batch).contiguous() for x in (visibility.key_end, visibility.key_start))
-        return ours.Cache(end, start, None)
+        return ours.CacheLengths(end, start, None)
     if not visibility.is_causal:
         return None
-    return ours.Cache(None, None, visibility.window)
+    return ours.CacheLengths(None, None, visibility.window)
 
 
 def attend(

@@ -52,7 +52,7 @@ def unavailable(capability: tuple[int, int]) -> str | None:
 
 
 def unfit(width: int, length: int, dtype: torch.dtype) -> str | None:
-    """The same of a shape and dtype, of what ``fits`` asks without looking at tensors."""
+    """Why a shape and dtype cannot use these kernels, or None: what ``fits`` asks before it looks at tensors."""
     if dtype not in HALVES:
         return f"{str(dtype).removeprefix('torch.')} is not half precision"
     if width not in WIDTHS:

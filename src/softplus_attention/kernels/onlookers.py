@@ -1,4 +1,7 @@
-"""Who else wants to know of a call of an op: then it goes by PyTorch's dispatcher, which takes Python long."""
+"""Whether anything beside the caller has to see an op's call: a compiler, tracer, mode, profiler or tensor subclass.
+
+Such a call goes through PyTorch's dispatcher; every other is spared the time that takes.
+"""
 
 from __future__ import annotations
 

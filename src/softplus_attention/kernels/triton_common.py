@@ -16,9 +16,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from softplus_attention import reference
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-EQUAL_SCORES = tl.constexpr(2.0**-10)
+EQUAL_SCORES = tl.constexpr(reference.EQUAL_SCORES)
 NOWHERE = tl.constexpr(1 << 30)
 NORM_BLOCK = tl.constexpr(128)
 ROW_BLOCK = tl.constexpr(64)  # of a warp group of Hopper
@@ -267,9 +269,9 @@ def inverse_norm(b_x):
 
 @triton.jit
 def row_lift(b_bound):
-    """[BM]: what the sigmoids of a row are multiplied by before they are rounded to float16, which has no numbers below
-    6e-8. 1 or more; none is above ``b_bound``, of LSSAR the row's largest f' and of LSSA, which does not know that, the
-    sum, and none that is multiplied by more than 1 comes to be above LARGEST_LIFTED: they are divided by |k| yet."""
+    """[BM]: a factor, 1 or more, for the sigmoids of a row before they are rounded to float16, which has nothing below
+    6e-8. No sigmoid is above ``b_bound``: the row's largest f' (LSSAR), or the sum of all (LSSA, which does not know
+    the largest). What is lifted stays below LARGEST_LIFTED, since it has yet to be divided by |k|."""
     return tl.minimum(tl.maximum(1.0 / b_bound * LARGEST_LIFTED, 1.0), LARGEST_LIFT)
 
 

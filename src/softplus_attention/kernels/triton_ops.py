@@ -155,7 +155,7 @@ def _grad_by(backward: Callable[..., Any], ctx: Any, grad_out: Tensor | None) ->
     return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None, None
 
 
-class SoftplusAttention(torch.autograd.Function):
+class EagerTriton(torch.autograd.Function):
     """The op where nobody but the caller wants to know of it: the same without the dispatcher, which takes Python long
     (docs/kernels-log.md has the times)."""
 
@@ -173,7 +173,7 @@ class SoftplusAttention(torch.autograd.Function):
 
 def eager(*inputs: Any) -> Tensor:
     """The output of ``triton_forward`` for plain tensors."""
-    return SoftplusAttention.apply(*inputs) if inputs[-1] else _triton_forward(*inputs, eagerly=True)[0]
+    return EagerTriton.apply(*inputs) if inputs[-1] else _triton_forward(*inputs, eagerly=True)[0]
 
 
 torch.library.register_autograd("softplus_attention::triton_forward", _grad, setup_context=_save, lib=_library)

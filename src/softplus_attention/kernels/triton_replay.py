@@ -33,7 +33,7 @@ class Scratch(NamedTuple):
     zeros: tuple[Tensor, ...] = ()
 
 
-class Step(NamedTuple):
+class ReplayedLaunch(NamedTuple):
     """A launch. Tensors are named by their number among those of the call, and how many bytes after its first element
     they begin."""
 
@@ -44,13 +44,13 @@ class Step(NamedTuple):
     numbers: tuple[Any, ...]
 
 
-class Call(NamedTuple):
-    steps: list[Step]
+class ReplayedCall(NamedTuple):
+    steps: list[ReplayedLaunch]
     empty: list[tuple[torch.Size, torch.dtype]]
     zeros: list[tuple[torch.Size, torch.dtype]]
 
 
-_calls: dict[Hashable, Call] = {}
+_calls: dict[Hashable, ReplayedCall] = {}
 
 
 def key_of(
@@ -109,17 +109,17 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
         return
     if len(_calls) >= MOST_CALLS:
         _calls.clear()
-    _calls[key] = Call(steps, *([(x.shape, x.dtype) for x in some] for some in scratch))
+    _calls[key] = ReplayedCall(steps, *([(x.shape, x.dtype) for x in some] for some in scratch))
 
 
-def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> Step | None:
+def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch | None:
     """None where no binary is kept, or where it is not sure which tensors it takes."""
     tiled = [place_of(x.base, tensors) for x in launch.tiles]
     places = [place for x in launch.tensors if (place := place_of(x, tensors)) is not None]
     tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
     if launch.key is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
         return None
-    return Step(relaunch_of(launch.key), launch.grid, tiles, places, launch.numbers)
+    return ReplayedLaunch(relaunch_of(launch.key), launch.grid, tiles, places, launch.numbers)
 
 
 def place_of(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:

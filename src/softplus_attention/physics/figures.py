@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from softplus_attention.figures import COLOURS, MARKERS
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
-from softplus_attention.report.figures import COLOURS, MARKERS
 
 
 def draw_all(folder: Folder) -> list[Path]:

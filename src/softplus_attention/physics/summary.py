@@ -22,7 +22,7 @@ RULES = {
 
 def summary(folder: Folder, command: str, commit: str | None, seconds: float) -> dict[str, Any]:
     """Sections that each stand alone: a report can show any of them."""
-    cells = [cell_summary(folder, cell) for cell in folder.cells_there() if (cell.folder / "tune.json").is_file()]
+    cells = [cell_summary(cell) for cell in folder.cells_there() if (cell.folder / "tune.json").is_file()]
     return {
         "kind": "newton",
         "command": command,
@@ -57,7 +57,7 @@ def by_run(folder: Folder, name: str) -> list[dict[str, Any]]:
     ]
 
 
-def cell_summary(folder: Folder, cell: Any) -> dict[str, Any]:
+def cell_summary(cell: Any) -> dict[str, Any]:
     result = {"arm": cell.arm, "seed": cell.seed, "labels": cell.labels, "pretrained": cell.pretrained}
     result["tune"] = {word: value for word, value in read_json(cell.folder / "tune.json").items() if word != "losses"}
     if (cell.folder / "laws.json").is_file():
@@ -65,10 +65,10 @@ def cell_summary(folder: Folder, cell: Any) -> dict[str, Any]:
     return result
 
 
-def chosen_laws(cell: dict[str, Any], engine: str = "operon", rule: str = "within") -> dict[str, list[str]]:
-    """By scale of the error, the law of each sample."""
+def chosen_laws(cell: dict[str, Any], rule: str = "within") -> dict[str, list[str]]:
+    """By scale of the error, the law that operon finds in each sample."""
     return {
-        scale: [sample[engine]["chosen"][rule]["law"] if engine in sample else "none" for sample in samples]
+        scale: [sample["operon"]["chosen"][rule]["law"] if "operon" in sample else "none" for sample in samples]
         for scale, samples in cell.get("laws", {}).items()
     }
 

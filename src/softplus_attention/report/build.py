@@ -20,9 +20,9 @@ from softplus_attention.report.study import study_blocks
 from softplus_attention.report.training import training_blocks
 from softplus_attention.validation import fail
 
-# Which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 MADE_BY = "Made by softplus-attention"
 TABLE = "table"  # in the place of what a figure was drawn from
+# Says which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 DRAWN = ".drawn"
 # Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
 WAY_OF_DRAWING = 3

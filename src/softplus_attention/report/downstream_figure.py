@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from softplus_attention.figures import COLOURS
 from softplus_attention.report.evaluation_figures import Result, figure_of
-from softplus_attention.report.figures import COLOURS
 
 # The first of these that a task has is drawn; the table has all.
 ACCURACIES = ("acc", "acc_norm", "exact_match")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.figures import COLOURS, MARKERS, STYLES, save
 from softplus_attention.report.charts import AttentionMaps, Figure, HeatMap, LineChart, percent_words
-from softplus_attention.report.figures import COLOURS, MARKERS, STYLES, save
 
 # Names come from files: a dollar sign in them is no mathematics.
 PLAIN_TEXT: Any = {"text.parse_math": False, "text.usetex": False}

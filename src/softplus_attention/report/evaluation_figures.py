@@ -9,8 +9,8 @@ from typing import Any
 
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.forms import form_of
+from softplus_attention.figures import COLOURS, MARKERS, STYLES
 from softplus_attention.report.drawing import REFERENCES
-from softplus_attention.report.figures import COLOURS, MARKERS, STYLES
 
 Result = Mapping[str, Any]
 
@@ -150,7 +150,7 @@ class Part:
 
     def means(self, word: str, is_share: bool) -> list[float]:
         value = layers.share_of_log_keys if is_share else layers.mean_of
-        return [number_or_nan(value(row, self.group, word)) for row in self.rows]
+        return [drawn(value(row, self.group, word)) for row in self.rows]
 
     def band(self, word: str, is_share: bool) -> tuple[list[float], list[float]]:
         """Where the middle half of the heads lies."""
@@ -162,10 +162,6 @@ class Part:
             for end, share in zip(ends, (0.25, 0.75), strict=True):
                 end.append(values[int(share * (len(values) - 1))] if values else math.nan)
         return ends
-
-
-def number_or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def inside_figure(results: Sequence[Result]) -> Any:

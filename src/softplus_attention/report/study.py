@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from softplus_attention.evaluation.layers import mean
+from softplus_attention.figures import COLOURS
 from softplus_attention.report.charts import HeatMap, LineChart, Number, Series, Table, percent_words, shown
-from softplus_attention.report.figures import COLOURS
 from softplus_attention.report.inside import STEADY, STEADY_CAPTION, STEADY_HEAD, both, grown
 from softplus_attention.report.reading import Found, Result, UnreadableError, count_of, mapping, rows_of, text_of
 from softplus_attention.report.reading import number_of as number

@@ -39,8 +39,8 @@ from softplus_attention.training.trainer import SoftplusTrainer
 from softplus_attention.validation import fail
 
 MODEL = "model"
-# The place in the data is counted in sequences of a run, and the state is that of its optimizer.
-# Weights of as many numbers fit any number of heads, and mean nothing with another.
+# These cannot change in a run. The place in the data is counted in sequences of one length and number, the saved state
+# is the optimizer's own, and weights of one shape load with any number of heads, but mean nothing with another.
 FIXED = ("batch_size", "sequence_length", "optimizer", "heads")
 SHAPE = ("layers", "width", "vocab_size", "bias")  # of the weights
 ACCEPT = ", or say --accept-changes to continue with the new ones"

@@ -52,7 +52,8 @@ def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[
     """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
     if find_spec("matplotlib") is None:
         return []
-    from softplus_attention.report import evaluation_figures, figures
+    from softplus_attention import figures
+    from softplus_attention.report import evaluation_figures
     from softplus_attention.report.downstream_figure import downstream_figure
 
     shown = [r for r in results if r["results"].get("lengths", True) and r["results"].get("cells", True)]
