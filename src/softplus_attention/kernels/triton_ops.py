@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,10 @@ _OPTIONS = (
     "Tensor? start, Tensor? end, Tensor? mask, bool is_causal, int? window, bool sharpen, float power, "
     "Tensor? power_rows, float[]? power_by_length, bool offset, float score_scale, bool normalized_keys"
 )
-_POWER_ROWS = 7  # its place among the options
+# The inputs of the forward, whose last is `for_backward`, by their places; options begin after q, k and v.
+_PROBLEM = [field.name for field in fields(triton_launch.Problem)]
+_TENSORS = [_PROBLEM.index(name) for name in ("q", "k", "v", "start", "end", "mask", "power_rows")]
+_POWER_ROWS = _PROBLEM.index("power_rows")
 _library.define(
     f"triton_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}, bool for_backward) "
     "-> (Tensor out, Tensor rest, Tensor stats, Tensor flat, Tensor norms)"
@@ -59,7 +63,7 @@ def _triton_forward(
         return triton_launch.forward(problem, kept)
 
     if kept.out.numel() and k.shape[2]:
-        powers = options[_POWER_ROWS]
+        powers = options[_POWER_ROWS - 3]
         key = key_of("forward", (q, k, v), powers, options) if eagerly else None
         with current_device(q):
             tensors = (q, k, v, *kept, *(() if powers is None else (powers,)))
@@ -82,7 +86,7 @@ def _backward_shapes(
     v: Tensor,
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wants_power = options[_POWER_ROWS] is not None
+    wants_power = options[_POWER_ROWS - 3] is not None
     d_power = stats.new_empty(stats.shape[1:] if wants_power else (0,))
     dq, dk, dv = (torch.empty_like(triton_launch.unit_last_stride(x)) for x in (q, k, v))
     return dq, dk, dv, d_power
@@ -104,7 +108,7 @@ def _triton_backward(
     dq, dk, dv, d_power = _backward_shapes(grad_out, out, rest, stats, flat, norms, q, k, v, *options)
     kept = triton_launch.Kept(out, rest, stats, flat, norms)
 
-    powers = options[_POWER_ROWS]
+    powers = options[_POWER_ROWS - 3]
 
     def launch_all() -> Scratch | None:
         problem = triton_launch.Problem(q, k, v, *options)
@@ -131,10 +135,10 @@ torch.library.register_fake("softplus_attention::triton_backward", _backward_sha
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *rest = inputs
-    ctx.save_for_backward(q, k, v, start, end, mask, power_rows, *output)
+    # Autograd keeps the tensors, and sees where one was changed since.
+    ctx.save_for_backward(*(inputs[place] for place in _TENSORS), *output)
     ctx.set_materialize_grads(False)
-    ctx.options = (is_causal, window, sharpen, power, rest[:-1])
+    ctx.others = [None if place in _TENSORS else x for place, x in enumerate(inputs[: len(_PROBLEM)])]
 
 
 def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[Any, ...]:
@@ -142,21 +146,20 @@ def _grad(ctx: Any, grad_out: Tensor | None, *_others: Tensor | None) -> tuple[A
 
 
 def _grad_by(backward: Callable[..., Any], ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:
-    if grad_out is None:
-        return (None,) * 16
-    q, k, v, start, end, mask, power_rows, *saved = ctx.saved_tensors
-    is_causal, window, sharpen, power, others = ctx.options
-    dq, dk, dv, d_power = backward(
-        grad_out, *saved, q, k, v, start, end, mask, is_causal, window, sharpen, power, power_rows, *others
-    )
-    d_rows = None
-    if power_rows is not None and ctx.needs_input_grad[10]:
-        d_rows = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
-    return dq, dk, dv, None, None, None, None, None, None, None, d_rows, None, None, None, None, None
+    d_inputs: list[Tensor | None] = [None] * (len(_PROBLEM) + 1)  # and for_backward
+    if grad_out is not None:
+        saved, problem = ctx.saved_tensors, list(ctx.others)
+        for place, x in zip(_TENSORS, saved, strict=False):
+            problem[place] = x
+        *d_inputs[:3], d_power = backward(grad_out, *saved[len(_TENSORS) :], *problem)
+        power_rows = problem[_POWER_ROWS]
+        if power_rows is not None and ctx.needs_input_grad[_POWER_ROWS]:
+            d_inputs[_POWER_ROWS] = d_power.sum_to_size(power_rows.shape).to(power_rows.dtype)
+    return tuple(d_inputs)
 
 
 class EagerTriton(torch.autograd.Function):
-    """The op where nobody but the caller wants to know of it: the same without the dispatcher, which takes Python long
+    """The op where nothing but the caller has to see it: the same without the dispatcher, which takes Python long
     (docs/kernels-log.md has the times)."""
 
     @staticmethod
