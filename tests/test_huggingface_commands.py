@@ -85,7 +85,7 @@ class TestConvert:
                 ["{}/llama", "--output", "{}/new", "--device", "meta"],
                 "`--device` must be one that torch can use here, cpu",
             ),
-            (["{}/classifier", "--output", "{}/new"], "a checkpoint of LlamaForCausalLM, all of it and nothing else"),
+            (["{}/classifier", "--output", "{}/new"], "lacks 1 weights of LlamaForCausalLM, lm_head.weight the first"),
         ],
     )
     def test_bad_input(self, saved, capsys, words, message):

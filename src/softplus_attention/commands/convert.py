@@ -47,13 +47,10 @@ def run(options: argparse.Namespace) -> int:
     if options.length < 2:
         fail("--length", "at least 2", options.length)
     power = None if options.power is None else constant_power(options.power)
-    from transformers.utils import logging
-
     from softplus_attention.huggingface import use_attention
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     check_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     if model.config.is_encoder_decoder:

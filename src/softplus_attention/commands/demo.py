@@ -125,13 +125,9 @@ def prepare_text(folder: Path, texts: int) -> Texts:
 
 
 def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
-    import transformers
-
     from softplus_attention.training import TrainConfig, train
     from softplus_attention.training.errors import OtherSettings, RunStopped
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     words = {**TRAINING, **ARMS[name], "steps": options.steps, "seed": options.seed, "device": options.device}
     output = folder / "runs" / ARMS[name]["attention"]
     print(f"     {name}", flush=True)

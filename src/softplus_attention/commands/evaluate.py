@@ -294,13 +294,6 @@ def interruptible(run: Callable[[argparse.Namespace], int]) -> Callable[[argpars
     return wrapped
 
 
-def quiet() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
 def common_options(options: argparse.Namespace) -> dict[str, str]:
     given = {word: getattr(options, word) for word in ("power", "window", "rope")}
     found = {word: value for word, value in given.items() if value is not None}
@@ -309,9 +302,10 @@ def common_options(options: argparse.Namespace) -> dict[str, str]:
 
 def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
     """The models and the length that all of them were trained at."""
-    quiet()
     from softplus_attention.evaluation.models import check_request, requests_of, training_length_of
+    from softplus_attention.huggingface.loading import quiet
 
+    quiet()
     check_folder(options.output)
     check_device(options.device)
     requests = requests_of(options.models, common_options(options))
@@ -483,11 +477,12 @@ def run_passkey_data(options: argparse.Namespace) -> int:
 
 
 def run_synthetic(options: argparse.Namespace) -> int:
-    quiet()
     from softplus_attention.evaluation import synthetic_measure as measure
     from softplus_attention.evaluation.length_measure import lengths_in
     from softplus_attention.evaluation.synthetic import TASKS, task_of
+    from softplus_attention.huggingface.loading import quiet
 
+    quiet()
     check_folder(options.output)
     if options.preset not in measure.PRESETS:
         fail("--preset", f"one of {', '.join(measure.PRESETS)}", repr(options.preset))

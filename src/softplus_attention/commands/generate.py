@@ -47,12 +47,10 @@ def run(options: argparse.Namespace) -> int:
     check_options(options)
     power = None if options.power is None else constant_power(options.power)
     import torch
-    from transformers.utils import logging
 
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     check_device(options.device)
     prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
     model = load_model(options.model, dtype=options.dtype, device=options.device)

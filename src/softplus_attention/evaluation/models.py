@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from softplus_attention.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import DTYPES, device_of, require
+from softplus_attention.huggingface.loading import device_of, load_weights, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, constant_power
@@ -188,7 +188,7 @@ def opened(request: Request, training_length: int, *, dtype: str = "auto", devic
     config = load_config(request.source)
     changes = changes_of(config, request.options, training_length)
     mixed = dtype == MIXED
-    model = load(request.source, "float32" if mixed else dtype, changes)
+    model: Any = load_weights("MODEL", request.source, "float32" if mixed else dtype, **changes)
     if isinstance(config, SoftplusGPTConfig):
         change_own(model, request.options, training_length)
     else:
@@ -225,26 +225,6 @@ def run_in_bfloat16(model: Any, device: torch.device) -> None:
     """Every part that a measure calls by itself goes through autocast, the model's own way."""
     for part in (model, model.get_decoder(), model.get_output_embeddings()):
         part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
-
-
-def load(source: str, dtype: str, changes: Mapping[str, Any]) -> Any:
-    expected = "a causal language model that transformers can load"
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], output_loading_info=True, **changes
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        fail("MODEL", expected, f"{source!r}: {str(error).strip().splitlines()[0]}")
-    except Exception as error:
-        # safetensors has an error class of its own for a file that is cut off.
-        if type(error).__name__ != "SafetensorError":
-            raise
-        fail("MODEL", "a folder with whole weights", f"{source!r}: {error}")
-    for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
-        keys = sorted(report[which])
-        if keys:
-            fail("MODEL", f"{expected}, whole", f"{source!r}, which {what} {len(keys)} weights, {keys[0]} the first")
-    return model
 
 
 def changes_of(config: Any, options: Mapping[str, str], training_length: int) -> dict[str, Any]:

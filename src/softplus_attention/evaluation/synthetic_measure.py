@@ -19,11 +19,12 @@ from softplus_attention.catalog import attention
 from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.loss import LOGITS
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
-from softplus_attention.evaluation.models import Opened, Request, load
+from softplus_attention.evaluation.models import Opened, Request
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.synthetic import IGNORED, Task, TaskSequences
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
+from softplus_attention.huggingface.loading import load_weights
 from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
 from softplus_attention.training.metrics import METRICS, keep_until
@@ -147,7 +148,7 @@ def measure_synthetic(
     progress = progress or Progress()
     source, training = trained_model(task, config)
     name = f"{task.name} {config.attention}" + (f" seed={config.seed}" if config.seed else "")
-    model = load(str(source), "auto", {})
+    model: Any = load_weights("MODEL", str(source), "auto")
     device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
     opened = Opened(model.to(device).eval(), Request(str(source), name, {}), config.sequence_length)
     settings = {**task_words(task), "sequences": sequences, "test_tokens": test_tokens, "seed": config.seed}

@@ -6,6 +6,8 @@ it, and SoftplusGPT with the Auto classes.
 
 from __future__ import annotations
 
+import transformers  # noqa: F401  first, so that it is what a command names where all of it is missing
+
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.registration import register

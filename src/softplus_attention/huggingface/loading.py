@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
 from softplus_attention import validation as check
@@ -17,25 +18,44 @@ from softplus_attention import validation as check
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(source: str, *, dtype: str = "auto", device: str | None = None, **config: Any) -> PreTrainedModel:
-    """A causal language model in evaluation mode; ``config`` replaces words of its config."""
+def quiet() -> None:
+    """Without transformers' own warnings and bars: a command says what its users need to know."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+    """A causal language model in evaluation mode."""
     where = device_of(device)
     require("model", source, "config.json")
+    return load_weights("model", source, dtype).to(where).eval()
+
+
+def load_weights(argument: str, source: str, dtype: str, **config: Any) -> PreTrainedModel:
+    """A causal language model, all of its weights and no others; ``config`` replaces words of its config. Errors call
+    it ``argument``."""
+    expected = "a causal language model that transformers can load"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             source, dtype=DTYPES[dtype], output_loading_info=True, **config
         )
-    except OSError as error:
-        expected = "a folder with a saved model (there is none of that name here), or a name on the hub, which"
-        check.fail("model", f"{expected} must be reached", f"{source!r}: {error}")
     except SafetensorError as error:
-        check.fail("model", "a folder with whole weights", f"{source!r}: {error}")
+        check.fail(argument, "a folder with whole weights", f"{source!r}: {error}")
+    except OSError as error:
+        here = f"{expected}: a folder with a saved one (there is none of that name here), or a name on the hub, which"
+        check.fail(argument, f"{here} must be reached", f"{source!r}: {first_line(error)}")
+    except (ValueError, KeyError, RuntimeError) as error:
+        check.fail(argument, expected, f"{source!r}: {first_line(error)}")
     for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
-        if report[which]:
-            some = ", ".join(sorted(report[which])[:4])
-            expected = f"a checkpoint of {type(model).__name__}, all of it and nothing else"
-            check.fail("model", expected, f"{source!r}, which {what} {len(report[which])} weights ({some}, ...)")
-    return model.to(where).eval()
+        keys = sorted(report[which])
+        if keys:
+            found = f"{source!r}, which {what} {len(keys)} weights of {type(model).__name__}, {keys[0]} the first"
+            check.fail(argument, f"{expected}, all of it and nothing else", found)
+    return model
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def device_of(name: str | None) -> torch.device:

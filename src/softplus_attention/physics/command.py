@@ -126,13 +126,13 @@ def run(options: argparse.Namespace) -> int:
         if stage not in STAGE_NAMES:
             fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
     check_numbers(options)
-    quieten()
-
+    from softplus_attention.huggingface.loading import quiet
     from softplus_attention.physics.presets import preset
     from softplus_attention.physics.stages import Folder, is_main, run_stages, write_json
     from softplus_attention.physics.summary import printed, summary
     from softplus_attention.physics.training import Machine
 
+    quiet()  # loading a model for another head is what is done here on purpose
     experiment = preset(options.preset, **changes_of(options))
     machine = Machine.of(
         options.device, workers=options.workers, compile=options.compile, save_updates=options.save_updates
@@ -147,11 +147,3 @@ def run(options: argparse.Namespace) -> int:
         print(printed(found))
         print(f"{folder.path / 'results.json'}, {time.perf_counter() - begun:.0f} s")
     return 0
-
-
-def quieten() -> None:
-    """Of transformers only what went wrong: loading a model for another head is what is done here on purpose."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from transformers import PrinterCallback, TrainingArguments, set_seed
-from transformers.utils import logging as transformers_logging
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
 from softplus_attention.huggingface.attention import power_to_json
+from softplus_attention.huggingface.loading import quiet
 from softplus_attention.training import checkpoints, parallel, run_record
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
@@ -50,8 +50,7 @@ LOCK = ".lock"
 def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
     """Trains, or continues, and gives the folder of the saved model. Under torchrun every process calls it."""
     run = Path(config.output)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet()
     folder = Folder(Path(config.data))
     # The process group starts with these: from here on the processes can talk to each other.
     arguments = training_arguments(config)
