@@ -335,6 +335,19 @@ def test_softplus_attention_decode(changed: dict[str, Any], kind: type[Exception
         softplus_attention_decode(**cached(**changed))
 
 
+def test_raw_keys_called_normalised() -> None:
+    """Looked at where values are to be looked at, and only what some row may see."""
+    words = cached(cache_starts=None, cache_seqlens=integers(5, 12), validate=True, normalized_keys=True)
+    raw, unit = words["k_cache"], torch.nn.functional.normalize(words["k_cache"], dim=-1)
+    with pytest.raises(ValueError, match=r"`normalized_keys` must be False, or a cache of unit keys, got True with"):
+        softplus_attention_decode(**words)
+    assert softplus_attention_decode(**words | {"validate": False}).isfinite().all()
+    unit[0, :, 5:] = 7 * raw[0, :, 5:]  # beyond what is filled
+    unit[1, :, 3] = 0
+    assert softplus_attention_decode(**words | {"k_cache": unit}).isfinite().all()
+    assert softplus_attention_decode(**words | {"k_cache": unit.bfloat16().to(raw.dtype)}).isfinite().all()
+
+
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 def test_the_largest_score_scale_and_widest_head_are_accepted(impl: str) -> None:
     q, k, v = (randn(1, 1, T, 256, seed=seed).requires_grad_() for seed in (1, 2, 3))

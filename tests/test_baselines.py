@@ -418,6 +418,7 @@ def test_names() -> None:
     assert isinstance(attention("lssar-p31"), Attention)
     assert attention("ssmax").learned_parameters(3)["ssmax_scale"].tolist() == pytest.approx([0.43] * 3)
     assert attention("softmax").learned_parameters(3) == {}
+    assert attention("lssar-p15") == attention("lssar"), "its power is 15, and other powers are named so"
     with pytest.raises(ValueError, match=r"'sofmax'; did you mean 'softmax'\?.*ssmax.*lssar-without-log-n"):
         attention("sofmax")
 

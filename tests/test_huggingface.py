@@ -379,6 +379,8 @@ class TestRefusals:
     def test_attention_with_parameters_of_its_own(self):
         with pytest.raises(ValueError, match=r"ssmax.*learns parameters of its own.*SoftplusGPTConfig"):
             small_model("llama", "ssmax")(token_rows(1, 8))
+        with pytest.raises(ValueError, match=r"softmax-nope.*goes without positions.*SoftplusGPTConfig"):
+            small_model("llama", "softmax-nope")(token_rows(1, 8))
 
     def test_power_of_a_model_without_one(self):
         with pytest.raises(ValueError, match="`model` must be a model with an attention whose power can be set"):

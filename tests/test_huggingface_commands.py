@@ -18,6 +18,8 @@ from huggingface_models import byte_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
+    BertLMHeadModel,
     GPT2Config,
     LlamaConfig,
     LlamaForSequenceClassification,
@@ -100,6 +102,23 @@ class TestConvert:
         assert main([*words, "--device", "cpu"]) == 0
         config = AutoModelForCausalLM.from_pretrained(saved / "new").config
         assert attention_of(config, "lssar").spec.power == PowerByLength.log_n(0.6)
+
+
+@pytest.mark.parametrize(
+    "words", [["convert", "{}", "--output", "{}-new"], ["generate", "--model", "{}", "--prompt", "a"]]
+)
+def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers loads BERT as a causal language model, and only warns."""
+    folder = saved / "bert"
+    config = BertConfig(
+        vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    BertLMHeadModel(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    assert main([*(word.format(folder) for word in words.split()), "--device", "cpu"]) == 2
+    assert "must be a causal language model, got BertLMHeadModel, whose tokens see those" in capsys.readouterr().err
+    assert not Path(f"{folder}-new").exists()
 
 
 class TestGenerate:

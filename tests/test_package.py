@@ -112,6 +112,7 @@ NOT_TORCH = ["numpy", "transformers", "huggingface_hub", "tokenizers", "accelera
         (["generate", "--model", "x", "--prompt", "y"], 2, "`generate` needs transformers: pip install -e '.[hug"),
         (["evaluate", "lengths", "x", "--text", "y"], 2, "`evaluate` needs "),
         (["data", "prepare", "builtin", "--output", "x", "--tokenizer", "bytes"], 2, "`data` needs "),
+        (["demo"], 2, "`demo` needs transformers: pip install -e '.[hug"),
     ],
 )
 def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
@@ -121,6 +122,31 @@ def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_pat
     assert found.returncode == status, found.stderr
     assert words in (found.stdout if status == 0 else found.stderr)
     assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "words"),
+    [
+        ("matplotlib", ["demo"], "`demo` needs matplotlib: pip install -e '.[plots]'"),
+        ("pyoperon", ["newton", "--preset", "cpu"], "`newton` needs pyoperon: pip install -e '.[physics]'"),
+        (
+            "entmax",
+            ["train", "--preset", "tiny", "--data", "data", "--output", "run", "--attention", "entmax", "--steps", "1"],
+            "`train` needs entmax: pip install -e '.[baselines]'",
+        ),
+    ],
+)
+def test_one_package_is_missing(missing: str, arguments: list[str], words: str, tmp_path: Path) -> None:
+    """Said at once, not after minutes of work."""
+    if arguments[0] == "train":
+        prepare = ["data", "prepare", "builtin", "--output", "data", "--tokenizer", "bytes"]
+        subprocess.run([sys.executable, "-m", "softplus_attention", *prepare], check=True, cwd=tmp_path, timeout=120)
+    code = BARE.format(names=[missing], arguments=arguments)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert found.returncode == 2, found.stderr
+    assert words in found.stderr
+    assert "Traceback" not in found.stderr
+    assert not (tmp_path / "demo" / "runs").exists()
 
 
 class TestImport:

@@ -498,6 +498,8 @@ class TestBadConfigs:
             ({"window": 0}, "`window`"),
             ({"attention_dropout": 0.1}, "`attention_dropout` must be 0: this model has no dropout, got 0.1"),
             ({"sliding_window": 4}, "`sliding_window` must be left out; here it is `window`, got 4"),
+            ({"n_layer": 2}, "`n_layer` must be left out; here it is `num_hidden_layers`, got 2"),
+            ({"dropout": 0.1}, "`dropout` must be 0: this model has no dropout, got 0.1"),
             ({"softplus_attention": {"power": 2}}, "`softplus_attention` must be left out"),
         ],
     )

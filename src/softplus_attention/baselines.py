@@ -261,7 +261,8 @@ def entmax(scores: Tensor, visible: Tensor, alpha: float) -> Tensor:
     try:
         from entmax import entmax15, entmax_bisect
     except ImportError as error:
-        raise ImportError("normaliser='entmax' needs the entmax package: pip install -e '.[baselines]'") from error
+        words = "normaliser='entmax' needs the entmax package: pip install -e '.[baselines]'"
+        raise ModuleNotFoundError(words, name="entmax") from error
     if not scores.shape[-1]:
         return scores
     # The package finds no threshold in a row that holds NaN or Inf: such a row is computed without, then set to NaN.

@@ -71,6 +71,8 @@ ABLATIONS: dict[str, AttentionSpec] = {
 
 # Every name that `attention` knows.
 KNOWN = ATTENTIONS | ABLATIONS
+# Beside powers that do have names of their own: the power of "lssar" is 15.
+OTHER_NAMES = {"lssar-p15": "lssar"}
 
 
 def names() -> list[str]:
@@ -92,6 +94,7 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
         return Attention(same[0] if same else str(spec), spec)
     if not isinstance(name_or_spec, str):
         check.fail("name_or_spec", "a name or an AttentionSpec", type(name_or_spec).__name__, TypeError)
+    name_or_spec = OTHER_NAMES.get(name_or_spec, name_or_spec)
     if name_or_spec not in KNOWN:
         close = difflib.get_close_matches(name_or_spec.lower(), KNOWN, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
@@ -199,7 +202,9 @@ class Attention:
             check.fail("normalized_keys", f"False: {self.name} does not normalise its keys", True)
         q, k, v = ours.autocast(q, k_cache, v_cache)
         window = self.window(window)
-        visibility = ours.cache_visibility(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate)
+        visibility = ours.cache_visibility(
+            q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys
+        )
         cache = ours.CacheLengths(cache_seqlens, cache_starts, window)
         return self.attend(
             q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache

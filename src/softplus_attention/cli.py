@@ -25,6 +25,7 @@ EXTRAS = {
     "scipy": "physics",
     "pyoperon": "physics",
     "lm_eval": "harness",
+    "entmax": "baselines",
     "rouge_score": "harness",
     "wonderwords": "harness",
 }

@@ -156,7 +156,9 @@ def softplus_attention_decode(
     Returns (B, H, T_q, D_v).
     """
     q, k_cache, v_cache = autocast(q, k_cache, v_cache)
-    visibility = cache_visibility(q, k_cache, v_cache, cache_seqlens, cache_starts, window, enable_gqa, validate)
+    visibility = cache_visibility(
+        q, k_cache, v_cache, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys
+    )
     cache = CacheLengths(cache_seqlens, cache_starts, window)
     return attend(
         q,
@@ -343,6 +345,7 @@ def cache_visibility(
     window: int | None,
     enable_gqa: bool,
     validate: bool,
+    normalized_keys: bool,
 ) -> Visibility:
     check.check_qkv(
         q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k_cache", "v_cache")
@@ -352,6 +355,10 @@ def cache_visibility(
     check.check_cache_lengths("cache_seqlens", cache_seqlens, batch, t_q, t_max, q.device, validate)
     if cache_starts is not None:
         check.check_cache_lengths("cache_starts", cache_starts, batch, 0, t_max, q.device, validate)
+    if validate and normalized_keys:
+        key = torch.arange(t_max, device=q.device)
+        starts = 0 if cache_starts is None else cache_starts[:, None]
+        check.check_unit_keys(k_cache, (key >= starts) & (key < cache_seqlens[:, None]))
     return cached(cache_seqlens, cache_starts, t_q, t_max, window=window)
 
 

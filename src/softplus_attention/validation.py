@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import NoReturn
 
@@ -17,6 +18,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # softplus underflows in float32 beyond this.
 LARGEST_SCORE = 80.0
 LARGEST_HEAD_DIM = 256
+UNIT_WITHIN = 0.02  # a unit vector in bfloat16 is nearer
 
 
 def fail(name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
@@ -25,6 +27,13 @@ def fail(name: str, expected: str, got: object, kind: type[Exception] = ValueErr
 
 def described(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+
+
+def check_installed(*packages: str) -> None:
+    """Before minutes of work that would end without them."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool, names: tuple[str, str, str]) -> None:
@@ -194,6 +203,14 @@ def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: to
         if most > longest:
             suffix = name.removeprefix("cu_seqlens")
             fail(f"max_seqlen{suffix}", f"at least the longest document, {most}", longest)
+
+
+def check_unit_keys(k: Tensor, seen: Tensor) -> None:
+    """``seen`` (B, t_k): the keys that some row may see. Zero keys are allowed, and NaN is left to the result."""
+    norms = k.float().norm(dim=-1)
+    wrong = seen[:, None] & norms.isfinite() & (norms != 0) & ((norms - 1).abs() > UNIT_WITHIN)
+    if bool(wrong.any()):
+        fail("normalized_keys", "False, or a cache of unit keys", f"True with a key of length {norms[wrong][0]:g}")
 
 
 def check_cache_lengths(

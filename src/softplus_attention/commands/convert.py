@@ -47,14 +47,17 @@ def run(options: argparse.Namespace) -> int:
     if options.length < 2:
         fail("--length", "at least 2", options.length)
     power = None if options.power is None else constant_power(options.power)
+    import torch
+
     from softplus_attention.huggingface import use_attention
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
 
     quiet()
     check_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
     if model.config.is_encoder_decoder:
         fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")
+    refuse_foresight("model", model, torch.arange(4, device=model.device)[None])
     tokenizer = try_tokenizer(options.model) if options.text is None else load_tokenizer(options.model)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)

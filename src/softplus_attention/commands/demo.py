@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.validation import fail
+from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("steps", 10), ("texts", 1), ("seed", 0)):
         if getattr(options, name) < least:
             fail(f"--{name}", f"at least {least}", getattr(options, name))
+    check_installed("transformers", "accelerate", "matplotlib")
     started = time.perf_counter()
     folder: Path = options.output
     if options.again:

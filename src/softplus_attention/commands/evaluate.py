@@ -65,9 +65,15 @@ def add_lengths(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--lengths",
         default="1,2,4,8,16,32,64",
         help="times the training length (1,2,4 or 2x,8x), or tokens (512,4096); numbers without an x are tokens unless "
-        "the first is 1 (default: %(default)s)",
+        "the first is 1; each divides the longest (default: %(default)s)",
     )
-    parser.add_argument("--sequences", type=int, default=32, metavar="N", help="texts of the longest length, at most")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=32,
+        metavar="N",
+        help="texts of the longest length, at most (default: %(default)s)",
+    )
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
     parser.add_argument(
         "--control-share",

@@ -48,12 +48,13 @@ def run(options: argparse.Namespace) -> int:
     power = None if options.power is None else constant_power(options.power)
     import torch
 
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
 
     quiet()
     check_device(options.device)
     prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
     model = load_model(options.model, dtype=options.dtype, device=options.device)
+    refuse_foresight("--model", model, torch.arange(4, device=model.device)[None])
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     if power is not None:
         change_power(model, power)

@@ -120,7 +120,10 @@ class Index:
             size = f"{split.tokens:,} tokens, {split.documents:,} documents"
             lines.append(f"{name:<13}{size}, {self.dtype.name}, shards: {len(split.shards)}")
             if not split.documents:
-                lines.append(f"             none: for documents in {name}, change --validation-fraction")
+                remedy = "for documents in {}, change --validation-fraction"
+                if counts["documents"] == 1:
+                    remedy = "one document is not divided; add others, or part it with --separator"
+                lines.append(f"             none: {remedy.format(name)}")
         return [*lines, f"made by      {command_of(self.plan, self.folder)}"]
 
     def remedy(self) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softplus_attention.validation import fail
+from softplus_attention.huggingface.loading import refuse_foresight
 
 # Elements of the float32 logits that exist at a time: 256 MB.
 LOGITS = 1 << 26
@@ -30,7 +30,7 @@ class TokenLoss:
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         if self.in_pieces is None:
-            self.refuse_foresight(ids[:1, :8])
+            refuse_foresight("MODEL", self.model, ids[:1, :8])
             self.in_pieces = self.head is not None and self.pieces_are_right(ids[:1, :8])
         if not self.in_pieces:
             logits = self.model(input_ids=ids, use_cache=False).logits
@@ -59,20 +59,6 @@ class TokenLoss:
         if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
             logits = cap * torch.tanh(logits / cap)
         return logits
-
-    def refuse_foresight(self, ids: Tensor) -> None:
-        """A bidirectional model would be measured on tokens that it has seen."""
-        if ids.shape[1] < 2:
-            return
-        other = ids.clone()
-        other[:, -1] = (other[:, -1] + 1) % self.model.get_input_embeddings().num_embeddings
-        before, after = (self.model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
-        if not bool(before.isfinite().all()):
-            fail("MODEL", "one whose logits are numbers", f"{type(self.model).__name__}, which gives NaN or infinity")
-        # The same sums of the same numbers in a causal model.
-        last_digits = 4 * torch.finfo(before.dtype).eps * before.abs().max().item()
-        if not torch.allclose(before, after, rtol=0, atol=last_digits):
-            fail("MODEL", "a causal language model", f"{type(self.model).__name__}, whose tokens see those after them")
 
     def pieces_are_right(self, ids: Tensor) -> bool:
         whole = self.model(input_ids=ids, use_cache=False).logits

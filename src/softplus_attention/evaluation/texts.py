@@ -58,6 +58,9 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
         if name == BUILTIN and not Path(name).exists():
             texts += builtin_text()[0 if to_train else 1]
             continue
+        if not Path(name).exists():
+            which = "training" if to_train else "validation"
+            fail("--text", f"files or folders of text, or {BUILTIN} for the {which} text of the package", repr(name))
         for found in find([name], Reading(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
                 fail("--text", "text (tokens are read by --data)", repr(found.name))

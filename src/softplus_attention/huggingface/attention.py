@@ -212,8 +212,9 @@ def check_host(
         expected = f"head_dim ** -0.5 = {usual:.6g} with attn_implementation={chosen.name!r}, which has its own scale"
         check.fail("scaling", expected, scaling)
     refuse_options(chosen.name, others)
-    if chosen.spec.learned_scale or chosen.spec.positions == "alibi":
-        what = "learns parameters of its own" if chosen.spec.learned_scale else "adds its own positions"
+    if chosen.spec.learned_scale or chosen.spec.positions != "rope":
+        positions = {"alibi": "adds positions of its own", "none": "goes without positions"}
+        what = "learns parameters of its own" if chosen.spec.learned_scale else positions[chosen.spec.positions]
         raise ValueError(
             f"attn_implementation={chosen.name!r} {what}, for which a host model has no place; use SoftplusGPTConfig("
             f"attention={chosen.name!r})"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -52,6 +53,22 @@ def load_weights(argument: str, source: str, dtype: str, **config: Any) -> PreTr
             found = f"{source!r}, which {what} {len(keys)} weights of {type(model).__name__}, {keys[0]} the first"
             check.fail(argument, f"{expected}, all of it and nothing else", found)
     return model
+
+
+@torch.no_grad()
+def refuse_foresight(argument: str, model: Any, ids: Tensor) -> None:
+    """A bidirectional model would be measured on tokens that it has seen, and continues no text."""
+    if ids.shape[1] < 2:
+        return
+    other = ids.clone()
+    other[:, -1] = (other[:, -1] + 1) % model.get_input_embeddings().num_embeddings
+    before, after = (model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
+    if not bool(before.isfinite().all()):
+        check.fail(argument, "one whose logits are numbers", f"{type(model).__name__}, which gives NaN or infinity")
+    # The same sums of the same numbers in a causal model.
+    last_digits = 4 * torch.finfo(before.dtype).eps * before.abs().max().item()
+    if not torch.allclose(before, after, rtol=0, atol=last_digits):
+        check.fail(argument, "a causal language model", f"{type(model).__name__}, whose tokens see those after them")
 
 
 def first_line(error: Exception) -> str:

@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.validation import fail
+from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 PRESET_NAMES = ("smoke", "cpu", "gpu", "faithful", "paper")
 STAGE_NAMES = ("pretrain", "probe", "tune", "long", "laws", "figures")
+NEEDED = {"laws": ("scipy", "pyoperon"), "figures": ("matplotlib",)}  # beside what trains
 DISTRIBUTION_NAMES = (
     "identifiable",
     "identifiable-heavier",
@@ -126,6 +127,7 @@ def run(options: argparse.Namespace) -> int:
         if stage not in STAGE_NAMES:
             fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
     check_numbers(options)
+    check_installed(*(package for stage, needed in NEEDED.items() if stage in stages for package in needed))
     from softplus_attention.huggingface.loading import quiet
     from softplus_attention.physics.presets import preset
     from softplus_attention.physics.stages import Folder, is_main, run_stages, write_json
