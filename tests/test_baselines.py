@@ -410,6 +410,14 @@ def test_specs_read_as_sentences() -> None:
     assert len(set(sentences)) == len(sentences)
 
 
+@pytest.mark.parametrize("rows", [0, 1])
+def test_no_rows_under_a_mask(rows: int) -> None:
+    q, k = torch.randn(2, 2, rows, 8), torch.randn(2, 2, 3, 8)
+    mask = torch.ones(rows, 3, dtype=torch.bool)
+    for name, parameters in (("softmax-qknorm-logn", None), ("lssar", {"power_per_log": torch.ones(2)})):
+        assert attention(name)(q, k, k, attn_mask=mask, parameters=parameters).shape == (2, 2, rows, 8)
+
+
 def test_names() -> None:
     assert attention("lssar").spec == AttentionSpec() == attention(AttentionSpec()).spec
     assert attention(SOFTMAX).name == "softmax"

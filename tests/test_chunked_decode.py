@@ -142,6 +142,23 @@ def test_gradients_take_the_general_way():
     assert q.grad.abs().max() > 0
 
 
+def test_exported_without_gradients_and_called_with_them():
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.queries = torch.nn.Linear(8, 8)
+
+        def forward(self, x, k, v, lengths):
+            return softplus_attention_decode(self.queries(x), k, v, lengths)
+
+    shapes = ((1, 2, 1, 8), (1, 2, 5, 8), (1, 2, 5, 8))
+    given = (*(torch.randn(shape) for shape in shapes), torch.tensor([4]))
+    with torch.no_grad():
+        program = torch.export.export(Step(), given).module()
+        expected = program(*given)
+    torch.testing.assert_close(program(*given).detach(), expected, rtol=0, atol=0)
+
+
 def test_opcheck():
     q, k, v = caches(40)
     bounds = torch.zeros(2, 1, dtype=torch.int32), torch.full((2, 1), 40, dtype=torch.int32)

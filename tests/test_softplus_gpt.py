@@ -195,6 +195,36 @@ class TestModel:
         assert not draws[0].equal(draws[2])
 
 
+class TestAsProgram:
+    def test_drafts_by_the_first_layers(self):
+        """transformers lowers num_hidden_layers for them, and raises it again."""
+        model, ids = tiny(num_hidden_layers=3, eos_token_id=None).eval(), token_rows(1, 9)
+        greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
+        drafted = model.generate(ids, max_new_tokens=6, do_sample=False, assistant_early_exit=1)
+        assert torch.equal(greedy, drafted)
+        assert torch.equal(greedy, model.generate(ids, max_new_tokens=6, do_sample=False))
+
+    @pytest.mark.parametrize("shown", [14, 30])
+    def test_exported_for_every_length(self, shown):
+        """Whatever the length that it was shown: a decode kernel takes up to 16 rows, which must not become a rule."""
+        model = tiny().eval()
+
+        class Logits(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids):
+                return self.model(ids, use_cache=False).logits
+
+        lengths = {"ids": {1: torch.export.Dim("length", min=2, max=4096)}}
+        with torch.no_grad():
+            program = torch.export.export(Logits(), (token_rows(2, shown),), dynamic_shapes=lengths).module()
+            for length in (5, 16, 17, 40):
+                ids = token_rows(2, length)
+                torch.testing.assert_close(program(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
 class TestRope:
     TYPES = (
         {"rope_type": "linear", "factor": 4.0},
@@ -424,6 +454,12 @@ class TestGlobalEvery:
         model = tiny(**self.WORDS, local_attention="softmax", power="learned")
         assert [hasattr(layer.self_attn, "raw_power") for layer in model.model.layers] == [False, True, False, True]
 
+    @pytest.mark.parametrize("local", [None, "softmax", "softmax-nope"])
+    @pytest.mark.parametrize("positions", ["rope", "none"])
+    def test_positions_are_those_of_every_local_layer(self, positions, local):
+        model = tiny(num_hidden_layers=3, window=4, global_every=3, positions=positions, local_attention=local)
+        assert model.model.uses_rope == [positions == "rope"] * 2 + [False]
+
     @pytest.mark.parametrize(
         ("words", "message"),
         [
@@ -432,6 +468,10 @@ class TestGlobalEvery:
             ({"global_every": 9, "window": 4}, "`global_every` must be from 2 to the number of layers"),
             ({"local_attention": "softmax"}, "`local_attention` must be None without `global_every`"),
             ({"global_every": 2, "window": 4, "local_attention": "sofmax"}, "did you mean 'softmax'"),
+            (
+                {"global_every": 2, "window": 4, "local_attention": "lssa", "score_scale": 2.0},
+                "`score_scale` must be None where `local_attention` is given",
+            ),
         ],
     )
     def test_bad_input(self, words, message):

@@ -100,6 +100,10 @@ class TestConfiguration:
             ({"attention": "lssarr"}, "did you mean 'lssar'"),
             ({"attention": "softmax", "power": "3"}, "has no second stage"),
             ({"schedule": "linear"}, "`schedule` must be one of cosine, wsd"),
+            (
+                {"schedule": "wsd", "steps": 100, "warmup": 10, "decay": 91},
+                "`decay` must be at most the steps that the warm-up leaves, 90, got 91",
+            ),
             ({"optimizer": "sgd"}, "`optimizer` must be one of adamw, muon"),
             ({"parallel": "zero"}, "`parallel` must be one of ddp, fsdp"),
             ({"loss": "fused"}, "`loss` must be one of plain, chunked, liger"),

@@ -82,7 +82,7 @@ class Visibility:
     def counts(self) -> Tensor:
         """N_i of every row, (B|1, H|1, t_q)."""
         if self.mask is not None:
-            return self.dense().sum(-1, dtype=torch.int32) if self.mask.shape[2] > 1 else self.counts_under_one_mask()
+            return self.counts_under_one_mask() if self.mask.shape[2] == 1 else self.dense().sum(-1, dtype=torch.int32)
         if self.is_causal and self.key_start is None and self.key_end is None and self.own_key is None:
             # The same in fewer operations: a decode step waits for the launch of each.
             return (self.positions() + 1).clamp(0, None if self.window is None else min(self.window, WIDEST))[:, None]

@@ -260,7 +260,8 @@ def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
 
 def cache_of(visibility: Visibility, batch: int) -> ours.CacheLengths | None:
     """A decode step as the decode kernel takes it; None for every other call."""
-    if visibility.mask is not None or visibility.t_q > ours.MOST_DECODE_ROWS or visibility.t_q >= visibility.t_k:
+    # First what an export with lengths that may change can tell: it would make a rule of a length it is compared with.
+    if visibility.mask is not None or visibility.t_q >= visibility.t_k or visibility.t_q > ours.MOST_DECODE_ROWS:
         return None
     if visibility.key_start is not None and visibility.key_end is not None:
         # Rows of a range each: only a single one is sure to be what seqlens and starts describe.

@@ -134,6 +134,9 @@ class SoftplusGPTConfig(PreTrainedConfig):
             check.fail("global_every", f"from 2 to the number of layers, {self.num_hidden_layers}", every)
         if self.window is None:
             check.fail("window", "a number of tokens where `global_every` is given", None)
+        if self.local_attention is not None and self.score_scale is not None:
+            expected = "None where `local_attention` is given: the two attentions have scores of their own"
+            check.fail("score_scale", expected, self.score_scale)
 
     def validate_output_attentions(self) -> None:
         """transformers would ask for "eager" here; every attention of this model can give its weights."""
@@ -149,7 +152,8 @@ class SoftplusGPTConfig(PreTrainedConfig):
         if self.is_global(layer):
             return chosen.but(positions="none", window=None)
         local = chosen if self.local_attention is None else attention(self.local_attention)
-        return local.but(window=self.window)
+        positions = {} if self.positions is None else {"positions": self.positions}
+        return local.but(window=self.window, **positions)
 
     def chosen_attention(self) -> Attention:
         """What all layers run, or the global ones where only every n-th is global."""

@@ -290,7 +290,8 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
         # Asked here and not in the layers: their graphs would break where it is looked up.
         output_attentions = output_attentions or attentions_are_recorded()
-        for layer, uses_rope in zip(self.layers, self.uses_rope, strict=True):
+        # Fewer than there are where generation drafts with the first of them (assistant_early_exit).
+        for layer, uses_rope in zip(self.layers[: self.config.num_hidden_layers], self.uses_rope, strict=False):
             hidden_states = layer(
                 hidden_states,
                 positions if uses_rope else None,

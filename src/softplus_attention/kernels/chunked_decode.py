@@ -31,7 +31,8 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *option
     if not out.numel():
         return out
     pieces = ranges_of_sequences(start, end, q.shape[0])
-    with torch.autocast("cpu", enabled=False):
+    # An exported program may be called where gradients are on, though nothing here has one.
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
         for rows, (first, last) in pieces:
             keys = (rows, slice(None), slice(first, last))
             out[rows] = one_token(q[rows], k[keys], v[keys], *of_sequences(rows, *options))

@@ -178,6 +178,13 @@ class TrainConfig:
         for name in ("final_learning_rate", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 fail(name, "from 0 to 1", getattr(self, name))
+        left = self.steps - self.in_steps(self.warmup)
+        if self.schedule == "wsd" and self.in_steps(self.decay) > left:
+            fail("decay", f"at most the steps that the warm-up leaves, {left}", self.decay)
+
+    def in_steps(self, length: float) -> int:
+        """Of a warm-up or decay, given in steps or, below 1, as their fraction of all."""
+        return int(length) if length >= 1 else round(length * self.steps)
 
     def check_power(self) -> None:
         chosen = attention(self.attention)

@@ -246,8 +246,8 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
 def learning_rate_schedule(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     if config.schedule == "cosine":
         return "cosine_with_min_lr", {"min_lr_rate": config.final_learning_rate}
-    decay = int(config.decay) if config.decay >= 1 else round(config.decay * config.steps)
-    return "warmup_stable_decay", {"num_decay_steps": decay, "min_lr_ratio": config.final_learning_rate}
+    decay = {"num_decay_steps": config.in_steps(config.decay), "min_lr_ratio": config.final_learning_rate}
+    return "warmup_stable_decay", decay
 
 
 def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | None) -> SoftplusGPTConfig:
