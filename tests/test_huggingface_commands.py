@@ -116,7 +116,7 @@ def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: p
     )  # fmt: skip
     BertLMHeadModel(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    assert main([*(word.format(folder) for word in words.split()), "--device", "cpu"]) == 2
+    assert main([*(word.format(folder) for word in words), "--device", "cpu"]) == 2
     assert "must be a causal language model, got BertLMHeadModel, whose tokens see those" in capsys.readouterr().err
     assert not Path(f"{folder}-new").exists()
 

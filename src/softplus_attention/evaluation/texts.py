@@ -60,7 +60,8 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
             continue
         if not Path(name).exists():
             which = "training" if to_train else "validation"
-            fail("--text", f"files or folders of text, or {BUILTIN} for the {which} text of the package", repr(name))
+            expected = f"files or folders of text, or {BUILTIN} for the {which} text of the package"
+            fail("--text", expected, f"{name!r}, which does not exist")
         for found in find([name], Reading(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
                 fail("--text", "text (tokens are read by --data)", repr(found.name))
