@@ -142,6 +142,9 @@ def wide_heads(study: Study) -> str:
         for wide, narrow in ((OURS_WIDE, OURS), (THEIRS_WIDE, THEIRS)):
             better = facts.below(wide, narrow, facts.size.multiples)
             holds(better, f"{wide} is below {narrow} at every length at {facts.size.name}")
+        for m in (1, 16, 64):
+            more = facts.behind(OURS, OURS_WIDE, m) > facts.behind(THEIRS, THEIRS_WIDE, m)
+            holds(more, f"LSSAR wins more by heads of 128 than softmax at {m}x ({facts.size.name})")
     won = "; ".join(f"{won_by_wide_heads(facts)} with {millions(facts)}" for facts in sizes)
     return f"**Heads of 128 in place of 64 help both, LSSAR more**: it wins {won}. {heads_wider_still(study)}"
 

@@ -228,6 +228,9 @@ def at_every_size(study: Study) -> str:
         for facts, ours, _ in sizes:
             found = at_least_nine_of_ten(facts, ours)
             holds(found, f"{ours} finds at least 90% of pass keys to 16x at {facts.size.name}")
+        for facts, ours, theirs in sizes[1 if wide else 0 :]:
+            fewer = facts.passkey(ours, 64) < facts.passkey(theirs, 64)
+            holds(fewer, f"{ours} finds fewer pass keys than softmax at 64x at {facts.size.name}")
         sides = (each((facts.passkey(arms[side], 64) for facts, *arms in sizes), percent) for side in (0, 1))
         far.append(" against ".join(f"{side}%" for side in sides) + f" with heads of {128 if wide else 64}")
     facts = study["85m-again"]

@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from softplus_attention import PowerByLength
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of
+from softplus_attention.huggingface.loading import refuse_foresight
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
@@ -119,6 +122,24 @@ def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: p
     assert main([*(word.format(folder) for word in words), "--device", "cpu"]) == 2
     assert "must be a causal language model, got BertLMHeadModel, whose tokens see those" in capsys.readouterr().err
     assert not Path(f"{folder}-new").exists()
+
+
+@pytest.mark.parametrize(("leak", "refused"), [(0.0, False), (1e-6, False), (1e-3, True)])
+def test_rounding_is_no_foresight(leak: float, refused: bool) -> None:
+    """Experts of a causal model round anew where another token joins them: Mixtral by 1e-7 to 1e-6 of its logits."""
+
+    class Leaking(torch.nn.Embedding):
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return self
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+            own = super().forward(input_ids)
+            return SimpleNamespace(logits=own + leak * own[:, -1:])
+
+    torch.manual_seed(0)
+    expected = pytest.raises(ValueError, match="`model` must be a causal language model, got Leaking")
+    with expected if refused else nullcontext():
+        refuse_foresight("model", Leaking(32, 32), torch.arange(4)[None])
 
 
 class TestGenerate:

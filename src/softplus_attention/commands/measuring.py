@@ -59,7 +59,7 @@ def add_texts(parser: argparse.ArgumentParser, required: bool = True) -> None:
     texts = parser.add_mutually_exclusive_group(required=required)
     texts.add_argument("--data", metavar="FOLDER", help="written by `softplus-attention data prepare`")
     texts.add_argument(
-        "--text", nargs="+", metavar="FILE", help=".txt or .jsonl files, or builtin: the old works in the package"
+        "--text", nargs="+", metavar="FILE", help=".txt or .jsonl files, or builtin: the validation text of the package"
     )
     parser.add_argument("--split", default="validation", help="of --data (default: %(default)s)")
     parser.add_argument("--tokenizer", help="for --text (default: the one saved with each model)")
