@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,7 +197,8 @@ class TestTraining:
         ]
         assert result["results"]["skipped"] == [{"length": 2, "reason": "`length` must be at least 4 tokens, got 2"}]
         assert result["results"]["training"]["steps"] == 8
-        assert (tmp_path / result["results"]["training"]["model"] / "config.json").is_file()
+        saved = tmp_path / result["results"]["training"]["model"]
+        assert json.loads((saved / "config.json").read_text())["use_cache"]
         table = measure.table_of([result])
         assert f"{100 * entries[1]['accuracy']:.1f}" in table
         # A second time nothing is trained.

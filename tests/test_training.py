@@ -498,6 +498,7 @@ class TestRun:
         tokenizer = AutoTokenizer.from_pretrained(run.output / "model")
         assert model.config.power == {"base": 15, "slope": 4.0, "n0": 24}
         assert model.config.use_cache
+        assert model.generation_config.use_cache
         ids = tokenizer("abc def", return_tensors="pt").input_ids
         assert math.isfinite(model(ids, labels=ids).loss.item())
         assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] == ids.shape[1] + 4

@@ -25,6 +25,7 @@ from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.synthetic import IGNORED, Task, TaskSequences
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.huggingface.loading import load_weights
+from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
 from softplus_attention.training.metrics import METRICS, keep_until
@@ -88,7 +89,7 @@ def trained_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]
     seconds = time.perf_counter() - started
     partial = run / "model.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    trainer.model.save_pretrained(partial)
+    save_trained(trainer.model, partial)
     shutil.rmtree(run / "model", ignore_errors=True)
     partial.replace(run / "model")
     losses = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]

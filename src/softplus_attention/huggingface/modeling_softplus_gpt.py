@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation import GenerationConfig, GenerationMixin, MaxLengthCriteria, StoppingCriteriaList
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -313,6 +314,19 @@ class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *options: Any, **named: Any) -> None:
+        generation = self.generation_config
+        if generation.use_cache is not self.config.use_cache:
+            generation._from_model_config = None  # a choice of its own: see adjust_generation_fn
+        super().save_pretrained(save_directory, *options, **named)
+
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *options: Any, **named: Any) -> None:
+        """Called by ``from_pretrained``. A saved generation config that says it was made from the model's config has
+        the model's ``use_cache``: earlier versions saved trained models with the cache off in that file alone."""
+        super().adjust_generation_fn(generation_config, *options, **named)
+        if generation_config is None and self.generation_config._from_model_config:
+            self.generation_config.use_cache = self.config.use_cache
 
     def _get_stopping_criteria(self, *given: Any, **named: Any) -> StoppingCriteriaList:
         """transformers' own, without its warning beyond ``max_position_embeddings``, which limits nothing here."""

@@ -176,6 +176,7 @@ def wait_for_all() -> None:
 
 
 def pretrain_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.huggingface.saving import save_trained
     from softplus_attention.physics.training import pretrain
 
     run = folder.run(arm, seed)
@@ -183,7 +184,7 @@ def pretrain_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
         return
     model, measured = pretrain(folder.experiment, arm, seed, run / "pretraining", machine)
     if is_main():
-        model.save_pretrained(run / "pretrained")
+        save_trained(model, run / "pretrained")
         write_json(run / "pretrain.json", measured)
 
 
@@ -206,6 +207,7 @@ def probe_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
 
 
 def tune_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+    from softplus_attention.huggingface.saving import save_trained
     from softplus_attention.physics.forces import quality, said_forces
     from softplus_attention.physics.training import tune
 
@@ -219,7 +221,7 @@ def tune_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
         arrays = said_forces(model.to(machine.device), folder.experiment, seed)
         write_arrays(cell.folder / "force.npz", arrays)
         if cell.labels == max(folder.experiment.labels):
-            model.save_pretrained(cell.folder / "model")
+            save_trained(model, cell.folder / "model")
         measured["quality"] = {"inside": quality(arrays, "inside")}
         write_json(cell.folder / "tune.json", measured)
         r2 = measured["quality"]["inside"].get("r2_ln_force", float("nan"))

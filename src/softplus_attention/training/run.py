@@ -19,6 +19,7 @@ from transformers import PrinterCallback, TrainingArguments, set_seed
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
 from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import quiet
+from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import checkpoints, parallel, run_record
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
@@ -370,16 +371,12 @@ def save_model(run: Path, config: TrainConfig, trainer: SoftplusTrainer, folder:
     # Built anew: the trained one may be sharded or compiled. Its config holds the last power.
     saved = SoftplusGPTForCausalLM(trainer.model.config)
     saved.load_state_dict(weights)
-    saved.config.use_cache = True
     growth = config.growth()
     if growth is not None:
         set_power(saved, growth)
     partial = run / (MODEL + checkpoints.PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-    saved.save_pretrained(partial)
-    tokenizer = folder.tokenizer()
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+    save_trained(saved, partial, folder.tokenizer())
     for path in (*checkpoints.files_in(partial), partial):
         checkpoints.flush(path)
     shutil.rmtree(run / MODEL, ignore_errors=True)
