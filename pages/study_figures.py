@@ -13,7 +13,7 @@ from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, lo
 from study_sizes import OURS_WIDE, THEIRS_WIDE, parameters
 
 from softplus_attention.figures import COLOURS, MARKERS, save
-from softplus_attention.report.charts import csv_text
+from softplus_attention.files import csv_text
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
 from softplus_attention.report.study import MIX, ROTARY
 
@@ -125,7 +125,7 @@ def csv_of(lines: Sequence[Line], length: int) -> str:
         for multiple, found in line.points.items()
         for error in [f"{line.bars[multiple]:.5f}" if multiple in line.bars else ""]
     ]
-    return csv_text((["line", "tokens", "times", "nats", "seeds", "bar"], rows))
+    return csv_text(["line", "tokens", "times", "nats", "seeds", "bar"], rows)
 
 
 def close_up(quantity: str, lines: Sequence[Line]) -> tuple[float, float] | None:

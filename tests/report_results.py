@@ -19,7 +19,13 @@ def frame(measure: str, name: str, results: Any) -> dict[str, Any]:
         "version": 1,
         "measure": measure,
         "complete": True,
-        "model": {"name": name, "source": "made up", "training_length": 128, "config": {"hidden_size": name}},
+        "model": {
+            "name": name,
+            "source": "made up",
+            "attention": "lssar",
+            "training_length": 128,
+            "config": {"hidden_size": name},
+        },
         "settings": {"data": "made up"},
         "made": {"command": f"made up for a test, {name}", "versions": {"torch": "0"}, "machine": {"device": "none"}},
         "results": results,
@@ -31,15 +37,22 @@ def lengths(rise: float) -> dict[str, Any]:
     for place, length in enumerate(LENGTHS):
         control = {"window": 128, "full": 1.7, "short": 1.75, "gain": 0.05, "standard_error": 0.004}
         positions = [{"first": 1, "end": 128, "loss": 1.9}, {"first": 128, "end": 256, "loss": None}]
-        row = {"length": length, "loss": 1.8 + rise * place, "standard_error": 0.02, "positions": positions}
-        rows.append({**row, "control": control if place else None})
+        row = {"length": length, "times": length / 128, "loss": 1.8 + rise * place, "standard_error": 0.02}
+        rows.append({**row, "positions": positions, "control": control if place else None})
     used = {"documents": 7, "sequences": 24, "longest": 1024}
     return {"used": used, "skipped": [{"length": 4096, "reason": "no document is so long"}], "lengths": rows}
 
 
 def passkey(accuracy: float) -> dict[str, Any]:
     cells = [
-        {"length": length, "depth": depth, "accuracy": accuracy if depth else None}
+        {
+            "length": length,
+            "times": length / 128,
+            "depth": depth,
+            "trials": 10,
+            "correct": 10 * accuracy,
+            "accuracy": accuracy if depth else None,
+        }
         for length in LENGTHS
         for depth in (0.0, 0.5, 1.0)
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from softplus_attention.files import replacing, write_json, write_whole
+from softplus_attention.files import append_line, csv_text, replacing, write_json, write_whole
 
 
 def test_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
@@ -55,3 +55,36 @@ def test_a_killed_process_leaves_the_old_one(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, str(path)])
     assert done.returncode == -signal.SIGKILL
     assert path.read_text() == "old\n"
+
+
+def test_links_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a link at the name nor one planted at the temporary name is followed."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    path = tmp_path / "notes.txt"
+    path.symlink_to(outside)
+    write_whole(path, "new\n")
+    assert (path.read_text(), path.is_symlink(), outside.read_text()) == ("new\n", False, "mine")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "guessed")
+    (tmp_path / "notes.txt.guessed.tmp").symlink_to(outside)
+    with pytest.raises(FileExistsError):
+        write_whole(path, "newer\n")
+    assert (path.read_text(), outside.read_text()) == ("new\n", "mine")
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_lines_are_added_to_files_only(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append_line(path, "one")
+    append_line(path, "two")
+    assert path.read_text() == "one\ntwo\n"
+    other = tmp_path / "other"
+    other.symlink_to(path) if kind == "link" else os.mkfifo(other)
+    with pytest.raises(OSError, match=r"Too many levels|No such device"):
+        append_line(other, "three")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_csv_has_no_formulas() -> None:
+    rows = [["=1+1", -0.5, "-0.5"], ["@x", None, "\x1b[31mred"], ["\ttab", "+1e5", "\rreturn"]]
+    assert csv_text(["-a", "b"], rows) == ("'-a,b\n'=1+1,-0.5,-0.5\n'@x,,\ufffd[31mred\n'\ttab,+1e5,'\ufffdreturn\n")

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softplus_attention.cli import main
+from softplus_attention.files import csv_text
 from softplus_attention.report import build, document
-from softplus_attention.report.charts import LineChart, Series, csv_text, percent_words
+from softplus_attention.report.charts import LineChart, Series, percent_words
 from softplus_attention.report.drawing import heat
 from softplus_attention.report.reading import find_results
 
@@ -237,7 +238,7 @@ def test_no_damage_crashes_it(data, tmp_path):
     build.html_of(found, sections, {}, "files").encode()
     for section in sections:
         for figure in section.figures():
-            csv_text(figure.table()).encode()
+            csv_text(*figure.table()).encode()
     assert len(found.results) + len({path for path, _ in found.problems}) + found.working_files == 1
 
 
@@ -254,7 +255,7 @@ def test_packed_weights_are_exact():
 
 def test_csv_holds_the_numbers_and_no_formulas():
     chart = LineChart("t", "x", "y", [Series("=cmd()", [1, 2], [0.5, None], [0.1, None]), Series("b", [2], [-3.25])])
-    text = csv_text(chart.table())
+    text = csv_text(*chart.table())
     assert text == "x,'=cmd(),'=cmd(): standard error,b\n1,0.5,0.1,\n2,,,-3.25\n"
 
 

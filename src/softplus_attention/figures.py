@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.files import replacing
+
 # Okabe and Ito's colours, with a line style each: the order is the order of the curves.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLES = ("-", "--", "-", "-.", ":", "--", "-.", ":")
@@ -38,9 +40,11 @@ def save(figure: Any, path: Path) -> list[Path]:
     """``path`` with .png and .svg."""
     import matplotlib
 
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    png, svg = (path.with_suffix(suffix) for suffix in (".png", ".svg"))
     # The same figure gives the same file: no date, no random identifiers.
     with matplotlib.rc_context({"svg.hashsalt": "softplus-attention", "svg.fonttype": "none"}):
-        figure.savefig(paths[0], dpi=160)
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths
+        with replacing(png) as file:
+            figure.savefig(file, format="png", dpi=160)
+        with replacing(svg) as file:
+            figure.savefig(file, format="svg", metadata={"Date": None})
+    return [png, svg]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.files import write_csv, write_json, write_whole
 from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
@@ -116,9 +116,7 @@ def prepare_text(folder: Path, texts: int) -> Texts:
     source = text_of(folder)
     if not source.exists():
         source.parent.mkdir(parents=True, exist_ok=True)
-        partial = source.with_suffix(".partial")
-        partial.write_text("".join(json.dumps({"text": text}) + "\n" for text in train))
-        partial.rename(source)
+        write_whole(source, "".join(json.dumps({"text": text}) + "\n" for text in train))
     if not is_demo_data(folder):  # by another path to the same folder it would be other data
         prepare([source], folder / "data", tokenizer="bytes", validation_fraction=0.0, workers=1)
     longest = TRAINING["sequence_length"] * MULTIPLES[-1]
@@ -198,11 +196,9 @@ def write(
     results = {"command": command, **about}
     # Of this call: what an earlier one finished took none of them.
     results |= {"seconds": round(seconds, 1), "settings": settings, "loss": losses, "standard_error": errors}
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    with (folder / "loss-by-length.csv").open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        writer.writerow(["attention", *lengths])
-        writer.writerows([name, *(f"{loss:.5f}" for loss in row)] for name, row in losses.items())
+    write_json(folder / "results.json", results)
+    rounded = ([name, *(f"{loss:.5f}" for loss in row)] for name, row in losses.items())
+    write_csv(folder / "loss-by-length.csv", ["attention", *map(str, lengths)], rounded)
 
     rows = [[name, *(f"{loss:.3f}" for loss in row)] for name, row in losses.items()]
     head = ["attention", *(f"{n} ({n // lengths[0]}x)" for n in lengths)]
@@ -227,5 +223,5 @@ def write(
     ]
     footer = "Made by softplus-attention demo; " + ", ".join(f"{name} {version}" for name, version in versions.items())
     html = folder / "index.html"
-    html.write_text(page.page("Trained short, read long", parts, footer))
+    write_whole(html, page.page("Trained short, read long", parts, footer))
     return [html, png, svg, folder / "loss-by-length.csv", folder / "results.json"]

@@ -177,7 +177,7 @@ def claimed(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
             DataError,
         )
     work.mkdir(parents=True, exist_ok=True)
-    with (work / LOCK).open("w") as lock:
+    with os.fdopen(os.open(work / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "w") as lock:
         try:
             # Released by the system however the process ends, and not inherited by the workers.
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import datetime
 import hashlib
 import itertools
@@ -10,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
@@ -159,11 +158,3 @@ def results_in(folder: Path, measure: str | None = None) -> list[dict[str, Any]]
         if path.name.partition("--")[0] in MEASURES:
             found.append(read(path))
     return found
-
-
-def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
-    with path.open("w", newline="") as handle:
-        writer = csv.writer(handle)
-        writer.writerow(head)
-        writer.writerows([["" if cell is None else cell for cell in row] for row in rows])
-    return path

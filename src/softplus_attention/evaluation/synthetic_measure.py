@@ -23,6 +23,7 @@ from softplus_attention.evaluation.models import Opened, Request
 from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.synthetic import IGNORED, Task, TaskSequences
+from softplus_attention.files import write_whole
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.huggingface.loading import load_weights
 from softplus_attention.huggingface.saving import save_trained
@@ -96,7 +97,7 @@ def trained_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]
     final = next((entry["loss"] for entry in reversed(losses) if "loss" in entry), None)
     found = {"length": config.sequence_length, "steps": config.steps, "final_loss": final, "seconds": round(seconds, 1)}
     found |= {"steps_in_that_time": config.steps - step}
-    record.write_text(json.dumps(found) + "\n")
+    write_whole(record, json.dumps(found) + "\n")
     for leftover in checkpoints.checkpoints(run):
         shutil.rmtree(leftover)
     return run / "model", found

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from softplus_attention.files import write_whole
+
 MODULE = "softplus_attention_model"
 # Subclasses, so that transformers marks these as coming with the model and not the classes of everybody.
 CODE = """import {config_module}
@@ -35,12 +37,12 @@ def save_with_code(model: PreTrainedModel, directory: str | Path, **options: Any
     model.save_pretrained(directory, **options)
     names = {"model": model_class.__name__, "config": config_class.__name__}
     modules = {"model_module": model_class.__module__, "config_module": config_class.__module__}
-    (directory / f"{MODULE}.py").write_text(CODE.format(**names, **modules))
+    write_whole(directory / f"{MODULE}.py", CODE.format(**names, **modules))
     path = directory / "config.json"
     saved = json.loads(path.read_text())
     kind = "AutoModelForCausalLM" if model.can_generate() else "AutoModel"
     saved["auto_map"] = {"AutoConfig": f"{MODULE}.{names['config']}", kind: f"{MODULE}.{names['model']}"}
-    path.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+    write_whole(path, json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 
 def importable(kind: type) -> type:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.figures import COLOURS, MARKERS
+from softplus_attention.files import replacing
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
 
@@ -35,7 +36,8 @@ def draw_all(folder: Folder) -> list[Path]:
         figure = draw(folder, pyplot)
         if figure is not None:
             path = target / f"{name}.png"
-            figure.savefig(path, dpi=130, bbox_inches="tight")
+            with replacing(path) as file:
+                figure.savefig(file, format="png", dpi=130, bbox_inches="tight")
             pyplot.close(figure)
             drawn.append(path)
     return drawn

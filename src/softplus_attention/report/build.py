@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from softplus_attention import __version__
-from softplus_attention.files import write_whole
+from softplus_attention.files import clean_text, write_csv, write_whole
 from softplus_attention.report import document, measures, other
-from softplus_attention.report.charts import Figure, Table, csv_text, slug
+from softplus_attention.report.charts import Figure, Table, slug
 from softplus_attention.report.drawing import draw
-from softplus_attention.report.reading import Found, clean_text, find_results
+from softplus_attention.report.reading import Found, find_results
 from softplus_attention.report.sections import Looks, Section
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
@@ -47,6 +47,8 @@ def write_report(
     if page.exists() and MADE_BY not in page.read_text(errors="replace"):
         fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
     beside = page.parent / f"{page.stem}-files"
+    if beside.is_symlink():
+        fail(str(beside), "a folder for the report's figures", "a link, through which other files could be overwritten")
     found = find_results(folder, skip=beside)
     if not found.results:
         names = "; ".join(f"{path}: {words}" for path, words in found.problems[:5])
@@ -100,9 +102,7 @@ def write_files(
     written = []
     for place, (name, figure) in enumerate(figures):
         path = folder / name
-        table = folder / f"{name}.csv"
-        write_whole(table, csv_text(figure.table()))
-        written.append(table)
+        written.append(write_csv(folder / f"{name}.csv", *figure.table()))
         wanted[name] = TABLE
         if not isinstance(figure, Table):
             digest = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()

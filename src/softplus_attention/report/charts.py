@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -139,21 +137,6 @@ def percent_words(share: Number) -> str:
 
 def to_json(figure: Chart) -> dict[str, Any]:
     return {name: value for name, value in asdict(figure).items() if name != "caption"}
-
-
-def csv_text(table: tuple[Sequence[str], Iterable[Sequence[str]]]) -> str:
-    head, body = table
-    handle = io.StringIO()
-    writer = csv.writer(handle, lineterminator="\n")
-    writer.writerow([plain_cell(cell) for cell in head])
-    writer.writerows([plain_cell(cell) for cell in row] for row in body)
-    return handle.getvalue()
-
-
-def plain_cell(text: str) -> str:
-    """A spreadsheet takes text that begins with = + - @ for a formula: not from a file we did not write."""
-    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", text)
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t") and not is_number else text
 
 
 def slug(text: str) -> str:

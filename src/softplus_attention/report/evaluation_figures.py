@@ -76,7 +76,7 @@ def passkey_figure(results: Sequence[Result]) -> Any:
     """A heat map per model: length by depth."""
     figure, grid = figure_of(4.6 * len(results) + 0.6, 3.9, 1, len(results), sharey=True)
     for axes, result in zip(grid.flat, results, strict=True):
-        cells = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in result["results"]["cells"]}
+        cells = {(cell["depth"], cell["length"]): drawn(cell["accuracy"]) for cell in result["results"]["cells"]}
         depths, lengths = (sorted({key[place] for key in cells}) for place in (0, 1))
         values = [[cells.get((depth, length), float("nan")) for length in lengths] for depth in depths]
         image = axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto")

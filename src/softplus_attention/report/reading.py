@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.files import clean_text
+
 FORMAT = "softplus-attention result"
 MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
 LARGEST_FILE = 256 << 20
@@ -20,8 +22,6 @@ WORKING_FILES = re.compile(
     r"|(chat_template|.*\.index|trainer_state|index|plan|manifest|position)\.json"
     r"|(experiment|pretrain|probes|tune|long|laws|seed\d+)\.json"
 )
-# Control characters and lone surrogates have no place in a page, a figure or a terminal.
-UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 class UnreadableError(ValueError):
@@ -127,10 +127,6 @@ def is_numbers(name: str, value: Any) -> bool:
     if name in ("machine", "versions", "settings", "shape", "config") or not isinstance(value, dict) or not value:
         return False
     return all(isinstance(item, int | float) and not isinstance(item, bool) for item in value.values())
-
-
-def clean_text(text: str) -> str:
-    return UNPRINTABLE.sub("\ufffd", text)
 
 
 def cleaned(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from softplus_attention.evaluation import results as files
+from softplus_attention.files import write_csv
 from softplus_attention.validation import fail
 
 Rows = Callable[[Sequence[dict[str, Any]]], tuple[list[str], list[list[Any]]]]
@@ -34,7 +35,7 @@ def tables_of(measure: str) -> dict[str, Rows]:
 
 
 def write_tables(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[Path]:
-    return [files.write_csv(folder / f"{name}.csv", *rows(results)) for name, rows in tables_of(measure).items()]
+    return [write_csv(folder / f"{name}.csv", *rows(results)) for name, rows in tables_of(measure).items()]
 
 
 def check_whole(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from softplus_attention.files import write_whole
+from softplus_attention.files import append_line, write_whole
 from softplus_attention.training.errors import RunStopped, is_disk_full
 
 METRICS = "metrics.jsonl"
@@ -96,8 +96,7 @@ class Journal(TrainerCallback):
         logs = others["logs"]
         entry = {"step": state.global_step, **{name: as_json(value) for name, value in logs.items()}}
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
+            append_line(self.path, json.dumps(entry))
         except OSError as error:
             if not is_disk_full(error):
                 raise

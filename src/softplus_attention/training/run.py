@@ -153,7 +153,7 @@ def only_one(run: Path) -> Iterator[None]:
     def taken() -> Any:
         try:
             run.mkdir(parents=True, exist_ok=True)
-            handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT)
+            handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         except OSError as error:
             fail("output", "a folder that can be written", f"{str(run)!r}: {error.strerror}")
         try:
