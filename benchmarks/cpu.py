@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import softplus_attention as package
-from softplus_attention import provenance, softplus_attention
+from softplus_attention import softplus_attention
+from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).parents[1]
 HEADS, HEAD_DIM, POWER = 8, 64, 15

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from softplus_attention import provenance
+from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN = ("encode_batch_fast", "encode_batch")

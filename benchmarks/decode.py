@@ -23,8 +23,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from softplus_attention import provenance
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+from softplus_attention.utils import provenance
 
 WARM_UP, BEFORE_CAPTURE = 3, 3
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)

@@ -40,7 +40,7 @@ def made_by(script: str, device: str, commit: str | None = None) -> Data:
     import torch
 
     import softplus_attention
-    from softplus_attention import provenance
+    from softplus_attention.utils import provenance
 
     try:
         import triton

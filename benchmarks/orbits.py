@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from softplus_attention import provenance
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.orbits import simulate
+from softplus_attention.utils import provenance
 
 DISTRIBUTIONS = ("published-code", "published-text", "identifiable")
 POSITIONS = 999  # of a sequence, after the one that says the time step

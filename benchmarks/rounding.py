@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from softplus_attention import provenance, softplus_attention
+from softplus_attention import softplus_attention
 from softplus_attention.reference import unit
+from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 

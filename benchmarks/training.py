@@ -28,11 +28,11 @@ from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
 
-from softplus_attention import provenance
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.training import metrics
 from softplus_attention.training.configuration import TrainConfig, configured
 from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.utils import provenance
 
 VOCABULARY = 50257
 QUICK = {"layers": 2, "width": 32, "heads": 2, "sequence_length": 64, "micro_batch_size": 4, "compile": False}

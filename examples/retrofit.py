@@ -20,10 +20,10 @@ import transformers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from softplus_attention import provenance
 from softplus_attention.data import builtin_text
 from softplus_attention.evaluation.lengths import Texts, loss_by_length, texts_of
 from softplus_attention.huggingface import set_power, use_attention
+from softplus_attention.utils import provenance
 
 LENGTH = 128
 LENGTHS = [LENGTH * multiple for multiple in (1, 2, 4, 8, 16)]

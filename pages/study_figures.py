@@ -13,9 +13,9 @@ from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, lo
 from study_sizes import OURS_WIDE, THEIRS_WIDE, parameters
 
 from softplus_attention.figures import COLOURS, MARKERS, save
-from softplus_attention.files import csv_text
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
 from softplus_attention.report.study import MIX, ROTARY
+from softplus_attention.utils.files import csv_text
 
 WINDOW_COLOUR = "#777777"
 # The last of COLOURS is too near to the windows' grey.

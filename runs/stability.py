@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from softplus_attention import provenance
 from softplus_attention.data import TokenDataset
 from softplus_attention.evaluation.capture import Call, run_decoder, watching
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
@@ -28,6 +27,7 @@ from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run_record import RUN
+from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "stability"

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from softplus_attention import catalog, provenance
+from softplus_attention import catalog
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.inside import WORDS
 from softplus_attention.evaluation.inside_measure import measure_inside
@@ -35,6 +35,7 @@ from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAtte
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run_record import RUN
+from softplus_attention.utils import provenance
 
 SIZES: dict[str, dict[str, Any]] = {
     # Learns nothing: to see that all of it runs.

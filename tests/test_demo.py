@@ -9,8 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from softplus_attention.cli import main
-from softplus_attention.commands import demo
+from softplus_attention.cli import demo, main
 
 
 class Tags(HTMLParser):

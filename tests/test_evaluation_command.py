@@ -13,7 +13,7 @@ import pytest
 from evaluation_cases import saved_model
 
 from softplus_attention.cli import main
-from softplus_attention.evaluation.results import read
+from softplus_attention.utils.results import read
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 

@@ -18,8 +18,7 @@ import harness_cases
 from harness_cases import QUESTIONS, records, result_of, values, words_for, write
 from huggingface_models import byte_tokenizer
 
-from softplus_attention.cli import main
-from softplus_attention.commands import downstream
+from softplus_attention.cli import downstream, main
 from softplus_attention.evaluation import harness
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 

@@ -21,11 +21,11 @@ from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, m
 from softplus_attention.evaluation.lengths import losses_of
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
 from softplus_attention.evaluation.models import request_of, requests_of, training_length_of
-from softplus_attention.evaluation.results import file_name, plain, read, results_in
 from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
 from softplus_attention.report.evaluation_figures import lengths_figure
+from softplus_attention.utils.results import file_name, plain, read, results_in
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
 

@@ -36,8 +36,8 @@ from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.evaluation.loss import TokenLoss
 from softplus_attention.evaluation.models import fingerprint, request_of
 from softplus_attention.evaluation.passkey import prompt_of
-from softplus_attention.evaluation.results import file_name, read
 from softplus_attention.huggingface import use_attention
+from softplus_attention.utils.results import file_name, read
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from softplus_attention.files import append_line, csv_text, replacing, write_json, write_whole
+from softplus_attention.utils.files import append_line, csv_text, replacing, write_json, write_whole
 
 
 def test_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_killed_process_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     write_whole(path, "old\n")
     program = (
-        "import os, signal, sys; from pathlib import Path; from softplus_attention.files import replacing\n"
+        "import os, signal, sys; from pathlib import Path; from softplus_attention.utils.files import replacing\n"
         "with replacing(Path(sys.argv[1])) as file:\n"
         "    file.write(b'half of the n'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

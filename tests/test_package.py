@@ -60,9 +60,9 @@ def test_nobody_is_told_to_install_it_by_name() -> None:
 
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
-    "power", "visibility", "validation", "files", "provenance", "figures", "reference", "kernels", "functional",
-    "baselines", "catalog", "nn", "huggingface", "data", "training", "evaluation", "physics", "report", "commands",
-    "cli", "__main__",
+    "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "figures",
+    "baselines", "catalog", "nn", "huggingface", "data", "training", "evaluation", "physics", "report", "cli",
+    "__main__",
 )  # fmt: skip
 
 

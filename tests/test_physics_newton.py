@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from softplus_attention.cli import main
-from softplus_attention.physics.command import NUMBERS, add_command
+from softplus_attention.cli.newton import NUMBERS, add_command
 from softplus_attention.physics.distributions import DISTRIBUTIONS
 from softplus_attention.physics.forces import quality, said_forces
 from softplus_attention.physics.laws import NEWTON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from softplus_attention import provenance
+from softplus_attention.utils import provenance
 
 
 def test_a_command_has_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:

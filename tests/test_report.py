@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softplus_attention.cli import main
-from softplus_attention.files import csv_text
 from softplus_attention.report import build, document
 from softplus_attention.report.charts import LineChart, Series, percent_words
 from softplus_attention.report.drawing import heat
 from softplus_attention.report.reading import find_results
+from softplus_attention.utils.files import csv_text
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -19,7 +19,7 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 
-from softplus_attention.commands import info
+from softplus_attention.cli import info
 from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch, triton_relaunch
 from softplus_attention.kernels.triton_relaunch import kinds
 

@@ -24,7 +24,7 @@ from typing import Any
 import softplus_attention.data
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["softplus_attention.training.run", "softplus_attention.training.command"])
+SERVER.set_forkserver_preload(["softplus_attention.training.run", "softplus_attention.cli.train"])
 
 # Seconds on one core: two layers, 24 steps, a checkpoint every four, losses of single steps.
 TINY: dict[str, Any] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.files import replacing
+from softplus_attention.utils.files import replacing
 
 # Okabe and Ito's colours, with a line style each: the order is the order of the curves.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from softplus_attention import files
-from softplus_attention.files import FULL
+from softplus_attention.utils import files
+from softplus_attention.utils.files import FULL
 
 
 class DataError(ValueError):

@@ -36,7 +36,7 @@ from softplus_attention.data.pieces import (
 from softplus_attention.data.progress import Progress
 from softplus_attention.data.sources import Reading, Source, find
 from softplus_attention.data.token_files import TokenFile
-from softplus_attention.files import FULL
+from softplus_attention.utils.files import FULL
 from softplus_attention.validation import fail
 
 PLAN = "plan.json"

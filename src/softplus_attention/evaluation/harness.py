@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from softplus_attention.evaluation import harness_ruler as ruler
-from softplus_attention.evaluation import results as files
 from softplus_attention.evaluation.harness_data import (
     FOUND_IN_HUB,
     OUR_TASKS,
@@ -27,8 +26,9 @@ from softplus_attention.evaluation.harness_data import (
     ruler_texts,
 )
 from softplus_attention.evaluation.models import Opened
-from softplus_attention.evaluation.progress import Progress
 from softplus_attention.evaluation.texts import tokenizer_digest
+from softplus_attention.utils import results as files
+from softplus_attention.utils.progress import Progress
 from softplus_attention.validation import fail
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch import Tensor
 from softplus_attention.evaluation import memory
 from softplus_attention.evaluation.memory import TooLongError
 from softplus_attention.evaluation.models import Opened
-from softplus_attention.evaluation.progress import Progress
+from softplus_attention.utils.progress import Progress
 
 # Where no number of sequences is asked for.
 MOST_TOKENS = 16384

@@ -16,9 +16,9 @@ from softplus_attention.evaluation.length_measure import possible_lengths
 from softplus_attention.evaluation.lengths import texts_of
 from softplus_attention.evaluation.memory import TooLongError, is_out_of_memory, sequences_at_once
 from softplus_attention.evaluation.models import Opened
-from softplus_attention.evaluation.progress import Progress
-from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.texts import Documents, check_ids, check_vocabulary, digest_of
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
 from softplus_attention.validation import fail
 
 # Rows of one head that exist at a time: blocks of a batch share the memory of the weights.

@@ -15,9 +15,9 @@ from softplus_attention.evaluation.lengths import Texts, by_position, losses_of,
 from softplus_attention.evaluation.loss import TokenLoss
 from softplus_attention.evaluation.memory import TooLongError, sequences_at_once
 from softplus_attention.evaluation.models import Opened
-from softplus_attention.evaluation.progress import Progress
-from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.texts import Documents, check_vocabulary
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
 from softplus_attention.validation import fail
 
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)

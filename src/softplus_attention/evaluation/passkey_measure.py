@@ -19,10 +19,10 @@ from softplus_attention.evaluation.passkey import (
     smallest_length,
     trials_of,
 )
-from softplus_attention.evaluation.progress import Progress
-from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.texts import Documents, check_ids, check_vocabulary, digest_of
-from softplus_attention.files import replacing
+from softplus_attention.utils.files import replacing
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
 from softplus_attention.validation import fail
 
 MOST_WRONG = 3

@@ -20,10 +20,7 @@ from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.loss import LOGITS
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
 from softplus_attention.evaluation.models import Opened, Request
-from softplus_attention.evaluation.progress import Progress
-from softplus_attention.evaluation.results import ResultFile
 from softplus_attention.evaluation.synthetic import IGNORED, Task, TaskSequences
-from softplus_attention.files import write_whole
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.huggingface.loading import load_weights
 from softplus_attention.huggingface.saving import save_trained
@@ -31,6 +28,9 @@ from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
 from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.utils.files import write_whole
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
 
 # Streams that never meet: what is tested was not trained on.
 TRAINING, TESTING = 0, 1

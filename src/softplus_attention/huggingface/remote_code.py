@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from softplus_attention.files import write_whole
+from softplus_attention.utils.files import write_whole
 
 MODULE = "softplus_attention_model"
 # Subclasses, so that transformers marks these as coming with the model and not the classes of everybody.

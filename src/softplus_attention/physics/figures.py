@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.figures import COLOURS, MARKERS
-from softplus_attention.files import replacing
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
+from softplus_attention.utils.files import replacing
 
 
 def draw_all(folder: Folder) -> list[Path]:

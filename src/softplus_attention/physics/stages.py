@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention import files
 from softplus_attention.physics.presets import Experiment
+from softplus_attention.utils import files
 from softplus_attention.validation import fail
 
 STAGES = ("pretrain", "probe", "tune", "long", "laws", "figures")

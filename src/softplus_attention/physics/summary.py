@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention import provenance
 from softplus_attention.physics.exponents import NAMES
 from softplus_attention.physics.laws import FACTOR
 from softplus_attention.physics.stages import Folder, read_json
+from softplus_attention.utils import provenance
 
 PACKAGES = ("torch", "transformers", "accelerate", "numpy", "scipy", "pyoperon", "matplotlib")
 RULES = {

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from softplus_attention import __version__
-from softplus_attention.files import clean_text, write_csv, write_whole
 from softplus_attention.report import document, measures, other
 from softplus_attention.report.charts import Figure, Table, slug
 from softplus_attention.report.drawing import draw
@@ -18,6 +17,7 @@ from softplus_attention.report.sections import Looks, Section
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
 from softplus_attention.report.training import training_blocks
+from softplus_attention.utils.files import clean_text, write_csv, write_whole
 from softplus_attention.validation import fail
 
 MADE_BY = "Made by softplus-attention"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.files import clean_text
+from softplus_attention.utils.files import clean_text
 
 FORMAT = "softplus-attention result"
 MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")

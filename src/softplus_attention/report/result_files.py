@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.evaluation import results as files
-from softplus_attention.files import write_csv
+from softplus_attention.utils import results as files
+from softplus_attention.utils.files import write_csv
 from softplus_attention.validation import fail
 
 Rows = Callable[[Sequence[dict[str, Any]]], tuple[list[str], list[list[Any]]]]

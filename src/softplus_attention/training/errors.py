@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from softplus_attention.files import FULL
+from softplus_attention.utils.files import FULL
 
 # torch's own writers pass the system's words on without the number.
 FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")

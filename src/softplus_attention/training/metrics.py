@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from softplus_attention.files import append_line, write_whole
 from softplus_attention.training.errors import RunStopped, is_disk_full
+from softplus_attention.utils.files import append_line, write_whole
 
 METRICS = "metrics.jsonl"
 # Dense bfloat16 TFLOP/s by the makers' data sheets; the first name that is part of the device's counts.

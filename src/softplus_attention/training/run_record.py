@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from softplus_attention import provenance
-from softplus_attention.files import write_json
 from softplus_attention.training.errors import RunStopped
+from softplus_attention.utils import provenance
+from softplus_attention.utils.files import write_json
 
 RUN = "run.json"
 

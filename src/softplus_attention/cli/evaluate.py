@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.downstream import add_downstream
-from softplus_attention.commands.measuring import (
+from softplus_attention.cli.downstream import add_downstream
+from softplus_attention.cli.measuring import (
     RESUME,
     add_texts,
     asked,

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.options import check_device
+from softplus_attention.cli.options import check_device
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ def note_tokenizers(results: Sequence[dict[str, Any]]) -> None:
 
 def finish(folder: Path, measure: str, results: list[dict[str, Any]]) -> None:
     """Tables and figure of this run's models; says what was written."""
-    from softplus_attention.evaluation.results import path_of
     from softplus_attention.report.result_files import draw, write_tables
+    from softplus_attention.utils.results import path_of
 
     written = [path_of(folder, result) for result in results]
     written += [*write_tables(folder, measure, results), *draw(folder, measure, results)]

@@ -16,8 +16,8 @@ from urllib.parse import quote_plus
 
 import torch
 
-from softplus_attention import provenance
-from softplus_attention.data.files import write_json
+from softplus_attention.utils import provenance
+from softplus_attention.utils.files import write_json
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.files import write_csv, write_json, write_whole
+from softplus_attention.utils.files import write_csv, write_json, write_whole
 from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
@@ -179,8 +179,9 @@ def write(
     options: argparse.Namespace,
     seconds: float,
 ) -> list[Path]:
-    from softplus_attention import figures, provenance
+    from softplus_attention import figures
     from softplus_attention.report import page
+    from softplus_attention.utils import provenance
 
     losses = {name: curve.loss for name, curve in curves.items()}
     figure = figures.length_figure(

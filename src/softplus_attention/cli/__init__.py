@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -31,21 +32,23 @@ EXTRAS = {
 }
 
 
+# In the order of --help. A command's module holds its options; what it runs with is imported when it runs.
+COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate", "newton", "info")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(
         prog="softplus-attention", description="Attention that trains short and runs long (LSSA and LSSAR)."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Only the parser that is needed: all of them together take longer than many a command.
+    for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
+        importlib.import_module(f"softplus_attention.cli.{name}").add_command(commands)
 
-    from softplus_attention.commands import convert, demo, evaluate, generate, info, report
-    from softplus_attention.data import command as data
-    from softplus_attention.physics import command as newton
-    from softplus_attention.training import command as training
     from softplus_attention.training.errors import RunStopped
 
-    for command in (demo, data, training, evaluate, report, convert, generate, newton, info):
-        command.add_command(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -85,7 +88,3 @@ def where_from(path: object, options: argparse.Namespace) -> str:
         if named is not None and Path(named).absolute().parent in (place, *place.parents):
             return f" (--{word} {named})"
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

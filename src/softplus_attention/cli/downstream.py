@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.commands.measuring import asked, finish, measure_each, measure_parser
+from softplus_attention.cli.measuring import asked, finish, measure_each, measure_parser
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""The commands of ``softplus-attention``, one module each. They import what they need when they run, not before."""

@@ -1,0 +1,1 @@
+"""Files, provenance, progress lines and results: what every room uses."""
