@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from softplus_attention.cli import main
 from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare, verify
 from softplus_attention.data.index import SPLITS
-from softplus_attention.data.pieces import is_validation
+from softplus_attention.data.shards import is_validation
 
 
 def write_jsonl(path: Path, documents: list[str]) -> Path:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from softplus_attention.data import builtin_text
-from softplus_attention.data.boundaries import can_cut, cut
-from softplus_attention.data.tokenizer import Encoder, bytes_tokenizer, save, train
+from softplus_attention.data.tokenizer import Encoder, bytes_tokenizer, can_cut, cut, save, train
 
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 # Runs of what the pattern tells apart: letters, digits, marks, apostrophes, whitespace of every kind.

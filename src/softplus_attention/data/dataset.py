@@ -1,4 +1,4 @@
-"""Reading a prepared folder: tokens and documents of one split, mapped into memory."""
+"""Reading a prepared folder: its tokens and documents, mapped into memory, and training sequences of fixed length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
+from softplus_attention.data import IGNORED
 from softplus_attention.data.index import Index
 from softplus_attention.validation import fail
 
@@ -84,3 +88,82 @@ class TokenDataset:
 def long_documents(directory: str | Path, split: str, minimum_tokens: int) -> Iterator[Tokens]:
     """The documents of a split that have at least that many tokens, the end-of-document token counted."""
     return TokenDataset.open(directory, split).long_documents(minimum_tokens)
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Map-style: sequence i is the same for the same folder, split, length, seed and epoch, wherever reading starts.
+
+    The documents are put in a random order by seed and epoch and joined; the stream is cut into sequences of
+    ``sequence_length`` tokens (what is left over at the end is dropped), which come in a second random order, so that
+    the parts of a long document do not follow each other. ``set_epoch`` (called by accelerate's data loaders) draws
+    both orders anew.
+
+    Each sequence is {"input_ids", "labels"}, equal, for models that shift labels inside, as transformers' do. With
+    ``document_mask`` there are also "position_ids" that start again at each document, by which transformers keeps
+    packed documents apart, and the label of each document's first token is -100: no prediction crosses documents.
+    transformers looks at them only without an attention mask and without a cache: use its default collator (others add
+    a mask) and ``use_cache=False`` (the Trainer's default).
+    """
+
+    def __init__(
+        self, directory: str | Path, split: str, sequence_length: int, *, seed: int = 0, document_mask: bool = False
+    ) -> None:
+        if isinstance(sequence_length, bool) or not isinstance(sequence_length, int) or sequence_length < 2:
+            fail("sequence_length", "an int >= 2", repr(sequence_length))
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            fail("seed", "an int >= 0", repr(seed))
+        self.source = TokenDataset.open(directory, split)
+        self.sequence_length = sequence_length
+        self.seed = seed
+        self.document_mask = document_mask
+        if self.source.total_tokens < sequence_length:
+            fail(
+                "sequence_length",
+                f"at most the tokens of the {split} split, {self.source.total_tokens}",
+                sequence_length,
+            )
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        order = np.random.default_rng([self.seed, epoch])
+        self.documents = order.permutation(self.source.total_documents)
+        self.ends = np.cumsum(self.source.lengths()[self.documents])
+        self.sequences = order.permutation(len(self))
+
+    def __len__(self) -> int:
+        return self.source.total_tokens // self.sequence_length
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if not -len(self) <= number < len(self):
+            fail("number", f"a sequence from 0 to {len(self) - 1}", number, IndexError)
+        ids = torch.empty(self.sequence_length, dtype=torch.int64)
+        positions = torch.empty_like(ids) if self.document_mask else None
+        begun = []
+        filled = 0
+        for start, stop, is_begin in self._parts(int(self.sequences[number]) * self.sequence_length):
+            count = stop - start
+            ids[filled : filled + count] = torch.from_numpy(self.source.tokens(start, stop).astype(np.int64))
+            if positions is not None:
+                torch.arange(count, out=positions[filled : filled + count])
+                if is_begin:
+                    begun.append(filled)
+            filled += count
+        labels = ids.clone()
+        if positions is None:
+            return {"input_ids": ids, "labels": labels}
+        labels[begun] = IGNORED
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def _parts(self, begin: int) -> Iterator[tuple[int, int, bool]]:
+        """Where the tokens of the shuffled stream from ``begin`` lie: start, stop, whether a document starts there."""
+        end = begin + self.sequence_length
+        place = int(np.searchsorted(self.ends, begin, side="right"))
+        while begin < end:
+            document = int(self.documents[place])
+            start, stop = int(self.source.offsets[document]), int(self.source.offsets[document + 1])
+            skipped = begin - (int(self.ends[place]) - (stop - start))
+            count = min(stop - start - skipped, end - begin)
+            yield start + skipped, start + skipped + count, skipped == 0
+            begin += count
+            place += 1

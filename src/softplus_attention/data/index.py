@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.data.files import DataError, sha256
+from softplus_attention.data import DataError
+from softplus_attention.utils.files import sha256
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention tokens"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,23 +20,24 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from softplus_attention.data import DataError
 from softplus_attention.data import tokenizer as tokenizers
-from softplus_attention.data.assembly import Assembler, is_begun
-from softplus_attention.data.files import DataError, remove_temporary, sha256, write_json
 from softplus_attention.data.index import FORMAT, INDEX, PARTIAL, VERSION, Index
-from softplus_attention.data.pieces import (
+from softplus_attention.data.options import DEFAULT_VOCABULARY, PrepareOptions, flag
+from softplus_attention.data.shards import (
+    Assembler,
     Piece,
-    Settings,
     Worker,
+    WorkerSettings,
+    is_begun,
     is_validation,
     one_thread,
     start_worker,
     write_in_worker,
 )
-from softplus_attention.data.progress import Progress
-from softplus_attention.data.sources import Reading, Source, find
+from softplus_attention.data.sources import Source, find
 from softplus_attention.data.token_files import TokenFile
-from softplus_attention.utils.files import FULL
+from softplus_attention.utils.files import FULL, LockedError, lock, remove_temporary, sha256, write_json
 from softplus_attention.validation import fail
 
 PLAN = "plan.json"
@@ -47,8 +48,6 @@ PIECE_CHARACTERS = 4 << 20
 PIECE_DOCUMENTS = 1 << 16
 # A BPE learns little from more text than this.
 TRAINING_BYTES = 200_000_000
-DEFAULT_VOCABULARY = 8192
-SMALLEST_VOCABULARY = 257
 
 
 def prepare(
@@ -76,88 +75,90 @@ def prepare(
     ``workers`` nor on ``piece_characters``, the text a worker takes at a time (a kill loses a few of these). A stopped
     run goes on when called again with the same arguments.
     """
-    output = Path(output)
     names = [str(source) for source in sources]
-    if tokenizer == "bpe" and vocabulary_size is None:
-        vocabulary_size = DEFAULT_VOCABULARY
-    options = {
-        "tokenizer": tokenizer,
-        "vocabulary_size": vocabulary_size,
-        "end_of_document": end_of_document,
-        "validation_fraction": validation_fraction,
-        "seed": seed,
-        "shard_tokens": shard_tokens,
-        "errors": errors,
-        "text_field": text_field,
-        "separator": separator,
-        "token_dtype": token_dtype,
-        "limit": limit,
-    }
+    options = PrepareOptions(
+        tokenizer=tokenizer,
+        vocabulary_size=vocabulary_size,
+        end_of_document=end_of_document,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        shard_tokens=shard_tokens,
+        errors=errors,
+        text_field=text_field,
+        separator=separator,
+        token_dtype=token_dtype,
+        limit=limit,
+    )
     if workers is None:
         workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    check_options(options, workers)
-    found = find(names, Reading(errors, text_field, separator, token_dtype), output)
+    if workers < 1:
+        fail("--workers", "at least 1", workers, DataError)
+    output = Path(output)
+    found = find(names, options, output)
     if found[0].holds_tokens and tokenizer == "bpe":
         fail("--tokenizer", "the one that made the token files", "'bpe', which is trained on text", DataError)
     plan = {
         "sources": names,
-        "options": options,
+        "options": options.as_dict(),
         "inputs": [source.identity() for source in found],
-        "tokenizer_file": sum_of_tokenizer(Path(tokenizer)),
+        "tokenizer_file": checksum_of_tokenizer(Path(tokenizer)),
         "tokenizers": version("tokenizers"),
     }
     try:
-        with claimed(output, plan) as finished:
+        with prepare_lock(output, plan) as finished:
             if not finished:
-                run(found, output, plan, workers, piece_characters, Progress(report, len(found)))
+                run(found, output, plan, options, workers, piece_characters, Progress(report, len(found)))
             return Index.load(output)
     except OSError as error:
-        if error.errno in FULL:
-            raise DataError(f"no room to write in {output}: make room and run the same command again") from error
-        raise
+        if error.errno not in FULL:
+            raise
+        raise DataError(
+            f"no room to write {error.filename or output}: {error.strerror}. Nothing is lost: make room and run the "
+            "same command again, it continues where it stopped"
+        ) from error
 
 
-def sum_of_tokenizer(path: Path) -> str | None:
+def checksum_of_tokenizer(path: Path) -> str | None:
     """None for one by name."""
     path = path / "tokenizer.json" if path.is_dir() else path
     return sha256(path) if path.is_file() else None
 
 
-def check_options(options: dict[str, Any], workers: int) -> None:
-    size = options["vocabulary_size"]
-    if size is not None and options["tokenizer"] != "bpe":
-        fail("--vocabulary-size", "given only with --tokenizer bpe", size, DataError)
-    if size is not None and size < SMALLEST_VOCABULARY:
-        fail(
-            "--vocabulary-size", f"at least {SMALLEST_VOCABULARY}: the bytes and the end of a document", size, DataError
-        )
-    if options["end_of_document"] is not None and options["tokenizer"] in ("bpe", "bytes"):
-        fail(
-            "--end-of-document",
-            f"left out with --tokenizer {options['tokenizer']}",
-            options["end_of_document"],
-            DataError,
-        )
-    if not 0 <= options["validation_fraction"] <= 1:
-        fail("--validation-fraction", "from 0 to 1", options["validation_fraction"], DataError)
-    if not 0 <= options["seed"] < 2**64:
-        fail("--seed", "from 0 to 2**64 - 1", options["seed"], DataError)
-    if options["shard_tokens"] < 1:
-        fail("--shard-tokens", "at least 1", options["shard_tokens"], DataError)
-    if options["errors"] not in ("strict", "replace"):
-        fail("--errors", "strict or replace", repr(options["errors"]), DataError)
-    if options["token_dtype"] not in ("uint16", "uint32"):
-        fail("--token-dtype", "uint16 or uint32", repr(options["token_dtype"]), DataError)
-    if options["separator"] == "":
-        fail("--separator", "some text", "an empty one", DataError)
-    if options["limit"] is not None and options["limit"] < 1:
-        fail("--limit", "at least 1", options["limit"], DataError)
-    if workers < 1:
-        fail("--workers", "at least 1", workers, DataError)
+class Progress:
+    """What a preparation reports while it runs."""
+
+    def __init__(self, report: Callable[[str], None] | None, sources: int) -> None:
+        self.say = report or (lambda line: None)
+        self.sources = sources
+        self.place = 0
+
+    def begin(self, assembler: Assembler) -> None:
+        self.started = time.monotonic()
+        self.bytes_before = assembler.counts["bytes"]
+        if assembler.next_piece:
+            self.say(f"continuing after {self.amount(assembler)}")
+
+    def update(self, assembler: Assembler) -> None:
+        self.say(f"source {self.place + 1} of {self.sources}: {self.amount(assembler)}, {self.speed(assembler)}")
+
+    def end(self, assembler: Assembler) -> None:
+        self.say(f"done: {self.amount(assembler)}, {self.speed(assembler)}")
+
+    def speed(self, assembler: Assembler) -> str:
+        seconds = time.monotonic() - self.started
+        return f"{(assembler.counts['bytes'] - self.bytes_before) / 1e6 / max(seconds, 1e-9):.1f} MB/s, {seconds:.0f} s"
+
+    def amount(self, assembler: Assembler) -> str:
+        counts = assembler.counts
+        tokens = sum(assembler.tokens.values())
+        return f"{counts['documents']:,} documents, {counts['bytes'] / 1e6:,.1f} MB, {tokens:,} tokens"
+
+
+# ---- the folder: new, to be continued, or finished
 
 
 @contextmanager
-def claimed(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
+def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
     """Makes the folder this plan's own for the time of a run; gives whether the plan was carried out already."""
     work = output / PARTIAL
     if output.exists() and not output.is_dir():
@@ -177,24 +178,22 @@ def claimed(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
             DataError,
         )
     work.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(work / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "w") as lock:
-        try:
-            # Released by the system however the process ends, and not inherited by the workers.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            fail("--output", "a folder that no other preparation is writing", str(output), DataError)
-        if is_begun(work):
-            before = json.loads((work / PLAN).read_text())
-            if plan["options"]["errors"] == "replace":
-                # What was read strictly so far had nothing to replace.
-                before["options"]["errors"] = "replace"
-            check_same(before, plan, f"{output} was begun with other options")
-        elif (work / PLAN).is_file() and json.loads((work / PLAN).read_text()) != plan:
-            (output / TOKENIZER).unlink(missing_ok=True)  # that of other options
-        write_json(work / PLAN, plan)
-        remove_temporary(output)
-        remove_temporary(work)
-        yield False
+    try:
+        with lock(work / LOCK):
+            if is_begun(work):
+                before = json.loads((work / PLAN).read_text())
+                if plan["options"]["errors"] == "replace":
+                    # What was read strictly so far had nothing to replace.
+                    before["options"]["errors"] = "replace"
+                check_same(before, plan, f"{output} was begun with other options")
+            elif (work / PLAN).is_file() and json.loads((work / PLAN).read_text()) != plan:
+                (output / TOKENIZER).unlink(missing_ok=True)  # that of other options
+            write_json(work / PLAN, plan)
+            remove_temporary(output)
+            remove_temporary(work)
+            yield False
+    except LockedError:
+        fail("--output", "a folder that no other preparation is writing", str(output), DataError)
     shutil.rmtree(work)
 
 
@@ -202,7 +201,7 @@ def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
     changes = []
     for name, value in now["options"].items():
         if before["options"].get(name) != value:
-            changes.append(f"--{name.replace('_', '-')} was {before['options'].get(name)}, is {value}")
+            changes.append(f"{flag(name)} was {before['options'].get(name)}, is {value}")
     if before["sources"] != now["sources"]:
         changes.append(f"SOURCE was {' '.join(before['sources'])}, is {' '.join(now['sources'])}")
     elif before["inputs"] != now["inputs"]:
@@ -223,11 +222,11 @@ def run(
     sources: list[Source],
     output: Path,
     plan: dict[str, Any],
+    options: PrepareOptions,
     workers: int,
     piece_characters: int,
     progress: Progress,
 ) -> None:
-    options = plan["options"]
     tokenizer = saved_tokenizer(sources, output, options, progress)
     vocabulary = tokenizers.vocabulary_size(tokenizer)
     end_id: int = tokenizer.get_vocab(with_added_tokens=True)[tokenizers.saved_end(output)]
@@ -235,19 +234,19 @@ def run(
     for source in sources:
         if isinstance(source, TokenFile):
             source.bind(end_id, vocabulary)
-    settings = Settings(
+    settings = WorkerSettings(
         work=output / PARTIAL,
         tokenizer=output / TOKENIZER,
-        as_bytes=options["tokenizer"] == "bytes",
+        as_bytes=options.tokenizer == "bytes",
         dtype=dtype,
         end_id=end_id,
-        seed=options["seed"],
-        validation_fraction=options["validation_fraction"],
+        seed=options.seed,
+        validation_fraction=options.validation_fraction,
     )
-    assembler = Assembler(output, settings.work, dtype, options["shard_tokens"])
+    assembler = Assembler(output, settings.work, dtype, options.shard_tokens)
     assembler.resume()
     progress.begin(assembler)
-    work = pieces(sources, assembler, options["limit"], piece_characters, progress)
+    work = pieces(sources, assembler, options.limit, piece_characters, progress)
     carry_out(work, settings, assembler, workers, progress)
     if not assembler.counts["documents"]:
         shutil.rmtree(output)
@@ -271,34 +270,34 @@ def run(
     progress.end(assembler)
 
 
-def saved_tokenizer(sources: list[Source], output: Path, options: dict[str, Any], progress: Progress) -> Tokenizer:
+def saved_tokenizer(sources: list[Source], output: Path, options: PrepareOptions, progress: Progress) -> Tokenizer:
     """The tokenizer in the output folder: made or fetched once, so that a continued run has the same."""
     path = output / TOKENIZER
     if not path.is_file():
-        name = options["tokenizer"]
-        if name == "bytes":
+        if options.tokenizer == "bytes":
             made = tokenizers.bytes_tokenizer()
-        elif name == "bpe":
-            progress.say(f"training a BPE of {options['vocabulary_size']} tokens")
-            made = tokenizers.train(training_texts(sources, options), options["vocabulary_size"])
+        elif options.tokenizer == "bpe":
+            size = options.vocabulary_size or DEFAULT_VOCABULARY
+            progress.say(f"training a BPE of {size} tokens")
+            made = tokenizers.train(training_texts(sources, options), size)
         else:
-            made = tokenizers.load(name, options["end_of_document"])
-        tokenizers.save(made, output, tokenizers.end_token(made, options["end_of_document"]))
+            made = tokenizers.load(options.tokenizer, options.end_of_document)
+        tokenizers.save(made, output, tokenizers.end_token(made, options.end_of_document))
     return Tokenizer.from_file(str(path))
 
 
-def training_texts(sources: list[Source], options: dict[str, Any]) -> Iterator[str]:
+def training_texts(sources: list[Source], options: PrepareOptions) -> Iterator[str]:
     """Training documents only: the tokenizer learns nothing of validation."""
     size = records = 0
     for source in sources:
         for document in source.documents(None):
             assert isinstance(document, str)
             content = document.encode()
-            if not is_validation(content, options["seed"], options["validation_fraction"]):
+            if not is_validation(content, options.seed, options.validation_fraction):
                 size += len(content)
                 yield document
             records += 1
-            if size >= TRAINING_BYTES or records == options["limit"]:
+            if size >= TRAINING_BYTES or records == options.limit:
                 return
 
 
@@ -331,7 +330,7 @@ def pieces(
 
 
 def carry_out(
-    work: Iterator[Piece], settings: Settings, assembler: Assembler, workers: int, progress: Progress
+    work: Iterator[Piece], settings: WorkerSettings, assembler: Assembler, workers: int, progress: Progress
 ) -> None:
     """Each piece is written by some worker and added in its turn."""
     if workers == 1:

@@ -6,24 +6,33 @@ goes on later: a preparation that was stopped need not tokenise again what it ha
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import io
 import json
+import lzma
 import os
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 import numpy as np
 
+from softplus_attention.data import DataError
 from softplus_attention.data.builtin import builtin_text
-from softplus_attention.data.compression import BLOCK, COMPRESSIONS, opened
-from softplus_attention.data.files import DataError
+from softplus_attention.data.options import PrepareOptions
 from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 Document = str | np.ndarray[Any, Any]
 Position = Any
 
+COMPRESSIONS = (".xz", ".gz", ".zst")
+BLOCK = 1 << 20
 TEXTS = (".txt", ".jsonl")
 TOKENS = (".npy", ".bin")
 SUFFIXES = (*TEXTS, *(text + packed for text in TEXTS for packed in COMPRESSIONS), ".parquet", *TOKENS)
@@ -40,16 +49,6 @@ EXPECTED = (
 FINGERPRINT = 1 << 16
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How documents are read."""
-
-    errors: str = "strict"
-    text_field: str = "text"
-    separator: str | None = None
-    token_dtype: str = "uint16"
-
-
 class Source(Protocol):
     name: str
     holds_tokens: bool
@@ -64,7 +63,7 @@ class Source(Protocol):
         """Where the last document given by ``documents`` ends."""
 
 
-def find(names: Sequence[str], reading: Reading, output: Path, argument: str = "SOURCE") -> list[Source]:
+def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: str = "SOURCE") -> list[Source]:
     """The sources in the order given, the files of a folder in the order of their paths. ``argument`` is what errors
     call them."""
     if not names:
@@ -76,13 +75,13 @@ def find(names: Sequence[str], reading: Reading, output: Path, argument: str = "
             found.append(BuiltinText())
             continue
         if name.startswith(HUB) or (name.partition(":")[0] == FINEWEB and not Path(name).exists()):
-            found.append(hub_source(name, reading))
+            found.append(hub_source(name, options))
             continue
         for path in files_of(name, output, argument):
             if path.resolve() in seen:
                 fail(argument, "files named once", f"{path} twice", DataError)
             seen.add(path.resolve())
-            found.append(file_source(path, reading))
+            found.append(file_source(path, options))
     if len({source.holds_tokens for source in found}) > 1:
         fail(argument, "either text or token files (the split goes by content)", "both", DataError)
     return found
@@ -110,15 +109,15 @@ def files_of(name: str, output: Path, argument: str) -> list[Path]:
     return files
 
 
-def file_source(path: Path, reading: Reading) -> Source:
+def file_source(path: Path, options: PrepareOptions) -> Source:
     if path.suffix in TOKENS:
         from softplus_attention.data.token_files import TokenFile
 
-        return TokenFile(path, reading)
+        return TokenFile(path, options)
     if path.suffix == ".parquet":
-        return ParquetFile(path, reading)
+        return ParquetFile(path, options)
     bare = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    return TextFile(path, reading) if bare.suffix == ".txt" else JsonLinesFile(path, reading)
+    return TextFile(path, options) if bare.suffix == ".txt" else JsonLinesFile(path, options)
 
 
 def file_identity(path: Path) -> str:
@@ -133,10 +132,10 @@ def file_identity(path: Path) -> str:
 class FileSource:
     holds_tokens = False
 
-    def __init__(self, path: Path, reading: Reading) -> None:
+    def __init__(self, path: Path, options: PrepareOptions) -> None:
         self.path = path
         self.name = str(path)
-        self.reading = reading
+        self.options = options
         self.given = 0
 
     def identity(self) -> str:
@@ -148,13 +147,78 @@ class FileSource:
     def decoded(self, data: bytes, offset: int) -> str:
         """``offset`` is where the data begin in the file, decompressed."""
         try:
-            return data.decode(errors=self.reading.errors)
+            return data.decode(errors=self.options.errors)
         except UnicodeDecodeError as error:
             where = "of the decompressed text " if self.path.suffix in COMPRESSIONS else ""
             raise DataError(
                 f"{self.name} is not UTF-8: {error.reason} (0x{data[error.start]:02x}) at byte {offset + error.start} "
                 f"{where}- convert the file (iconv -t UTF-8); `data prepare --errors replace` puts U+FFFD there"
             ) from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    damage: tuple[type[Exception], ...] = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
+    if path.suffix == ".zst":
+        import zstandard
+
+        damage = (*damage, zstandard.ZstdError)
+    try:
+        with path.open("rb") as raw:
+            yield decompressed(path, raw)
+    except damage as error:
+        raise DataError(f"{path} is cut off or damaged ({error}): fetch or compress it again") from error
+
+
+def decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
+    if path.suffix == ".xz":
+        return io.BufferedReader(lzma.LZMAFile(raw), BLOCK)  # type: ignore[arg-type]
+    if path.suffix == ".gz":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK)  # type: ignore[arg-type]
+    if path.suffix == ".zst":
+        return cast(BinaryIO, io.BufferedReader(ZstandardFile(raw), BLOCK))
+    return raw
+
+
+class ZstandardFile(io.RawIOBase):
+    """One or more frames. zstandard's own reader takes a frame that was cut off for the end of the file."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self.raw = raw
+        self.new_frame = zstandard.ZstdDecompressor().decompressobj
+        self.frame: Any = None
+        self.ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        view = memoryview(buffer).cast("B")
+        while not self.ready:
+            block = self.raw.read(BLOCK)
+            if not block:
+                if self.frame is not None:
+                    raise EOFError("the last zstandard frame is not complete")
+                return 0
+            self.ready = self._decompressed(block)
+        count = min(len(view), len(self.ready))
+        view[:count] = self.ready[:count]
+        self.ready = self.ready[count:]
+        return count
+
+    def _decompressed(self, block: bytes) -> bytes:
+        parts = []
+        while block:
+            if self.frame is None:
+                self.frame = self.new_frame()
+            parts.append(self.frame.decompress(block))
+            block = b""
+            if self.frame.eof:
+                block = self.frame.unused_data
+                self.frame = None
+        return b"".join(parts)
 
 
 class TextFile(FileSource):
@@ -171,10 +235,10 @@ class TextFile(FileSource):
     def records(self, file: Any) -> Iterator[tuple[int, bytes]]:
         mark = file.read(3)
         offset, rest = (3, b"") if mark == b"\xef\xbb\xbf" else (0, mark)
-        if self.reading.separator is None:
+        if self.options.separator is None:
             yield offset, rest + file.read()
             return
-        separator = self.reading.separator.encode()
+        separator = self.options.separator.encode()
         while block := file.read(16 * BLOCK):
             *records, rest = (rest + block).split(separator)
             for record in records:
@@ -184,8 +248,8 @@ class TextFile(FileSource):
 
 
 class JsonLinesFile(FileSource):
-    def __init__(self, path: Path, reading: Reading) -> None:
-        super().__init__(path, reading)
+    def __init__(self, path: Path, options: PrepareOptions) -> None:
+        super().__init__(path, options)
         self.offset = 0
 
     def position(self) -> Position:
@@ -206,7 +270,7 @@ class JsonLinesFile(FileSource):
                     yield self.text_of(line, offset)
 
     def text_of(self, line: bytes, offset: int) -> str:
-        field = self.reading.text_field
+        field = self.options.text_field
         where = f"line {self.given} of {self.name}"
         text = self.decoded(line, offset)
         try:
@@ -222,7 +286,7 @@ class JsonLinesFile(FileSource):
         if not isinstance(value, str):
             kind = type(value).__name__
             fail("--text-field", "the key of a string", f"{field!r}, which in {where} is of type {kind}", DataError)
-        return without_surrogates(value, where, self.reading.errors) if "\\ud" in text.lower() else value
+        return without_surrogates(value, where, self.options.errors) if "\\ud" in text.lower() else value
 
 
 def without_surrogates(text: str, where: str, errors: str) -> str:
@@ -256,7 +320,7 @@ class ParquetFile(FileSource):
                     if self.given + rows <= first:
                         self.given += rows
                         continue
-                    column = [self.reading.text_field]
+                    column = [self.options.text_field]
                     for batch in file.iter_batches(self.ROWS, row_groups=[group], columns=column, use_threads=False):
                         for value in batch.column(0).to_pylist():
                             self.given += 1
@@ -268,7 +332,7 @@ class ParquetFile(FileSource):
             raise DataError(f"{self.name} is cut off or damaged ({error}): fetch it again") from error
 
     def check(self, schema: Any, pyarrow: Any) -> None:
-        field = self.reading.text_field
+        field = self.options.text_field
         if field not in schema.names:
             fail("--text-field", f"a column of {self.name} ({', '.join(schema.names)})", repr(field), DataError)
         kind = schema.field(field).type
@@ -299,13 +363,13 @@ class BuiltinText:
             yield text
 
 
-def hub_source(name: str, reading: Reading) -> HubDataset:
+def hub_source(name: str, options: PrepareOptions) -> HubDataset:
     if name.startswith(HUB):
         dataset, _, configuration = name.removeprefix(HUB).partition(":")
         if not dataset:
             fail("SOURCE", EXPECTED, repr(name), DataError)
-        return HubDataset(name, dataset, configuration or None, reading)
-    return HubDataset(name, FINEWEB_DATASET, name.partition(":")[2] or FINEWEB_SAMPLE, reading)
+        return HubDataset(name, dataset, configuration or None, options)
+    return HubDataset(name, FINEWEB_DATASET, name.partition(":")[2] or FINEWEB_SAMPLE, options)
 
 
 class HubDataset:
@@ -313,11 +377,11 @@ class HubDataset:
 
     holds_tokens = False
 
-    def __init__(self, name: str, dataset: str, configuration: str | None, reading: Reading) -> None:
+    def __init__(self, name: str, dataset: str, configuration: str | None, options: PrepareOptions) -> None:
         self.name = name
         self.dataset = dataset
         self.configuration = configuration
-        self.reading = reading
+        self.options = options
         self.stream: Any = None
 
     def identity(self) -> str:
@@ -327,7 +391,7 @@ class HubDataset:
         return self.stream.state_dict()
 
     def documents(self, position: Position) -> Iterator[str]:
-        field = self.reading.text_field
+        field = self.options.text_field
         self.stream = self.load()
         if self.stream.column_names and field not in self.stream.column_names:
             columns = ", ".join(self.stream.column_names)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.data.files import DataError
-from softplus_attention.data.sources import FileSource, Position, Reading
+from softplus_attention.data import DataError
+from softplus_attention.data.options import PrepareOptions
+from softplus_attention.data.sources import FileSource, Position
 from softplus_attention.validation import fail
 
 # llm.c and modded-nanogpt: 256 int32, first the magic number, the version and the number of tokens.
@@ -25,8 +26,8 @@ class TokenFile(FileSource):
 
     holds_tokens = True
 
-    def __init__(self, path: Path, reading: Reading) -> None:
-        super().__init__(path, reading)
+    def __init__(self, path: Path, options: PrepareOptions) -> None:
+        super().__init__(path, options)
         self.end_id = -1
         self.vocabulary = 0
 
@@ -77,9 +78,9 @@ class TokenFile(FileSource):
                     f"{size}: fetch it again"
                 )
             return np.memmap(self.path, dtype, "r", HEADER_BYTES, (count,)) if count else np.empty(0, dtype)
-        dtype = DTYPES[self.reading.token_dtype]
+        dtype = DTYPES[self.options.token_dtype]
         if size % dtype.itemsize:
-            fail("--token-dtype", f"the type of {self.name}, {size} bytes", self.reading.token_dtype, DataError)
+            fail("--token-dtype", f"the type of {self.name}, {size} bytes", self.options.token_dtype, DataError)
         return np.memmap(self.path, dtype, "r")
 
     def mapped_array(self) -> np.ndarray[Any, Any]:

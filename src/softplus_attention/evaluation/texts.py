@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.data import Index, TokenDataset, builtin_text
-from softplus_attention.data.sources import BUILTIN, Reading, find
+from softplus_attention.data.options import PrepareOptions
+from softplus_attention.data.sources import BUILTIN, find
 from softplus_attention.validation import fail
 
 # Letters, spaces, digits and signs of several kinds: tokenizers that read it alike are one.
@@ -62,7 +63,7 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
             which = "training" if to_train else "validation"
             expected = f"files or folders of text, or {BUILTIN} for the {which} text of the package"
             fail("--text", expected, f"{name!r}, which does not exist")
-        for found in find([name], Reading(), Path("/nonexistent"), argument="--text"):
+        for found in find([name], PrepareOptions(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
                 fail("--text", "text (tokens are read by --data)", repr(found.name))
             texts += [text for text in found.documents(None) if isinstance(text, str) and text]

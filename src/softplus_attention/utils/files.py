@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
+import hashlib
 import io
 import json
 import os
@@ -20,11 +22,16 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the numbers of errors that s
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
+class LockedError(Exception):
+    """Another process holds the lock."""
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes its name only when it is complete and on the disk.
 
-    Folders come from strangers too: no link is followed, neither at ``path`` nor at the temporary name.
+    Folders come from strangers too: no link is followed, neither at ``path`` nor at the temporary name. An ``OSError``
+    names the file, a full disk's too.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -34,8 +41,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 
@@ -85,3 +94,27 @@ def plain_cell(value: Any) -> Any:
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
     write_whole(path, csv_text(head, rows))
     return path
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_temporary(folder: Path) -> None:
+    """What a killed ``replacing`` left there."""
+    for path in folder.glob(f"*{TEMPORARY}"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; a second gets ``LockedError``. However the process ends, the system releases it;
+    child processes do not inherit it."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with os.fdopen(handle, "wb") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise LockedError(str(path)) from error
+        yield

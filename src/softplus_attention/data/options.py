@@ -1,0 +1,71 @@
+"""The options of a preparation: one dataclass for the arguments of ``prepare`` and for the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from softplus_attention.data import DataError
+from softplus_attention.validation import fail
+
+TOKEN_DTYPES = ("uint16", "uint32")
+ERRORS = ("strict", "replace")
+DEFAULT_VOCABULARY = 8192
+SMALLEST_VOCABULARY = 257
+
+
+def option(text: str, default: Any, kind: type = str, metavar: str | None = None, choices: Any = None) -> Any:
+    """A field with its type and words in ``--help``."""
+    metadata = {"help": text, "type": kind, "metavar": metavar, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    tokenizer: str = option(
+        "a name on the Hugging Face hub, a tokenizer.json file, bytes, or bpe to train one", "gpt2", metavar="NAME"
+    )
+    vocabulary_size: int | None = option(f"tokens of a trained BPE (default: {DEFAULT_VOCABULARY})", None, int, "N")
+    end_of_document: str | None = option("default: <|endoftext|> or what the tokenizer has", None, metavar="TOKEN")
+    validation_fraction: float = option("share of the documents held out for validation", 0.005, float, "F")
+    seed: int = option("of the split", 0, int, "N")
+    shard_tokens: int = option("tokens of a shard", 100_000_000, int, "N")
+    errors: str = option("what to do with text that is not UTF-8", "strict", choices=ERRORS)
+    text_field: str = option("field of JSON lines, column of parquet files", "text", metavar="NAME")
+    separator: str | None = option("between the documents of a text file (default: one each)", None, metavar="TEXT")
+    token_dtype: str = option("of raw .bin files", "uint16", choices=TOKEN_DTYPES)
+    limit: int | None = option("stop after N documents", None, int, "N")
+
+    def __post_init__(self) -> None:
+        if self.tokenizer == "bpe" and self.vocabulary_size is None:
+            object.__setattr__(self, "vocabulary_size", DEFAULT_VOCABULARY)
+        size = self.vocabulary_size
+        if size is not None and self.tokenizer != "bpe":
+            fail("--vocabulary-size", "given only with --tokenizer bpe", size, DataError)
+        if size is not None and size < SMALLEST_VOCABULARY:
+            expected = f"at least {SMALLEST_VOCABULARY}: the bytes and the end of a document"
+            fail("--vocabulary-size", expected, size, DataError)
+        if self.end_of_document is not None and self.tokenizer in ("bpe", "bytes"):
+            fail("--end-of-document", f"left out with --tokenizer {self.tokenizer}", self.end_of_document, DataError)
+        if not 0 <= self.validation_fraction <= 1:
+            fail("--validation-fraction", "from 0 to 1", self.validation_fraction, DataError)
+        if not 0 <= self.seed < 2**64:
+            fail("--seed", "from 0 to 2**64 - 1", self.seed, DataError)
+        if self.shard_tokens < 1:
+            fail("--shard-tokens", "at least 1", self.shard_tokens, DataError)
+        if self.errors not in ERRORS:
+            fail("--errors", " or ".join(ERRORS), repr(self.errors), DataError)
+        if self.token_dtype not in TOKEN_DTYPES:
+            fail("--token-dtype", " or ".join(TOKEN_DTYPES), repr(self.token_dtype), DataError)
+        if self.separator == "":
+            fail("--separator", "some text", "an empty one", DataError)
+        if self.limit is not None and self.limit < 1:
+            fail("--limit", "at least 1", self.limit, DataError)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,295 @@
+"""Documents to token shards: workers write pieces, the assembler joins them, a kill at any moment loses little.
+
+A piece is a file of the work folder with the tokens of some documents. Pieces are added in order. When a shard is full
+it is written, then the state of the assembly, and only then are the pieces behind it removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from softplus_attention.data import DataError
+from softplus_attention.data.index import SPLITS
+from softplus_attention.data.sources import Document
+from softplus_attention.data.tokenizer import Encoder
+from softplus_attention.utils.files import replacing
+
+STATE = "assembled.npz"
+COUNTS = ("records", "documents", "empty", "bytes", "forced_cuts")
+PARALLELISM = "TOKENIZERS_PARALLELISM"
+Array = np.ndarray[Any, Any]
+
+
+# ---- files of numbers
+
+
+def write_array(path: Path, parts: list[Array], dtype: np.dtype[Any]) -> dict[str, Any]:
+    """Writes the parts as one .npy file; gives its name, bytes and SHA-256."""
+    length = sum(len(part) for part in parts)
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        head, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (length,)}
+    )
+    digest = hashlib.sha256(head.getvalue())
+    size = len(head.getvalue()) + length * dtype.itemsize
+    with replacing(path) as file:
+        file.write(head.getvalue())
+        for part in parts:
+            raw = np.ascontiguousarray(part, dtype).view(np.uint8).data
+            digest.update(raw)
+            file.write(raw)
+    return {"file": path.name, "bytes": size, "sha256": digest.hexdigest()}
+
+
+def piece_path(work: Path, number: int) -> Path:
+    return work / f"piece-{number:08d}.npz"
+
+
+def is_begun(work: Path) -> bool:
+    """Whether tokens were written there that a preparation with other options would mix with its own."""
+    return (work / STATE).is_file() or any(work.glob("piece-*.npz"))
+
+
+def write_arrays(path: Path, meta: dict[str, Any], arrays: dict[str, Array]) -> None:
+    with replacing(path) as file:
+        np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+
+
+def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    with np.load(path) as stored:
+        arrays = {name: stored[name] for name in stored.files}
+    return json.loads(arrays.pop("meta").tobytes()), arrays
+
+
+# ---- a worker: documents to a piece
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    work: Path
+    tokenizer: Path
+    as_bytes: bool
+    dtype: np.dtype[Any]
+    end_id: int
+    seed: int
+    validation_fraction: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    number: int
+    documents: list[Document]
+    position: Any
+
+
+def is_validation(content: bytes, seed: int, fraction: float) -> bool:
+    """By content and seed alone: equal documents fall on the same side, whatever comes before or beside them."""
+    digest = hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest, "little") < fraction * 2**64
+
+
+class Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.encoder = Encoder(settings.tokenizer, as_bytes=settings.as_bytes, dtype=settings.dtype)
+
+    def write(self, piece: Piece) -> None:
+        """The tokens of each split, the length of each document, and the position from which reading continues."""
+        held_out: list[bool] = []
+        texts: list[str] = []
+        given: list[Array] = []
+        size = 0
+        for document in piece.documents:
+            if isinstance(document, str):
+                if not document or document.isspace():
+                    continue
+                content = document.encode()
+                texts.append(document)
+            else:
+                if not len(document):
+                    continue
+                content = document.astype("<u4").tobytes()
+                given.append(document.astype(self.settings.dtype))
+            size += len(content)
+            held_out.append(is_validation(content, self.settings.seed, self.settings.validation_fraction))
+        encoded, forced = self.encoder.encode(texts) if texts else (given, 0)
+        counts = {
+            "records": len(piece.documents),
+            "documents": len(held_out),
+            "empty": len(piece.documents) - len(held_out),
+            "bytes": size,
+            "forced_cuts": forced,
+        }
+        arrays: dict[str, Array] = {}
+        end = np.array([self.settings.end_id], self.settings.dtype)
+        for name in SPLITS:
+            own = [tokens for tokens, held in zip(encoded, held_out, strict=True) if held == (name == SPLITS[1])]
+            parts = [part for tokens in own for part in (tokens, end)]
+            arrays[name] = np.concatenate(parts) if parts else np.empty(0, self.settings.dtype)
+            arrays[f"{name}_lengths"] = np.array([len(tokens) + 1 for tokens in own], np.int64)
+        meta = {"counts": counts, "position": piece.position}
+        write_arrays(piece_path(self.settings.work, piece.number), meta, arrays)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Each process encodes on one thread; the caller's setting comes back."""
+    before = os.environ.get(PARALLELISM)
+    os.environ[PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[PARALLELISM]
+        if before is not None:
+            os.environ[PARALLELISM] = before
+
+
+worker: Worker | None = None
+
+
+def start_worker(settings: WorkerSettings) -> None:
+    """In a new process: only the parent answers the keyboard, and a worker does not outlive its parent."""
+    global worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    os.environ[PARALLELISM] = "false"
+    worker = Worker(settings)
+
+
+def write_in_worker(piece: Piece) -> int:
+    assert worker is not None
+    worker.write(piece)
+    return piece.number
+
+
+# ---- the assembler: pieces to shards
+
+
+@dataclass
+class SplitState:
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    waiting: list[Array] = field(default_factory=list)
+    lengths: list[Array] = field(default_factory=list)
+
+    def waiting_tokens(self) -> int:
+        return sum(len(part) for part in self.waiting)
+
+
+class Assembler:
+    def __init__(self, output: Path, work: Path, dtype: np.dtype[Any], shard_tokens: int) -> None:
+        self.output = output
+        self.work = work
+        self.dtype = dtype
+        self.shard_tokens = shard_tokens
+        self.next_piece = 0
+        self.position: Any = None
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.splits = {name: SplitState() for name in SPLITS}
+        self.tokens = dict.fromkeys(SPLITS, 0)
+
+    def resume(self) -> None:
+        """Reads the saved state and the pieces that follow it without a gap; removes the others."""
+        if (self.work / STATE).is_file():
+            meta, arrays = read_arrays(self.work / STATE)
+            self.next_piece, self.position, self.tokens = meta["next_piece"], meta["position"], meta["tokens"]
+            self.counts |= meta["counts"]
+            for name, split in self.splits.items():
+                split.shards = meta["shards"][name]
+                split.waiting = [arrays[name]]
+                split.lengths = [arrays[f"{name}_lengths"]]
+                self.check(split.shards)
+        while piece_path(self.work, self.next_piece).is_file():
+            self.add()
+        for path in self.work.glob("piece-*.npz"):
+            if path >= piece_path(self.work, self.next_piece):
+                path.unlink()
+
+    def check(self, shards: list[dict[str, Any]]) -> None:
+        for shard in shards:
+            path = self.output / shard["file"]
+            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+                raise DataError(f"{path} was removed or changed meanwhile: delete {self.output} and start again")
+
+    def add(self) -> None:
+        """Adds the next piece, from its file."""
+        meta, arrays = read_arrays(piece_path(self.work, self.next_piece))
+        self.next_piece += 1
+        self.position = meta["position"]
+        for name in COUNTS:
+            self.counts[name] += meta["counts"].get(name, 0)
+        full = False
+        for name, split in self.splits.items():
+            split.waiting.append(arrays[name])
+            split.lengths.append(arrays[f"{name}_lengths"])
+            self.tokens[name] += len(arrays[name])
+            if split.waiting_tokens() >= self.shard_tokens:
+                self.write_full_shards(name, split)
+                full = True
+        if full:
+            self.save()
+
+    def write_full_shards(self, name: str, split: SplitState) -> None:
+        tokens = np.concatenate(split.waiting)
+        while len(tokens) >= self.shard_tokens:
+            self.write_shard(name, split, tokens[: self.shard_tokens])
+            tokens = tokens[self.shard_tokens :]
+        split.waiting = [tokens.copy()]
+
+    def write_shard(self, name: str, split: SplitState, tokens: Array) -> None:
+        path = self.output / f"{name}-{len(split.shards):05d}.npy"
+        split.shards.append({"tokens": len(tokens), **write_array(path, [tokens], self.dtype)})
+
+    def save(self) -> None:
+        arrays: dict[str, Array] = {}
+        for name, split in self.splits.items():
+            split.lengths = [np.concatenate(split.lengths)]
+            arrays[name] = np.concatenate(split.waiting)
+            arrays[f"{name}_lengths"] = split.lengths[0]
+        meta = {
+            "next_piece": self.next_piece,
+            "position": self.position,
+            "counts": self.counts,
+            "tokens": self.tokens,
+            "shards": {name: split.shards for name, split in self.splits.items()},
+        }
+        write_arrays(self.work / STATE, meta, arrays)
+        for path in self.work.glob("piece-*.npz"):
+            if path < piece_path(self.work, self.next_piece):
+                path.unlink()
+
+    def finish(self) -> dict[str, Any]:
+        """Writes the last shards and the document offsets; gives the splits' part of the index."""
+        index = {}
+        for name, split in self.splits.items():
+            rest = np.concatenate(split.waiting) if split.waiting else np.empty(0, self.dtype)
+            if len(rest):
+                self.write_shard(name, split, rest)
+            lengths = np.concatenate([np.zeros(1, np.int64), *split.lengths])
+            offsets = write_array(self.output / f"{name}-documents.npy", [np.cumsum(lengths)], np.dtype(np.int64))
+            index[name] = {
+                "tokens": int(lengths.sum()),
+                "documents": len(lengths) - 1,
+                "offsets": offsets,
+                "shards": split.shards,
+            }
+        return index
