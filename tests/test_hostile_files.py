@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import report_results
 
 # ---- results and reports
@@ -76,3 +78,54 @@ def test_report_refuses_a_linked_folder(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "report-files" in done.stderr
     assert contents(tmp_path / "outside") == {}
+
+
+def test_report_reads_regular_files_only(tmp_path: Path) -> None:
+    """FIFOs and links to devices, in place of results and of all else that a report reads."""
+    more = {"demo.json": report_results.demo(), "newton.json": report_results.newton(), "run.json": {}}
+    report_results.write(tmp_path, more | {"run.json": report_results.training()})
+    os.mkfifo(tmp_path / "lengths--fifo.json")
+    (tmp_path / "lengths--zero.json").symlink_to("/dev/zero")
+    (tmp_path / "deep.json").write_text('{"a":' * 100 + "1" + "}" * 100)
+    with (tmp_path / "large.json").open("wb") as file:
+        file.truncate(1 << 30)
+    (tmp_path / "lists.json").write_text("[" + "[]," * 3_000_000 + "1]")
+    for name in ("metrics.jsonl", "a.png"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "report-files").mkdir()
+    os.mkfifo(tmp_path / "report-files" / ".drawn")
+    done = command("report", str(tmp_path), timeout=60)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "lengths--fifo.json: not a regular file",
+        "lengths--zero.json: not a regular file",
+        "deep.json: JSON nested deeper than 64 levels",
+        "large.json: larger than 128 MiB",
+        "lists.json: JSON of more than 2000000 lists and objects",
+        "run.json: a result of kind training, but metrics.jsonl: not a regular file",
+    ):
+        assert f"not shown: {line}" in done.stderr
+    assert "2 result files" in done.stdout
+
+
+def test_report_in_place_of_a_fifo(tmp_path: Path) -> None:
+    report_results.write(tmp_path, {"demo.json": report_results.demo()})
+    os.mkfifo(tmp_path / "report.html")
+    done = command("report", str(tmp_path), timeout=60)
+    assert done.returncode == 2
+    assert "a report to replace" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "deep"])
+def test_figures_read_regular_files_only(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths--a.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text('{"a":' * 100_000)
+    done = command("evaluate", "figures", str(tmp_path), timeout=60)
+    assert done.returncode == 2
+    assert ("not JSON" if kind == "deep" else "not a regular file") in done.stderr
+    assert "Traceback" not in done.stderr

@@ -124,7 +124,7 @@ def test_a_training_run(tmp_path):
     assert (second.x, second.y) == ([1, 2], [5.0, 4.0])
     assert charts["Validation loss by step"].series[0].x == [2, 4]
     (other / "metrics.jsonl").write_text("{")
-    assert "metrics.jsonl cannot be read" in dict(html_of(tmp_path / "runs")[1])["two/run.json"]
+    assert "metrics.jsonl: not JSON" in dict(html_of(tmp_path / "runs")[1])["two/run.json"]
 
 
 def test_stability(tmp_path):
@@ -188,7 +188,7 @@ def test_problems_are_said_on_stderr(tmp_path, capsys):
     (tmp_path / "broken.json").write_text("{")
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "out.html")]) == 0
     captured = capsys.readouterr()
-    assert "not shown: broken.json: cannot be read as JSON" in captured.err
+    assert "not shown: broken.json: not JSON" in captured.err
     assert "1 result files, 1 figures and tables" in captured.out
     assert (tmp_path / "out-files" / "01-downstream-tasks.csv").read_text().startswith("task,metric,samples,a\n")
 

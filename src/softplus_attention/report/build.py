@@ -17,10 +17,12 @@ from softplus_attention.report.sections import Looks, Section
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
 from softplus_attention.report.training import training_blocks
+from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text, write_csv, write_whole
 from softplus_attention.validation import fail
 
 MADE_BY = "Made by softplus-attention"
+LARGEST_PAGE = 1024 * untrusted.MIB
 TABLE = "table"  # in the place of what a figure was drawn from
 # Says which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 DRAWN = ".drawn"
@@ -44,7 +46,7 @@ def write_report(
     page = output if output is not None else folder / "report.html"
     if page.is_dir():
         fail("--output", "a file to write, not a folder", repr(str(page)))
-    if page.exists() and MADE_BY not in page.read_text(errors="replace"):
+    if page.exists() and not is_report(page):
         fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
     beside = page.parent / f"{page.stem}-files"
     if beside.is_symlink():
@@ -119,10 +121,17 @@ def write_files(
     return written
 
 
+def is_report(page: Path) -> bool:
+    try:
+        return MADE_BY.encode() in untrusted.read_bytes(page, LARGEST_PAGE)
+    except untrusted.UntrustedFileError:
+        return False
+
+
 def read_drawn(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = untrusted.read_json(path)
+    except (OSError, untrusted.UntrustedFileError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -24,6 +24,7 @@ from softplus_attention.report.reading import (
     typed,
 )
 from softplus_attention.report.sections import Block, Looks, Picture, checked
+from softplus_attention.utils import untrusted
 
 LARGEST_PICTURE = 4 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -153,9 +154,9 @@ def pictures(result: Result, folder: Path) -> list[Block]:
 def read_png(path: Path, folder: Path) -> bytes | None:
     try:
         path = path.resolve()
-        if not path.is_relative_to(folder.resolve()) or path.stat().st_size > LARGEST_PICTURE:
+        if not path.is_relative_to(folder.resolve()):
             return None
-        png = path.read_bytes()
+        png = untrusted.read_bytes(path, LARGEST_PICTURE)
     except (OSError, ValueError):
         return None
     return png if png.startswith(PNG) else None

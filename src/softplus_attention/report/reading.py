@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text
 
 FORMAT = "softplus-attention result"
 MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
-LARGEST_FILE = 256 << 20
+LARGEST_FILE = 128 * untrusted.MIB
 LARGEST_NUMBER = 1e100
 # What models, tokenizers, prepared data, training and the stages of `newton` leave beside their results.
 WORKING_FILES = re.compile(
@@ -83,16 +84,14 @@ def relative(path: Path, folder: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise UnreadableError(f"larger than {LARGEST_FILE >> 20} MiB")
-        data = json.loads(path.read_bytes())
-        if not isinstance(data, dict):
-            raise UnreadableError("not a result: the file holds no JSON object")
-        return cleaned(data)
-    except UnreadableError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableError(f"cannot be read as JSON: {clean_text(str(error))[:200]}") from None
+        data = untrusted.read_json(path, LARGEST_FILE)
+    except untrusted.UntrustedFileError as error:
+        raise UnreadableError(clean_text(error.reason)) from None
+    except OSError as error:
+        raise UnreadableError(clean_text(error.strerror or str(error))) from None
+    if not isinstance(data, dict):
+        raise UnreadableError("not a result: the file holds no JSON object")
+    return cleaned(data)
 
 
 def kind_of(data: dict[str, Any]) -> str:

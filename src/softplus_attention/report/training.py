@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from softplus_attention.report.charts import LineChart, Series
 from softplus_attention.report.reading import LARGEST_FILE, Found, Result, UnreadableError, mapping, number_of
 from softplus_attention.report.sections import Block, Looks, checked
+from softplus_attention.utils import untrusted
 
 LOG = "metrics.jsonl"
 # By word of the log: title and axis.
@@ -36,14 +36,14 @@ def logged(result: Result, folder: Path) -> Logged:
     place = Path(result.path).parent
     name = attention if str(place) == "." else f"{place} ({attention})"
     path = folder / place / LOG
+    if not path.exists():
+        return name, []
     try:
-        if not path.is_file():
-            return name, []
-        if path.stat().st_size > LARGEST_FILE:
-            raise UnreadableError(f"{LOG} is larger than {LARGEST_FILE >> 20} MiB")
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UnreadableError(f"{LOG} cannot be read: {str(error)[:200]}") from None
+        rows = untrusted.read_json_lines(path, LARGEST_FILE)
+    except untrusted.UntrustedFileError as error:
+        raise UnreadableError(f"{LOG}: {error.reason}") from None
+    except OSError as error:
+        raise UnreadableError(f"{LOG}: {error.strerror}") from None
     if not all(isinstance(row, dict) for row in rows):
         raise UnreadableError(f"{LOG} must hold a JSON object in each line")
     return name, rows

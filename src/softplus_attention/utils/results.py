@@ -16,13 +16,14 @@ from urllib.parse import quote_plus
 
 import torch
 
-from softplus_attention.utils import provenance
+from softplus_attention.utils import provenance, untrusted
 from softplus_attention.utils.files import write_json
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
 VERSION = 1
 LONGEST_NAME = 150
+LARGEST_FILE = 128 * untrusted.MIB
 MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
 
 
@@ -141,13 +142,14 @@ def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def read(path: Path) -> dict[str, Any]:
     try:
-        result = json.loads(path.read_text())
+        result = untrusted.read_json(path, LARGEST_FILE)
         if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in MEASURES:
             raise KeyError("format")
         if not all(isinstance(result[word], dict) for word in ("model", "settings", "results")):
             raise TypeError("model, settings and results have to be there")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {error!r}")
+        reason = error.reason if isinstance(error, untrusted.UntrustedFileError) else repr(error)
+        fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {reason}")
     return result
 
 

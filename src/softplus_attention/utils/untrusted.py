@@ -1,0 +1,78 @@
+"""Reading files that strangers may have made: regular files, up to a size; JSON up to a depth."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+DEEPEST_JSON = 64
+MOST_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
+
+
+class UntrustedFileError(ValueError):
+    """A file that is not read; ``reason`` is the message without the path."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.reason = reason
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The whole file, which may be a link. Never waits for a FIFO, and opens no device."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UntrustedFileError(path, "not a regular file")
+    # Between the two looks another file can take the name.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise UntrustedFileError(path, "not a regular file")
+        if found.st_size > limit:
+            raise UntrustedFileError(path, f"larger than {limit / MIB:g} MiB")
+        return file.read(found.st_size)
+
+
+def read_text(path: Path, limit: int) -> str:
+    try:
+        return read_bytes(path, limit).decode()
+    except UnicodeDecodeError as error:
+        raise UntrustedFileError(path, f"not UTF-8: {error}") from None
+
+
+def read_json(path: Path, limit: int = 64 * MIB) -> Any:
+    return parse_json(path, read_bytes(path, limit))
+
+
+def read_json_lines(path: Path, limit: int = 64 * MIB) -> list[Any]:
+    return [parse_json(path, line) for line in read_bytes(path, limit).splitlines() if line.strip()]
+
+
+def parse_json(path: Path, content: bytes) -> Any:
+    if content.count(b"[") + content.count(b"{") > MOST_CONTAINERS:
+        raise UntrustedFileError(path, f"JSON of more than {MOST_CONTAINERS} lists and objects")
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UntrustedFileError(path, f"not JSON: {str(error)[:200]}") from None
+    if is_deep(data):
+        raise UntrustedFileError(path, f"JSON nested deeper than {DEEPEST_JSON} levels")
+    return data
+
+
+def is_deep(data: Any) -> bool:
+    level = [data]
+    for _ in range(DEEPEST_JSON):
+        level = [item for container in level for item in items_of(container) if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def items_of(data: Any) -> Iterable[Any]:
+    if isinstance(data, dict):
+        return data.values()
+    return data if isinstance(data, list) else ()

@@ -1,0 +1,56 @@
+"""What is read of files that strangers may have made."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from softplus_attention.utils.untrusted import DEEPEST_JSON, UntrustedFileError, read_bytes, read_json, read_json_lines
+
+
+def test_regular_files_and_links_to_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"name": "Röntgen", "loss": [1.5, null]}', encoding="utf-8")
+    (tmp_path / "link").symlink_to(path)
+    for name in ("a.json", "link"):
+        assert read_json(tmp_path / name) == {"name": "Röntgen", "loss": [1.5, None]}
+    (tmp_path / "lines").write_text('{"a": 1}\n\n[2]\n')
+    assert read_json_lines(tmp_path / "lines") == [{"a": 1}, [2]]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_other_files_are_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(UntrustedFileError, match=r"a\.json: not a regular file"):
+        read_json(path)
+
+
+def test_limits(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"12345")
+    assert read_bytes(path, 5) == b"12345"
+    with pytest.raises(UntrustedFileError, match="larger than"):
+        read_bytes(path, 4)
+    for depth, is_read in ((DEEPEST_JSON, True), (DEEPEST_JSON + 1, False), (100_000, False)):
+        path.write_text("[" * depth + "]" * depth)
+        if is_read:
+            assert read_json(path) == json.loads(path.read_text())
+        else:
+            with pytest.raises(UntrustedFileError, match=r"nested|recursion"):
+                read_json(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b'{"a": ' + b"9" * 5000 + b"}"])
+def test_damage_is_one_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(UntrustedFileError, match="not JSON"):
+        read_json(tmp_path / "a.json")
