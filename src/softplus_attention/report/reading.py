@@ -12,10 +12,8 @@ from typing import Any
 
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text
+from softplus_attention.utils.results import FORMAT, LARGEST_FILE, MEASURES, VERSION
 
-FORMAT = "softplus-attention result"
-MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
-LARGEST_FILE = 128 * untrusted.MIB
 LARGEST_NUMBER = 1e100
 # What models, tokenizers, prepared data, training and the stages of `newton` leave beside their results.
 WORKING_FILES = re.compile(
@@ -96,8 +94,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def kind_of(data: dict[str, Any]) -> str:
     if data.get("format") == FORMAT:
-        if data.get("version") != 1:
-            raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows version 1")
+        if data.get("version") != VERSION:
+            raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows {VERSION}")
         if data.get("measure") not in MEASURES:
             raise UnreadableError(f"a result of the unknown measure {short(data.get('measure'))}")
         return str(data["measure"])

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from softplus_attention.report.charts import LineChart, Series
-from softplus_attention.report.reading import LARGEST_FILE, Found, Result, UnreadableError, mapping, number_of
+from softplus_attention.report.reading import Found, Result, UnreadableError, mapping, number_of
 from softplus_attention.report.sections import Block, Looks, checked
 from softplus_attention.utils import untrusted
+from softplus_attention.utils.results import LARGEST_FILE
 
 LOG = "metrics.jsonl"
 # By word of the log: title and axis.
