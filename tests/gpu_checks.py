@@ -1,6 +1,6 @@
 """Every check that needs a GPU beyond the kernels' own cases (triton_cases.py); needs no pytest.
 
-    PYTHONPATH=src:tests python tests/gpu_checks.py [WORD...] [--jobs N] [--list]
+    PYTHONPATH=src:tests/support python tests/gpu_checks.py [WORD...] [--jobs N] [--list]
 
 runs the checks whose name holds every word, each in a process of its own, so that a crash or a spoilt CUDA context
 ends one check alone. A line for each: PASS or FAIL, what was measured, seconds. The status is 1 where one failed.

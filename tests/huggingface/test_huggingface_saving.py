@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Trainer, Traini
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.saving import save_trained
 
-SHIPPED = Path(__file__).parents[1] / "checkpoints" / "bytes-2.7m"
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "bytes-2.7m"
 
 
 def tiny(**kwargs: Any) -> SoftplusGPTForCausalLM:

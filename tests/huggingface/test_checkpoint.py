@@ -10,7 +10,7 @@ import pytest
 from softplus_attention.cli import main
 from softplus_attention.huggingface.loading import load_model
 
-FOLDER = Path(__file__).parents[1] / "checkpoints" / "bytes-2.7m"
+FOLDER = Path(__file__).parents[2] / "checkpoints" / "bytes-2.7m"
 MOST_BYTES = 15e6
 
 

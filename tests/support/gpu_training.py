@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from softplus_attention.nn import SoftplusAttention
 
-TEXT = Path(__file__).parents[1] / "LICENSE"
+TEXT = Path(__file__).parents[2] / "LICENSE"
 STEPS, BATCH, LENGTH = 20, 4, 512
 DIM, HEADS, LAYERS = 256, 4, 4
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from softplus_attention import softplus_attention
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SECTIONS = ["train", "trained", "lengths", "decode", "memory", "compile"]
 
 

@@ -315,12 +315,11 @@ class TestTrainer:
 
 
 TRAIN = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
+import json, os, sys, torch
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 from test_huggingface_commands import BYTES, Rows
 from transformers import Trainer, TrainingArguments
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
-import os, json
 processes = int(os.environ.get("WORLD_SIZE", 1))
 torch.manual_seed(0)
 model = SoftplusGPTForCausalLM(SoftplusGPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, **BYTES))
@@ -339,7 +338,8 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    tests = str(Path(__file__).parent)
+    here = Path(__file__).parent
+    tests = os.pathsep.join([str(here), str(here.parent / "support")])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for name, launcher in (("one", [sys.executable]), ("two", torchrun)):
         command = [*launcher, str(script), tests, str(tmp_path / name)]

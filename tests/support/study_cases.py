@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUNS, PAGES = ROOT / "runs", ROOT / "pages"
 TRAINED = 4
 MULTIPLES = (1, 16, 64)

@@ -23,7 +23,7 @@ from softplus_attention.report.drawing import heat
 from softplus_attention.report.reading import find_results
 from softplus_attention.utils.files import csv_text
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def html_of(folder: Path) -> tuple[str, list[tuple[str, str]]]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "decode.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode.py"
 
 
 def test_one_table_and_one_file(tmp_path: Path) -> None:

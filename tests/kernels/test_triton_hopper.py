@@ -239,7 +239,7 @@ def test_what_the_compiler_is_told() -> None:
     memory would be used for something else while they count as barriers."""
     names = ["hopper-forward", "hopper-forward-again", "hopper-dq", "hopper-dq-again", "hopper-dkv", "hopper-dkv-again"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "benchmarks")
     run = subprocess.run([sys.executable, "-c", OUTPUT, *names], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 
@@ -253,7 +253,7 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
     ]
     code = "import sys, instructions\nfor words in sys.argv[1:]:\n    assert instructions.main(words.split()) == 0"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent / "benchmarks")
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "benchmarks")
     run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # are not hurried
