@@ -1,6 +1,6 @@
 """Every check that needs a GPU beyond the kernels' own cases (triton_cases.py); needs no pytest.
 
-    PYTHONPATH=src:tests/support python tests/gpu_checks.py [WORD...] [--jobs N] [--list]
+    PYTHONPATH=src python tests/gpu_checks.py [WORD...] [--jobs N] [--list]
 
 runs the checks whose name holds every word, each in a process of its own, so that a crash or a spoilt CUDA context
 ends one check alone. A line for each: PASS or FAIL, what was measured, seconds. The status is 1 where one failed.
@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
+from pathlib import Path
 
+import torch
+
+sys.path.append(str(Path(__file__).parent / "support"))
 import decode_cases
 import gpu_integration
 import gpu_numbers
 import gpu_training
-import torch
 
 Check = Callable[[], str]
 SECONDS = 300  # the longest a check may take, its compilation included

@@ -1,7 +1,7 @@
 """What the Triton kernels are tested on: the same cases in Triton's interpreter (small) and on a GPU (larger).
 
-Needs no pytest: ``python tests/triton_cases.py [WORD...]`` runs them on the GPU at hand (those whose name holds every
-word), and compiles in parallel.
+Needs no pytest: ``PYTHONPATH=src python tests/triton_cases.py [WORD...]`` runs those whose name holds every word on the
+GPU at hand, and compiles in parallel.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from helpers import OutsideYardstickError, as_given, assert_within_yardstick, randn, transposed
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent / "support"))
+from helpers import OutsideYardstickError, as_given, assert_within_yardstick, randn, transposed
 
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 

@@ -55,7 +55,7 @@ def sharded_parameters(rank: int, port: int, arguments: list[str], found: str) -
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
-    from softplus_attention.training import command
+    from softplus_attention.cli import train as command
     from softplus_attention.training import run as runs
 
     torch.set_num_threads(1)
