@@ -61,8 +61,8 @@ def test_nobody_is_told_to_install_it_by_name() -> None:
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
     "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "figures",
-    "baselines", "catalog", "nn", "huggingface", "data", "training", "evaluation", "physics", "report", "cli",
-    "__main__",
+    "attentions", "baselines", "catalog", "nn", "huggingface", "data", "training", "evaluation", "physics", "report",
+    "cli", "__main__",
 )  # fmt: skip
 
 

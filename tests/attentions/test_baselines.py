@@ -15,8 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softplus_attention import PowerByLength, baselines, softplus_attention
-from softplus_attention.baselines import AttentionSpec, alibi_slopes, composed_attention, composed_weights
+from softplus_attention import PowerByLength, softplus_attention
+from softplus_attention.attentions import catalog
+from softplus_attention.attentions.composed import alibi_slopes, composed_attention, composed_weights
+from softplus_attention.baselines import AttentionSpec
 from softplus_attention.catalog import ABLATIONS, ATTENTIONS, LSSA, LSSAR, SOFTMAX, Attention, attention, names
 from softplus_attention.reference import reference_attention, unit
 from softplus_attention.visibility import Visibility
@@ -139,7 +141,7 @@ def test_lssar_runs_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Tensor:
         raise AssertionError("composed")
 
-    monkeypatch.setattr(baselines, "composed_attention", refuse)
+    monkeypatch.setattr(catalog, "composed_attention", refuse)
     assert torch.equal(attention("lssar", power=7, log_d=False, window=5)(q, k, v, is_causal=True), expected)
     without = softplus_attention(q, k, v, power=15, offset=False)
     assert torch.equal(attention("lssar-without-offset")(q, k, v), without)

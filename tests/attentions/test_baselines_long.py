@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softplus_attention import PowerByLength, baselines
+from softplus_attention import PowerByLength
+from softplus_attention.attentions import composed, sdpa
+from softplus_attention.attentions.catalog import attend_composed
 from softplus_attention.catalog import ABLATIONS, ATTENTIONS, LSSAR, SOFTMAX, attention
 from softplus_attention.visibility import Visibility, cached, packed
 
@@ -49,7 +51,7 @@ class TestWindow:
         values = data.draw(st.sampled_from([7, 12]))
         results = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(baselines, "LEAST_WINDOW_BLOCK", block)
+            patch.setattr(sdpa, "MIN_WINDOW_BLOCK", block)
             for impl in ("sdpa", "reference"):
                 leaves = [x.requires_grad_() for x in inputs(batch, heads, length, kv_heads=kv_heads, values=values)]
                 learned = {}
@@ -88,7 +90,7 @@ class TestWindow:
             return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
 
         truth, blocks = step(torch.float64), step(dtype)
-        monkeypatch.setattr(baselines, "LEAST_WINDOW_BLOCK", 300)
+        monkeypatch.setattr(sdpa, "MIN_WINDOW_BLOCK", 300)
         dense = step(dtype)
         for x, y, z in zip(truth, blocks, dense, strict=True):
             assert y.dtype == dtype
@@ -163,7 +165,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch, rows: float, attend: Callable[[],
         return dense(self)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setitem(baselines.MOST_WEIGHTS, "cpu", int(rows * 2 * 4 * keys))
+        patch.setitem(composed.MAX_WEIGHTS, "cpu", int(rows * 2 * 4 * keys))
         patch.setattr(Visibility, "dense", counted)
         out = attend()
     assert len(made) > 1
@@ -259,7 +261,7 @@ class TestPieces:
         ):
 
             def attend(seen: Visibility = seen) -> Tensor:
-                return baselines.attend(attention(name).spec, q, k, v, seen)
+                return attend_composed(attention(name).spec, q, k, v, seen)
 
             torch.testing.assert_close(in_pieces(monkeypatch, 2, attend), attend(), rtol=1e-10, atol=1e-12)
 
@@ -306,9 +308,10 @@ class TestPieces:
         q, k, v = inputs(2, 4, LENGTH)
         power = torch.full((4,), 3.0, dtype=torch.float64, requires_grad=True)
         expected = attention("softmax-reweighted")(q, k, v, is_causal=True, parameters={"power": power})
-        monkeypatch.setitem(baselines.MOST_WEIGHTS, "cpu", 1)
-        by_pieces = baselines.by_pieces
-        monkeypatch.setattr(baselines, "by_pieces", forbid("pieces"))
+        monkeypatch.setitem(composed.MAX_WEIGHTS, "cpu", 1)
+        by_pieces = composed.by_pieces
+        for module in (composed, sdpa):
+            monkeypatch.setattr(module, "by_pieces", forbid("pieces"))
         out = attention("softmax-reweighted")(q, k, v, is_causal=True, parameters={"power": power})
         assert torch.equal(out, expected)
         assert out.requires_grad
@@ -319,7 +322,8 @@ class TestPieces:
             with pytest.raises(AssertionError, match="pieces"):
                 attention(name)(q, k, v, is_causal=True)
             with monkeypatch.context() as patch:
-                patch.setattr(baselines, "by_pieces", by_pieces)
+                for module in (composed, sdpa):
+                    patch.setattr(module, "by_pieces", by_pieces)
                 eager = attention(name)(q, k, v, is_causal=True)
             torch.testing.assert_close(traced, eager, rtol=1e-10, atol=1e-12)
         torch._dynamo.reset()
@@ -328,8 +332,8 @@ class TestPieces:
         q, k, v = inputs(1, 1, 200)
         forms: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "window": 3}]
         expected = [attention(SOFTMAX)(q, k, v, impl="reference", **options) for options in forms]
-        monkeypatch.setitem(baselines.MOST_WEIGHTS, "cpu", 1)
-        monkeypatch.setattr(baselines, "by_pieces", forbid("pieces"))
+        monkeypatch.setitem(composed.MAX_WEIGHTS, "cpu", 1)
+        monkeypatch.setattr(sdpa, "by_pieces", forbid("pieces"))
         for options, whole in zip(forms, expected, strict=True):
             torch.testing.assert_close(attention(SOFTMAX)(q, k, v, **options), whole)
 

@@ -14,7 +14,7 @@ import torch
 from evaluation_cases import SIZE, open_saved, saved_model
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfig
 
-from softplus_attention.baselines import MOST_WEIGHTS
+from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.data import prepare
 from softplus_attention.evaluation import length_measure, memory
 from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
@@ -361,7 +361,7 @@ class TestMemory:
         composed._attn_implementation = "sigmoid"
         assert memory.weights_bytes(composed, 10, cpu) == memory.DENSE_COPIES * 4 * 2 * 100
         long = memory.weights_bytes(composed, 1 << 20, cpu)
-        assert long == memory.weights_bytes(composed, 1 << 16, cpu) == memory.DENSE_COPIES * 4 * MOST_WEIGHTS["cpu"]
+        assert long == memory.weights_bytes(composed, 1 << 16, cpu) == memory.DENSE_COPIES * 4 * MAX_WEIGHTS["cpu"]
         dense = open_saved(softmax).model
         dense.config._attn_implementation = "eager"
         extra = memory.sequence_bytes(dense, 1000) - memory.sequence_bytes(open_saved(softmax).model, 1000)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from softplus_attention import baselines
-from softplus_attention.catalog import KNOWN, Attention, attention
+from softplus_attention.attentions.catalog import KNOWN, Attention, attention
+from softplus_attention.attentions.composed import composed_weights
 from softplus_attention.huggingface.attention import attention_of, visibility_of
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
-from softplus_attention.nn import rotate
+from softplus_attention.nn.rotary import rotate
 from softplus_attention.reference import attention_stages
 from softplus_attention.validation import check_score_scale, fail
 from softplus_attention.visibility import Visibility
@@ -78,7 +78,7 @@ class Call:
             power = self.attention.power(parameters, visibility)
             found = attention_stages(q, k, visibility, power, scale, offset=spec.offset)
             return found.normalised, found.sharpened
-        final = baselines.composed_weights(spec, q, k, visibility, parameters)
+        final = composed_weights(spec, q, k, visibility, parameters)
         if spec.second_stage == "none":
             return final, final
         return self.first_stage(spec, q, k, visibility, parameters), final
@@ -87,7 +87,7 @@ class Call:
         self, spec: Any, q: Tensor, k: Tensor, visibility: Visibility, parameters: dict[str, Tensor]
     ) -> Tensor:
         learned = {name: value for name, value in parameters.items() if name not in ("power", "power_per_log")}
-        return baselines.composed_weights(spec.but(second_stage="none", power=None), q, k, visibility, learned)
+        return composed_weights(spec.but(second_stage="none", power=None), q, k, visibility, learned)
 
     def frozen_stage(
         self, q: Tensor, k: Tensor, visibility: Visibility, parameters: dict[str, Tensor], length: int

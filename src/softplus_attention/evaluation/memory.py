@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.baselines import MOST_WEIGHTS
-from softplus_attention.catalog import KNOWN
+from softplus_attention.attentions.catalog import KNOWN
+from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.evaluation.loss import LOGITS
 
 # Of what is free: the estimate is rough, and others use the machine too.
@@ -72,7 +72,7 @@ def weights_bytes(config: Any, length: int, device: torch.device) -> int:
         # torch's fused softmax takes the window of a model of transformers as a mask.
         return MASK * length * length if getattr(config, "sliding_window", None) else 0
     is_fused = spec.is_softplus_attention or (spec.is_softmax and spec.positions != "alibi")
-    most = MOST_WEIGHTS.get(device.type, MOST_WEIGHTS["cuda"])
+    most = MAX_WEIGHTS.get(device.type, MAX_WEIGHTS["cuda"])
     # The others make the weights of some rows at a time.
     return 0 if is_fused else DENSE_COPIES * 4 * min(most, heads * length * length)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from softplus_attention.catalog import KNOWN, attention
+from softplus_attention.attentions.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
 from softplus_attention.huggingface.loading import device_of, load_weights, require
@@ -265,8 +265,8 @@ def change_own(model: Any, options: Mapping[str, str], training_length: int) -> 
 def replace_learned_power(model: Any, power: float | PowerByLength) -> None:
     """One power in place of those that a SoftplusGPT has learned, for inference: their weights stay, unread."""
     for layer in model.modules():
-        if isinstance(layer, SoftplusGPTAttention) and layer.learns_power:
-            layer.learns_power = False
+        if isinstance(layer, SoftplusGPTAttention) and layer.learned_kind:
+            layer.learned_kind = ""
             layer.attention = layer.attention.but(power=power)
     model.config.power = power_to_json(power)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 
-from softplus_attention.catalog import attention
+from softplus_attention.attentions.catalog import attention
 from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.loss import LOGITS
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once

@@ -18,7 +18,7 @@ from transformers.utils import output_capturing
 
 from softplus_attention import functional as ours
 from softplus_attention import validation as check
-from softplus_attention.catalog import Attention, attention
+from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.masks import with_documents
 from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility

@@ -10,7 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from softplus_attention import validation as check
-from softplus_attention.catalog import Attention, attention
+from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.attention import checked_score_scale, power_from_json, power_to_json
 from softplus_attention.power import PowerByLength, is_learned
 

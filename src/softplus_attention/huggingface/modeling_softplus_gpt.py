@@ -33,8 +33,9 @@ from softplus_attention.huggingface.attention import (
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.masks import PACKING, with_documents
-from softplus_attention.nn import rotate, rotation_tables
-from softplus_attention.power import RAW_NAMES, PowerByLength, first_raw_power, is_learned, learned_parameter
+from softplus_attention.nn.learned_power import LearnedParameters
+from softplus_attention.nn.rotary import rotate, rotation_tables
+from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.reference import compute_dtype
 
 
@@ -83,40 +84,25 @@ class SoftplusGPTRotaryEmbedding(nn.Module):
         return rotation_tables(cos.to(dtype), sin.to(dtype))
 
 
-class SoftplusGPTAttention(nn.Module):
+class SoftplusGPTAttention(LearnedParameters):
     is_causal = True
 
     def __init__(self, config: SoftplusGPTConfig, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.head_dim = config, layer_idx, config.head_dim
         self.attention = config.attention_of_layer(layer_idx)
-        self.learns_power = is_learned(config.power) and self.attention.spec.second_stage != "none"
         width, heads = config.head_dim * config.num_attention_heads, config.num_attention_heads
         kv_width = config.head_dim * config.num_key_value_heads
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.bias)
         self.o_proj = residual_projection(width, config)
-        self.learned_names = tuple(self.attention.learned_parameters(heads))
-        for name in self.learned_names:
-            self.register_parameter(name, nn.Parameter(torch.empty(heads)))
-        if self.learns_power:
-            self.register_parameter(RAW_NAMES[config.power], nn.Parameter(torch.empty(heads)))
-        self.reset_learned()
+        learns_power = is_learned(config.power) and self.attention.spec.second_stage != "none"
+        self.register_learned(heads, str(config.power) if learns_power else "")
 
     def reset_learned(self) -> None:
-        """The first values of what the attention itself learns."""
-        for name, start in self.attention.learned_parameters(self.config.num_attention_heads).items():
-            init.copy_(getattr(self, name), start)
-        if self.learns_power:
-            first = first_raw_power(self.config.power, self.attention.spec.sharpening)
-            init.constant_(getattr(self, RAW_NAMES[self.config.power]), first)
-
-    def attention_parameters(self) -> dict[str, Tensor]:
-        parameters = {name: getattr(self, name) for name in self.learned_names}
-        if self.learns_power:
-            parameters |= learned_parameter(self.config.power, getattr(self, RAW_NAMES[self.config.power]))
-        return parameters
+        for name, first in self.first_values(self.config.num_attention_heads).items():
+            init.copy_(getattr(self, name), first)
 
     def forward(
         self,

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelFor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
-from softplus_attention.catalog import KNOWN
+from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.attention import (
     SETTINGS,
     SettingsOfTheWhole,

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from softplus_attention import validation as check
-from softplus_attention.catalog import KNOWN
+from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.attention import (
     SETTINGS,
     SettingsOfTheWhole,

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from softplus_attention.catalog import attention
+from softplus_attention.attentions.catalog import attention
 from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.sequences import TARGETS, SequenceForm

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.catalog import attention
+from softplus_attention.attentions.catalog import attention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS

@@ -1,0 +1,1 @@
+"""Every attention by name: ours, the others and the ablations."""

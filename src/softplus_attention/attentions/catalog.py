@@ -1,0 +1,328 @@
+"""Every attention by name, ours, the others and the ablations, each callable like ``softplus_attention``."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from softplus_attention import functional as ours
+from softplus_attention import validation as check
+from softplus_attention.attentions.composed import composed_attention, composed_weights
+from softplus_attention.attentions.sdpa import sdpa_attention
+from softplus_attention.attentions.spec import AttentionSpec, Parameters, check_parameters, learned_parameters
+from softplus_attention.power import Power, PowerByLength, power_by_log
+from softplus_attention.reference import attention_stages, without_autocast
+from softplus_attention.visibility import Visibility
+
+LSSAR = AttentionSpec()
+LSSA = LSSAR.but(second_stage="none")
+SOFTMAX = AttentionSpec(positive="exp", qk_norm=False, log_d=False, log_n=False, second_stage="none")
+LEARNED_SOFTMAX = SOFTMAX.but(qk_norm=True, log_d=True, log_n=True, learned_scale=True)
+SIGMOID = SOFTMAX.but(positive="sigmoid", bias="minus_log_n", normaliser="none")
+
+ATTENTIONS: dict[str, AttentionSpec] = {
+    "lssar": LSSAR,
+    "lssar-p3": LSSAR.but(power=3),
+    "lssa": LSSA,
+    "softmax": SOFTMAX,
+    "softmax-qknorm-logn": SOFTMAX.but(qk_norm=True, log_d=True, log_n=True),
+    "ssmax": SOFTMAX.but(log_n=True, learned_scale=True),
+    "sigmoid": SIGMOID,
+    "relu": SOFTMAX.but(positive="relu", normaliser="mean"),
+    "entmax": SOFTMAX.but(normaliser="entmax", alpha=1.5),
+    "softmax-window": SOFTMAX.but(window=512),
+    "softmax-alibi": SOFTMAX.but(positions="alibi"),
+    "softmax-nope": SOFTMAX.but(positions="none"),
+}
+
+# What the paper's reviewers asked: the contribution of each part, and the parts on other attentions.
+ABLATIONS: dict[str, AttentionSpec] = {
+    "lssar-without-log-d": LSSAR.but(log_d=False),
+    "lssar-without-log-n": LSSAR.but(log_n=False),
+    "lssar-without-qk-norm": LSSAR.but(qk_norm=False),
+    "lssar-with-exp": LSSAR.but(positive="exp"),
+    "lssar-with-sigmoid": LSSAR.but(positive="sigmoid"),
+    "lssar-with-relu": LSSAR.but(positive="relu"),
+    "lssar-with-elu1": LSSAR.but(positive="elu1"),
+    "lssar-without-l1": LSSAR.but(normaliser="none"),
+    "lssar-without-times-n": LSSAR.but(times_n=False),
+    "lssar-without-offset": LSSAR.but(offset=False),
+    "lssar-then-exp": LSSAR.but(second_stage="exp"),
+    "lssar-power-by-length": LSSAR.but(power=PowerByLength(15, slope=4, n0=1024)),
+    **{f"lssar-p{p}": LSSAR.but(power=p) for p in (1, 2, 4, 7, 11, 23, 31)},
+    "lssa-without-log-d": LSSA.but(log_d=False),
+    "lssa-without-log-n": LSSA.but(log_n=False),
+    "lssa-without-qk-norm": LSSA.but(qk_norm=False),
+    "softmax-reweighted": SOFTMAX.but(second_stage="relu_power"),
+    "softmax-qknorm": SOFTMAX.but(qk_norm=True, log_d=True),
+    "softmax-logn": SOFTMAX.but(log_n=True),
+    "softmax-qknorm-logn-learned": LEARNED_SOFTMAX,
+    "softmax-qknorm-logn-learned-soft": LEARNED_SOFTMAX.but(first_scale=0.6),
+    "sigmoid-l1": SIGMOID.but(normaliser="l1"),
+    "sigmoid-l1-reweighted": SIGMOID.but(normaliser="l1", second_stage="relu_power"),
+    "relu-l1-reweighted": SOFTMAX.but(positive="relu", second_stage="relu_power"),
+    "entmax-reweighted": SOFTMAX.but(normaliser="entmax", second_stage="relu_power"),
+}
+
+
+# Every name that `attention` knows.
+KNOWN = ATTENTIONS | ABLATIONS
+# Beside powers that do have names of their own: the power of "lssar" is 15.
+ALIASES = {"lssar-p15": "lssar"}
+
+IMPLS = ("auto", "sdpa", "reference")  # of attentions other than ours
+
+
+def names() -> list[str]:
+    """The named attentions; the names of ``ABLATIONS`` are accepted wherever these are."""
+    return list(ATTENTIONS)
+
+
+def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> Attention:
+    """An attention by its name or its ``AttentionSpec``, with some fields changed:
+    ``attention("lssar", power=7)``, ``attention("softmax-window", window=256)``."""
+    if changes.get("power", 0) is None:
+        # In the op None means LSSA; here it would mean the stage's usual power. Neither in silence.
+        check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
+    if isinstance(name_or_spec, Attention):
+        return name_or_spec.but(**changes) if changes else name_or_spec
+    if isinstance(name_or_spec, AttentionSpec):
+        spec = name_or_spec.but(**changes)
+        same = [name for name, other in KNOWN.items() if other == spec]
+        return Attention(same[0] if same else str(spec), spec)
+    if not isinstance(name_or_spec, str):
+        check.fail("name_or_spec", "a name or an AttentionSpec", type(name_or_spec).__name__, TypeError)
+    name_or_spec = ALIASES.get(name_or_spec, name_or_spec)
+    if name_or_spec not in KNOWN:
+        close = difflib.get_close_matches(name_or_spec.lower(), KNOWN, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise ValueError(
+            f"no attention is named {name_or_spec!r}{hint} The names are {', '.join(names())}, and for ablations "
+            f"{', '.join(ABLATIONS)}"
+        )
+    named = Attention(name_or_spec, KNOWN[name_or_spec])
+    return named.but(**changes) if changes else named
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention with a name. Call it like ``softplus_attention``; LSSA and LSSAR run through exactly that function.
+
+    ``parameters`` holds tensors the attention learns (``learned_parameters`` gives their first values, which also stand
+    for those not passed) and, for attentions with a second stage, optionally "power", (H,) or (B, H, T_q), or
+    "power_per_log", (H,), which is multiplied with the log of the number of keys that a row sees. ``impl`` is that of
+    ``softplus_attention`` for LSSA and LSSAR, and "auto", "sdpa" (softmax only) or "reference" for the others.
+    """
+
+    name: str
+    spec: AttentionSpec
+
+    def but(self, **changes: Any) -> Attention:
+        if torch.compiler.is_compiling():  # which cannot write down a number that it holds as a variable
+            return Attention(self.name, self.spec.but(**changes))
+        words = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+        return Attention(f"{self.name}({words})", self.spec.but(**changes))
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.spec}"
+
+    def learned_parameters(self, num_heads: int) -> dict[str, Tensor]:
+        """The initial values of what the attention itself learns, {} for most."""
+        return learned_parameters(self.spec, num_heads)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0,  # an int: of a float a compiler would make a variable
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        window: int | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        impl: str = "auto",
+        validate: bool = False,
+        parameters: Parameters | None = None,
+    ) -> Tensor:
+        """q (B, H, T_q, D), k and v (B, H_kv, T_k, D) -> (B, H, T_q, D_v)."""
+        check.check_sdpa_options(dropout_p, scale, f"{self.name} has a scale of its own")
+        q, k, v = ours.autocast(q, k, v)
+        check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
+        visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
+        return self.attend(q, k, v, visibility, impl, parameters, validate)
+
+    def varlen(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        is_causal: bool = False,
+        window: int | None = None,
+        enable_gqa: bool = False,
+        impl: str = "auto",
+        validate: bool = False,
+        parameters: Parameters | None = None,
+    ) -> Tensor:
+        """Packed documents, as ``softplus_attention_varlen``: (total, H, D) -> (total_q, H, D_v)."""
+        q, k, v = ours.autocast(q, k, v)
+        documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, self.window(window), enable_gqa, validate)
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = self.attend(q, k, v, visibility, impl, parameters, validate)
+        return out[0].transpose(0, 1)
+
+    def decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        cache_seqlens: Tensor,
+        *,
+        cache_starts: Tensor | None = None,
+        normalized_keys: bool = False,
+        window: int | None = None,
+        enable_gqa: bool = False,
+        impl: str = "auto",
+        validate: bool = False,
+        parameters: Parameters | None = None,
+    ) -> Tensor:
+        """New tokens over caches, as ``softplus_attention_decode``: (B, H, T_q, D) -> (B, H, T_q, D_v)."""
+        if normalized_keys and not self.spec.qk_norm:
+            check.fail("normalized_keys", f"False: {self.name} does not normalise its keys", True)
+        q, k, v = ours.autocast(q, k_cache, v_cache)
+        window = self.window(window)
+        visibility = ours.cache_visibility(
+            q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys
+        )
+        cache = ours.CacheLengths(cache_seqlens, cache_starts, window)
+        return self.attend(
+            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
+        )
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        is_causal: bool = False,
+        attn_mask: Tensor | None = None,
+        window: int | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        enable_gqa: bool = False,
+        parameters: Parameters | None = None,
+    ) -> Tensor:
+        """The dense final weights (B, H, T_q, T_k), float32 or float64: for looking, not for training."""
+        q, k = ours.autocast(q, k)
+        check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
+        visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
+        return self.visible_weights(q, k, visibility, parameters)
+
+    def visible_weights(
+        self, q: Tensor, k: Tensor, visibility: Visibility, parameters: Parameters | None = None
+    ) -> Tensor:
+        """``weights`` of tensors whose shapes are already checked."""
+        check_parameters(self.spec, parameters, q)
+        with without_autocast(q.device):
+            if self.spec.is_softplus_attention:
+                score_scale = check.check_score_scale(self.score_scale, q.shape[-1], visibility.bounds())
+                power = self.power(parameters, visibility)
+                return attention_stages(q, k, visibility, power, score_scale, offset=self.spec.offset).sharpened
+            return composed_weights(self.spec, q, k, visibility, parameters)
+
+    def window(self, window: int | None) -> int | None:
+        return self.spec.window if window is None else window
+
+    def power(self, parameters: Parameters | None, visibility: Visibility) -> Power:
+        """What the rows are sharpened with: a parameter where there is one, else the attention's own."""
+        given = parameters or {}
+        if "power_per_log" in given:
+            known = visibility.known_count()
+            return power_by_log(given["power_per_log"], visibility.counts() if known is None else known)
+        return given.get("power", self.spec.sharpening)
+
+    @cached_property
+    def step(self) -> ours.Step | None:
+        """Of LSSA and LSSAR, for ``functional.decode_step``."""
+        if not self.spec.is_softplus_attention:
+            return None
+        return ours.Step(
+            ours.power_arguments(self.spec.sharpening, self.spec.offset), self.score_scale, self.spec.window
+        )
+
+    @property
+    def score_scale(self) -> float | None:
+        """``score_scale`` of ``softplus_attention``."""
+        if self.spec.scale is not None:
+            return self.spec.scale
+        return None if self.spec.log_d else 1.0
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        impl: str,
+        parameters: Parameters | None,
+        validate: bool,
+        *,
+        normalized_keys: bool = False,
+        cache: ours.CacheLengths | None = None,
+    ) -> Tensor:
+        """The one dispatch behind the modes; shapes are already checked."""
+        if not self.spec.is_softplus_attention:
+            return attend_composed(
+                self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
+            )
+        check_parameters(self.spec, parameters, q)
+        return ours.attend(
+            q,
+            k,
+            v,
+            visibility,
+            self.power(parameters, visibility),
+            self.score_scale,
+            cast(ours.Impl, impl),
+            offset=self.spec.offset,
+            validate=validate,
+            normalized_keys=normalized_keys,
+            cache=cache,
+        )
+
+
+def attend_composed(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    impl: str = "auto",
+    parameters: Parameters | None = None,
+    *,
+    normalized_keys: bool = False,
+    validate: bool = False,
+) -> Tensor:
+    """Any attention but ours; shapes are already checked. "auto" is SDPA wherever it applies."""
+    if impl not in IMPLS:
+        check.fail("impl", f"one of {IMPLS} for this attention ({spec})", repr(impl))
+    if impl == "sdpa" and not spec.is_softmax:
+        check.fail("impl", f"'auto' or 'reference': this attention is no softmax ({spec})", "'sdpa'")
+    check_parameters(spec, parameters, q, validate)
+    run = composed_attention if impl == "reference" or not spec.is_softmax else sdpa_attention
+    with without_autocast(q.device):
+        return run(spec, q, k, v, visibility, parameters, normalized_keys)

@@ -1,0 +1,101 @@
+"""The specs that are a softmax, through torch's fused kernels."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from softplus_attention.attentions.composed import (
+    alibi_bias,
+    by_pieces,
+    composed_attention,
+    rows_at_once,
+    scaled_queries,
+)
+from softplus_attention.attentions.spec import AttentionSpec, Parameters
+from softplus_attention.reference import compute_dtype, expand_kv_heads, seen_by_some_row, unit
+from softplus_attention.visibility import Visibility
+
+# Fewer rows than this would leave the tiles of torch's kernels part empty.
+MIN_WINDOW_BLOCK = 64
+
+
+def sdpa_attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    parameters: Parameters | None = None,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """A softmax spec through torch's ``scaled_dot_product_attention``."""
+    dtype, work = q.dtype, compute_dtype(q.dtype)
+    t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
+    if t_k == 0:
+        return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
+    bounds = (visibility.mask, visibility.key_start, visibility.key_end, visibility.own_key)
+    unbiased = all(x is None for x in bounds) and spec.positions != "alibi"
+    whole = unbiased and (visibility.window is None or visibility.window >= t_k)
+    plain = whole and (not visibility.is_causal or t_q == 1 or t_q == t_k)
+    window = visibility.window if unbiased and visibility.is_causal and t_q == t_k else None
+    if window is not None and t_k <= 2 * max(window, MIN_WINDOW_BLOCK):
+        window = None  # two blocks see as much as a dense mask does
+    masked = not plain and window is None
+    if masked and (rows := rows_at_once(q, k, v, parameters)) < t_q:
+        return by_pieces(sdpa_attention, rows, spec, q, k, v, visibility, parameters, normalized_keys)
+    visible = visibility.dense() if masked else None
+    if visible is not None:
+        seen = seen_by_some_row(visible)
+        k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
+
+    # Rounded to bfloat16, a bias of -8 is 3% of a weight off, and neighbouring distances beyond 256 are the same.
+    run_in = work if spec.positions == "alibi" else dtype
+    # Softmax as torch has it takes the scale along; whatever differs by row is worked into the queries.
+    scale = spec.score_scale(q.shape[-1])
+    if spec.qk_norm or spec.log_n or spec.learned_scale:
+        q, scale = scaled_queries(spec, q.to(work), visibility.counts().to(work), parameters), 1.0
+    k = unit(k.to(work)) if spec.qk_norm and not normalized_keys else k
+    q, k, v = q.to(run_in), k.to(run_in), v.to(run_in)
+    if window is not None:
+        return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window, scale)
+    if visible is None:
+        grouped = False
+        if k.shape[1] != heads:  # of a comparison a compiler makes a SymBool, which SDPA does not take
+            grouped = True
+        if visibility.is_causal and t_q == t_k:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
+
+    # Of torch's kernels only the quadratic one takes a mask with grouped heads: the heads are expanded instead.
+    k, v = expand_kv_heads(k, heads), expand_kv_heads(v, heads)
+    # A row that sees nothing is NaN or uniform there, by kernel: it looks at everything and is then set to zero.
+    sees = visible.any(-1, keepdim=True)
+    mask = visible | ~sees
+    if spec.positions == "alibi":
+        mask = torch.where(mask, alibi_bias(heads, visibility, run_in), -torch.inf)
+    return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), 0).to(dtype)
+
+
+def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
+    """Causal softmax attention over ``window`` keys, in memory and time of T * 2 * window.
+
+    The rows are cut into blocks of at least ``window``, which see keys of their own block and the one before. The
+    sequence is filled up to whole blocks behind its end, where no row of it looks.
+    """
+    batch, heads, length, _ = q.shape
+    block = max(window, MIN_WINDOW_BLOCK)
+    blocks = (length + block - 1) // block
+    q, k, v = (
+        F.pad(x, (0, 0, 0, blocks * block - length)).reshape(batch * heads, blocks, block, x.shape[-1])
+        for x in (q, k, v)
+    )
+    key = torch.arange(2 * block, device=q.device)
+    row = key[block:, None]
+    visible = (key <= row) & (key > row - window)
+    first = F.scaled_dot_product_attention(q[:, :1], k[:, :1], v[:, :1], attn_mask=visible[:, block:], scale=scale)
+    k, v = (torch.cat([x[:, :-1], x[:, 1:]], 2) for x in (k, v))
+    later = F.scaled_dot_product_attention(q[:, 1:], k, v, attn_mask=visible, scale=scale)
+    out = torch.cat([first, later], 1).reshape(batch, heads, blocks * block, v.shape[-1])
+    return out[:, :, :length]

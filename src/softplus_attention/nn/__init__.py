@@ -1,0 +1,7 @@
+"""Modules: attention with its projections, rotary positions, and a cache of keys and values."""
+
+from softplus_attention.nn.attention import SoftplusAttention
+from softplus_attention.nn.cache import KeyValueCache
+from softplus_attention.nn.rotary import RotaryEmbedding
+
+__all__ = ["KeyValueCache", "RotaryEmbedding", "SoftplusAttention"]

@@ -1,0 +1,44 @@
+"""What an attention itself learns, as parameters of a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from softplus_attention.attentions.catalog import Attention
+from softplus_attention.power import RAW_NAMES, first_raw_power, learned_parameter
+
+
+class LearnedParameters(nn.Module):
+    """A module whose ``attention`` may learn parameters of its own, and a power: "learned", "learned-log" or "" (none).
+
+    A learned power is trained as ``raw_power`` or ``raw_power_per_log`` (H,), any number, from which it follows.
+    """
+
+    attention: Attention
+    learned_kind: str
+    learned_names: tuple[str, ...]
+
+    def register_learned(self, num_heads: int, kind: str, device: torch.device | str | None = None) -> None:
+        self.learned_kind, self.learned_names = kind, tuple(self.attention.learned_parameters(num_heads))
+        for name, first in self.first_values(num_heads).items():
+            self.register_parameter(name, nn.Parameter(first.to(device)))
+
+    def first_values(self, num_heads: int) -> dict[str, Tensor]:
+        """What training starts from, by the names of the parameters."""
+        values = self.attention.learned_parameters(num_heads)
+        if self.learned_kind:
+            raw = first_raw_power(self.learned_kind, self.attention.spec.sharpening)
+            values[RAW_NAMES[self.learned_kind]] = torch.full((num_heads,), raw)
+        return values
+
+    def attention_parameters(self) -> dict[str, Tensor]:
+        """What the attention learns, as it takes it: "power" (H,) where that is "learned", and so on."""
+        parameters = {name: getattr(self, name) for name in self.learned_names}
+        if self.learned_kind:
+            parameters |= learned_parameter(self.learned_kind, self.raw_parameter)
+        return parameters
+
+    @property
+    def raw_parameter(self) -> nn.Parameter:
+        return getattr(self, RAW_NAMES[self.learned_kind])
