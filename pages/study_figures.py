@@ -12,7 +12,7 @@ from typing import Any
 from study_runs import BASELINE, Curve, Size, Spread, gain_at, gain_error_at, loss_at, option_words
 from study_sizes import OURS_WIDE, THEIRS_WIDE, parameters
 
-from softplus_attention.figures import COLOURS, MARKERS, save
+from softplus_attention.charts.draw import COLOURS, MARKERS, save
 from softplus_attention.report.evaluation_figures import figure_of, length_axis
 from softplus_attention.report.study import MIX, ROTARY
 from softplus_attention.utils.files import csv_text

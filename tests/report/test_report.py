@@ -16,10 +16,10 @@ import report_results
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from softplus_attention.charts.draw import picture
+from softplus_attention.charts.model import LineChart, Series, percent_words
 from softplus_attention.cli import main
 from softplus_attention.report import build, document
-from softplus_attention.report.charts import LineChart, Series, percent_words
-from softplus_attention.report.drawing import heat
 from softplus_attention.report.reading import find_results
 from softplus_attention.utils.files import csv_text
 
@@ -346,7 +346,7 @@ def test_the_scale_of_a_heat_map_says_its_end(tmp_path):
     write_inside(tmp_path, mix=report_results.mixed_inside(64))
     chart = figures_of(tmp_path)["Weight on the first token: mix"]
     assert (chart.low, chart.high) == (0, 0.00072)
-    canvas = heat(chart)
+    canvas = picture([chart])
     cells = [text.get_text() for text in canvas.axes[0].texts]
     assert cells == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
     assert [tick.get_text() for tick in canvas.axes[1].get_yticklabels()] == ["0%", "0.036%", "0.072%"]

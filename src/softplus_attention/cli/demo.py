@@ -179,15 +179,13 @@ def write(
     options: argparse.Namespace,
     seconds: float,
 ) -> list[Path]:
-    from softplus_attention import figures
-    from softplus_attention.report import page
+    from softplus_attention.charts.draw import draw
+    from softplus_attention.charts.model import SeriesStyles
+    from softplus_attention.report.build import write_report
+    from softplus_attention.report.other import demo_chart
     from softplus_attention.utils import provenance
 
     losses = {name: curve.loss for name, curve in curves.items()}
-    figure = figures.length_figure(
-        losses, lengths, f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}", "bytes"
-    )
-    png, svg = figures.save(figure, folder / "loss-by-length")
     versions = provenance.versions(("torch", "transformers"))
     settings = {**TRAINING, "steps": options.steps, "seed": options.seed, "arms": ARMS}
     about: dict[str, Any] = {"lengths": lengths, "texts": len(texts.rows), "documents": texts.documents}
@@ -199,30 +197,8 @@ def write(
     results |= {"seconds": round(seconds, 1), "settings": settings, "loss": losses, "standard_error": errors}
     write_json(folder / "results.json", results)
     rounded = ([name, *(f"{loss:.5f}" for loss in row)] for name, row in losses.items())
-    write_csv(folder / "loss-by-length.csv", ["attention", *map(str, lengths)], rounded)
-
-    rows = [[name, *(f"{loss:.3f}" for loss in row)] for name, row in losses.items()]
-    head = ["attention", *(f"{n} ({n // lengths[0]}x)" for n in lengths)]
-    note = f"Validation loss in nats per byte; {len(texts.rows)} texts from {texts.documents} works."
-    parts = [
-        page.paragraph(
-            f"Three models of 0.8M parameters, trained for {options.steps} steps on sequences of {lengths[0]} bytes of "
-            "old books and plays. They differ in their attention alone. Each then reads other works, cut to longer and "
-            "longer pieces."
-        ),
-        page.picture(png, conclusion(curves)),
-        page.table(head, rows, note),
-        page.heading("How to read it"),
-        page.paragraph(
-            "Softmax spreads its weight over more keys than it ever met in training, and loses its way. Normalised "
-            "queries and keys with scores that grow with log N mend most of that: the baseline to beat. LSSAR keeps "
-            "the keys above the row's average and raises them to a power. A flat line does not prove by itself that "
-            "the long context is used: the same tokens would have to be harder without it."
-        ),
-        page.heading("Settings"),
-        page.preformatted(json.dumps(settings, indent=1)),
-    ]
-    footer = "Made by softplus-attention demo; " + ", ".join(f"{name} {version}" for name, version in versions.items())
-    html = folder / "index.html"
-    write_whole(html, page.page("Trained short, read long", parts, footer))
-    return [html, png, svg, folder / "loss-by-length.csv", folder / "results.json"]
+    table = write_csv(folder / "loss-by-length.csv", ["attention", *map(str, lengths)], rounded)
+    title = f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}"
+    pictures = draw(demo_chart(results, title, SeriesStyles()), folder / "loss-by-length")
+    page = write_report(folder, folder / "index.html").page
+    return [page, *pictures, table, folder / "results.json"]

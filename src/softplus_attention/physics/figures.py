@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.figures import COLOURS, MARKERS
+from softplus_attention.charts.draw import COLOURS, MARKERS
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
 from softplus_attention.utils.files import replacing

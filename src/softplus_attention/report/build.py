@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from softplus_attention import __version__
+from softplus_attention.charts.draw import draw
+from softplus_attention.charts.model import Figure, SeriesStyles, Table, slug
 from softplus_attention.report import document, measures, other
-from softplus_attention.report.charts import Figure, Table, slug
-from softplus_attention.report.drawing import draw
-from softplus_attention.report.reading import Found, find_results
-from softplus_attention.report.sections import Looks, Section
+from softplus_attention.report.reading import ResultSet, find_results
+from softplus_attention.report.sections import Section
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
 from softplus_attention.report.training import training_blocks
@@ -34,7 +34,7 @@ WAY_OF_DRAWING = 3
 class Written:
     page: Path
     files: list[Path]
-    found: Found
+    found: ResultSet
     figures: int
 
 
@@ -63,16 +63,16 @@ def write_report(
     return Written(page, written, found, len(files))
 
 
-def all_sections(found: Found) -> list[Section]:
+def all_sections(found: ResultSet) -> list[Section]:
     """The parts that have something to show. Reading them finds what is wrong with files."""
-    looks = Looks()
-    demo = other.demo_blocks(found, looks)
-    parts = measures.sections(found, looks)
+    styles = SeriesStyles()
+    demo = other.demo_blocks(found, styles)
+    parts = measures.sections(found, styles)
     parts[0].blocks = [*demo, *parts[0].blocks]
-    parts.insert(0, Section("The study", study_blocks(found, looks)))
-    parts.append(Section("Training", training_blocks(found, looks)))
-    parts.append(Section("Stability", stability_blocks(found, looks)))
-    parts.append(Section("Newton from orbits", other.newton_blocks(found, looks)))
+    parts.insert(0, Section("The study", study_blocks(found, styles)))
+    parts.append(Section("Training", training_blocks(found, styles)))
+    parts.append(Section("Stability", stability_blocks(found, styles)))
+    parts.append(Section("Newton from orbits", other.newton_blocks(found, styles)))
     parts.append(Section("Speed", other.speed_blocks(found)))
     return [part for part in parts if part.blocks]
 
@@ -82,7 +82,7 @@ def file_names(sections: list[Section]) -> dict[int, tuple[str, Figure | Table]]
     return {id(figure): (f"{place:02d}-{slug(figure.title)}", figure) for place, figure in enumerate(figures, 1)}
 
 
-def html_of(found: Found, sections: list[Section], files: dict[int, str], beside: str) -> str:
+def html_of(found: ResultSet, sections: list[Section], files: dict[int, str], beside: str) -> str:
     content = document.Document(files, beside)
     parts = [(section.title, content.section(section, place)) for place, section in enumerate(sections)]
     records = document.runs(other.run_records(found))

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
-from softplus_attention.report.charts import AttentionMaps, HeatMap, LineChart, Table, to_json
+from softplus_attention.charts.model import AttentionMaps, Chart, Table, to_json
 from softplus_attention.report.other import RunRecord
 from softplus_attention.report.sections import Block, Explorer, Picture, Section
 
@@ -66,7 +66,7 @@ class Document:
         assert not isinstance(block, AttentionMaps), "maps are shown by an explorer"
         return self.chart(block)
 
-    def chart(self, chart: LineChart | HeatMap) -> str:
+    def chart(self, chart: Chart) -> str:
         name = f"figure-{len(self.figures)}"
         self.figures[name] = to_json(chart)
         return (

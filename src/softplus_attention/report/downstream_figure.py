@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from softplus_attention.figures import COLOURS
+from softplus_attention.charts.draw import COLOURS
 from softplus_attention.report.evaluation_figures import Result, figure_of
 
 # The first of these that a task has is drawn; the table has all.

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from softplus_attention.charts.draw import COLOURS, MARKERS, REFERENCES, STYLES
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.forms import form_of
-from softplus_attention.figures import COLOURS, MARKERS, STYLES
-from softplus_attention.report.drawing import REFERENCES
 
 Result = Mapping[str, Any]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from softplus_attention.charts.model import HeatMap, LineChart, Number, Series, SeriesStyles, Table, shown
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.layers import LayerGroup
-from softplus_attention.report.charts import HeatMap, LineChart, Number, Series, Table, shown
-from softplus_attention.report.reading import Found, count_of, number_of, rows_of
-from softplus_attention.report.sections import Block, Looks, Measured, base_of, groups, measured, notes, where
+from softplus_attention.report.reading import ResultSet, count_of, number_of, rows_of
+from softplus_attention.report.sections import Block, LoadedResult, base_of, groups, measured, notes, where
 
 LENGTH = "length (tokens)"
 
@@ -50,7 +50,7 @@ def read_inside(results: dict[str, Any]) -> list[dict[str, Any]]:
 class Part(NamedTuple):
     """Layers of one model that see the same number of keys."""
 
-    member: Measured
+    member: LoadedResult
     group: LayerGroup
 
     @property
@@ -62,34 +62,34 @@ class Part(NamedTuple):
     def name(self) -> str:
         return self.member.label + (f", {self.group.words}" if self.group.words else "")
 
-    def by_length(self, name: str, looks: Looks, words: str = "", is_share: bool = False) -> Series:
+    def by_length(self, name: str, styles: SeriesStyles, words: str = "", is_share: bool = False) -> Series:
         value = layers.share_of_log_keys if is_share else layers.mean_of
         values = [value(row, self.group, name) for row in self.rows]
         lengths = [row["length"] for row in self.rows]
-        return Series(self.name + words, lengths, values, None, looks.of(self.member.name), dashed=bool(words))
+        return Series(self.name + words, lengths, values, None, styles.of(self.member.name), dashed=bool(words))
 
     def has(self, name: str) -> bool:
         return any(layers.mean_of(row, self.group, name) is not None for row in self.rows)
 
 
-def inside_section(found: Found, looks: Looks) -> list[Block]:
+def inside_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     folders = groups([m for m in measured(found, "inside", read_inside) if m.content])
     blocks: list[Block] = []
     for group, members in folders.items():
         folder = where(group, len(folders) > 1)
         parts = [[Part(m, layer_group) for layer_group in layers.layer_groups(m.content)] for m in members]
         widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
-        blocks += by_length_blocks(widest, looks, f"{', global layers' if narrower else ''}{folder}", base_of(members))
+        blocks += by_length_blocks(widest, styles, f"{', global layers' if narrower else ''}{folder}", base_of(members))
         if narrower:
-            blocks += by_length_blocks(narrower, looks, f", local layers{folder}", base_of(members))
+            blocks += by_length_blocks(narrower, styles, f", local layers{folder}", base_of(members))
         steady = steady_table([part for own in parts for part in own], folder)
         blocks += [steady] if steady.body else []
         for quantity in (STAGE1, ENTROPY, SINK):
             limits = (0, None) if quantity.is_share else (None, None)
-            lines = [series_by_layer(m, quantity.name, looks) for m in members]
+            lines = [series_by_layer(m, quantity.name, styles) for m in members]
             caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
             if quantity is STAGE1:
-                held = [series_by_layer(m, HELD, looks, HELD_WORDS) for m in members]
+                held = [series_by_layer(m, HELD, styles, HELD_WORDS) for m in members]
                 lines += [line for line in held if any(value is not None for value in line.y)]
                 caption += f" {HELD_CAPTION}"
             title = f"{quantity.title}, by layer{folder}"
@@ -101,7 +101,7 @@ def inside_section(found: Found, looks: Looks) -> list[Block]:
     return blocks
 
 
-def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: float | None) -> list[Block]:
+def by_length_blocks(parts: Sequence[Part], styles: SeriesStyles, words: str, base: float | None) -> list[Block]:
     told_apart = any(part.group.words for part in parts)
     means = f"Mean over {'these layers and their' if told_apart else 'layers and'} heads"
     equal = equal_series(parts)
@@ -111,7 +111,7 @@ def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: floa
             f"Entropy of stage 1, by length{words}",
             LENGTH,
             STAGE1.label,
-            [*stage1_series(parts, held, looks, is_share=False), *equal],
+            [*stage1_series(parts, held, styles, is_share=False), *equal],
             f"{means}, before re-weighting. {HELD_CAPTION}",
             x_scale="log2",
             times_of=base,
@@ -120,7 +120,7 @@ def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: floa
             f"Entropy of stage 1 / log N, by length{words}",
             LENGTH,
             "entropy / log N",
-            stage1_series(parts, held, looks, is_share=True),
+            stage1_series(parts, held, styles, is_share=True),
             f"1 is the entropy of equal weights. {means}. {HELD_CAPTION}",
             x_scale="log2",
             times_of=base,
@@ -128,7 +128,7 @@ def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: floa
         ),
     ]
     for quantity in BY_LENGTH:
-        series = [part.by_length(quantity.name, looks) for part in parts]
+        series = [part.by_length(quantity.name, styles) for part in parts]
         if all(value is None for line in series for value in line.y):
             continue
         charts.append(
@@ -147,9 +147,9 @@ def by_length_blocks(parts: Sequence[Part], looks: Looks, words: str, base: floa
     return list(charts)
 
 
-def stage1_series(parts: Sequence[Part], held: Sequence[Part], looks: Looks, is_share: bool) -> list[Series]:
-    growing = [part.by_length(STAGE1.name, looks, is_share=is_share) for part in parts]
-    return growing + [part.by_length(HELD, looks, HELD_WORDS, is_share) for part in held]
+def stage1_series(parts: Sequence[Part], held: Sequence[Part], styles: SeriesStyles, is_share: bool) -> list[Series]:
+    growing = [part.by_length(STAGE1.name, styles, is_share=is_share) for part in parts]
+    return growing + [part.by_length(HELD, styles, HELD_WORDS, is_share) for part in held]
 
 
 def equal_series(parts: Sequence[Part]) -> list[Series]:
@@ -194,7 +194,7 @@ def both(first: Number, last: Number) -> str:
     return "" if first is None or last is None else f"{first:.2f} to {last:.2f}"
 
 
-def longest_words(members: Sequence[Measured]) -> str:
+def longest_words(members: Sequence[LoadedResult]) -> str:
     lengths = {m.content[-1]["length"] for m in members}
     if len(lengths) == 1:
         return f"{lengths.pop()} tokens"
@@ -213,14 +213,14 @@ def one_layer(layer: int) -> LayerGroup:
     return LayerGroup("", frozenset([layer]))
 
 
-def series_by_layer(m: Measured, name: str, looks: Looks, words: str = "") -> Series:
+def series_by_layer(m: LoadedResult, name: str, styles: SeriesStyles, words: str = "") -> Series:
     row = m.content[-1]
     numbers = layer_numbers(row)
     values = [layers.mean_of(row, one_layer(layer), name) for layer in numbers]
-    return Series(m.label + words, numbers, values, None, looks.of(m.name), dashed=bool(words))
+    return Series(m.label + words, numbers, values, None, styles.of(m.name), dashed=bool(words))
 
 
-def share_maps(m: Measured, folder: str) -> list[HeatMap]:
+def share_maps(m: LoadedResult, folder: str) -> list[HeatMap]:
     """Stage 1's entropy / log N of each layer by length: with log N, and where the scores have it, with log N held."""
     numbers = sorted({layer for row in m.content for layer in layer_numbers(row)})
     lengths = [row["length"] for row in m.content]
@@ -246,13 +246,13 @@ def share_maps(m: Measured, folder: str) -> list[HeatMap]:
     return found
 
 
-def head_quantities(m: Measured) -> list[Quantity]:
+def head_quantities(m: LoadedResult) -> list[Quantity]:
     """Stage 1's entropy too, unless it is that of the final weights."""
     is_same = all(head.get(STAGE1.name) == head.get(ENTROPY.name) for row in m.content for head in row["heads"])
     return [ENTROPY, SINK] if is_same else [STAGE1, ENTROPY, SINK]
 
 
-def head_map(m: Measured, quantity: Quantity, members: Sequence[Measured], folder: str) -> HeatMap:
+def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult], folder: str) -> HeatMap:
     """The colours mean the same for all members."""
     row = m.content[-1]
     values = {(head["layer"], head["head"]): number_of(head, quantity.name) for head in row["heads"]}

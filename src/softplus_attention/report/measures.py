@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from softplus_attention.charts.model import (
+    AttentionMaps,
+    HeatMap,
+    LineChart,
+    Number,
+    Series,
+    SeriesStyles,
+    Table,
+    shown,
+)
 from softplus_attention.evaluation.forms import form_of
 from softplus_attention.evaluation.layers import mean
-from softplus_attention.report.charts import AttentionMaps, HeatMap, LineChart, Number, Series, Table, shown
 from softplus_attention.report.inside import LENGTH, inside_section
 from softplus_attention.report.reading import (
-    Found,
+    ResultSet,
     UnreadableError,
     count_of,
     mapping,
@@ -23,8 +32,7 @@ from softplus_attention.report.reading import (
 from softplus_attention.report.sections import (
     Block,
     Explorer,
-    Looks,
-    Measured,
+    LoadedResult,
     Section,
     base_of,
     groups,
@@ -52,13 +60,13 @@ def read_lengths(results: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["length"])
 
 
-def lengths_section(found: Found, looks: Looks) -> list[Block]:
+def lengths_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     parts = groups(measured(found, "lengths", read_lengths))
     blocks: list[Block] = []
     for group, members in parts.items():
         folder, base = where(group, len(parts) > 1), base_of(members)
         series = [
-            Series(m.label, *by_length(m.content, "loss"), by_length(m.content, "standard_error")[1], looks.of(m.name))
+            Series(m.label, *by_length(m.content, "loss"), by_length(m.content, "standard_error")[1], styles.of(m.name))
             for m in members
         ]
         blocks.append(
@@ -80,7 +88,7 @@ def lengths_section(found: Found, looks: Looks) -> list[Block]:
             if row.get("control") is not None
         ]
         if controls:
-            gains = [gain_series(m, looks) for m in members]
+            gains = [gain_series(m, styles) for m in members]
             blocks.append(
                 LineChart(
                     f"What the context beyond the window is worth{folder}",
@@ -93,7 +101,7 @@ def lengths_section(found: Found, looks: Looks) -> list[Block]:
                     times_of=base,
                 )
             )
-        placed = [place_series(m, looks) for m in members]
+        placed = [place_series(m, styles) for m in members]
         if any(series.x for series in placed):
             blocks.append(
                 LineChart(
@@ -116,7 +124,7 @@ def lengths_section(found: Found, looks: Looks) -> list[Block]:
 CONTROL = ("window", "full", "short", "gain", "standard_error")
 
 
-def used_texts(members: Sequence[Measured]) -> str:
+def used_texts(members: Sequence[LoadedResult]) -> str:
     """What each was measured on: once where it is the same for all."""
     words = {m.label: text_count(m.results.get("used")) for m in members}
     different = {count for count in words.values() if count}
@@ -131,16 +139,16 @@ def text_count(used: Any) -> str:
     return f"{used.get('sequences')} sequences of {used.get('longest')} tokens from {used.get('documents')} documents"
 
 
-def gain_series(m: Measured, looks: Looks) -> Series:
+def gain_series(m: LoadedResult, styles: SeriesStyles) -> Series:
     rows = [row for row in m.content if row.get("control") is not None]
     values, errors = ([number_of(row["control"], name) for row in rows] for name in ("gain", "standard_error"))
-    return Series(m.label, [row["length"] for row in rows], values, errors, looks.of(m.name))
+    return Series(m.label, [row["length"] for row in rows], values, errors, styles.of(m.name))
 
 
-def place_series(m: Measured, looks: Looks) -> Series:
+def place_series(m: LoadedResult, styles: SeriesStyles) -> Series:
     places = (m.content[-1].get("positions") or []) if m.content else []
     ends = [place["end"] for place in places]
-    return Series(m.label, ends, [number_of(place, "loss") for place in places], None, looks.of(m.name))
+    return Series(m.label, ends, [number_of(place, "loss") for place in places], None, styles.of(m.name))
 
 
 def read_passkey(results: dict[str, Any]) -> dict[tuple[int, float], Number]:
@@ -153,7 +161,7 @@ def read_passkey(results: dict[str, Any]) -> dict[tuple[int, float], Number]:
     return cells
 
 
-def passkey_section(found: Found, looks: Looks) -> list[Block]:
+def passkey_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     parts = groups(measured(found, "passkey", read_passkey))
     blocks: list[Block] = []
     for group, members in parts.items():
@@ -169,7 +177,7 @@ def passkey_section(found: Found, looks: Looks) -> list[Block]:
                 lengths,
                 [mean([m.content.get((n, d)) for d in depths]) for n in lengths],
                 None,
-                looks.of(m.name),
+                styles.of(m.name),
             )
             for m in members
         ]
@@ -214,7 +222,7 @@ def read_synthetic(results: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     return text_of(results, "task"), sorted(rows, key=lambda row: row["length"])
 
 
-def synthetic_section(found: Found, looks: Looks) -> list[Block]:
+def synthetic_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     parts = groups(measured(found, "synthetic", read_synthetic))
     blocks: list[Block] = []
     for group, members in parts.items():
@@ -222,7 +230,7 @@ def synthetic_section(found: Found, looks: Looks) -> list[Block]:
         for form in dict.fromkeys(forms):
             those = [m for m, own in zip(members, forms, strict=True) if own == form]
             for name, words in (("accuracy", "answer tokens right"), ("exact", "sequences all right")):
-                series = [Series(m.label, *by_length(m.content[1], name), None, looks.of(m.name)) for m in those]
+                series = [Series(m.label, *by_length(m.content[1], name), None, styles.of(m.name)) for m in those]
                 blocks.append(
                     LineChart(
                         f"{form}: {words}{where(group, len(parts) > 1)}",
@@ -239,7 +247,7 @@ def synthetic_section(found: Found, looks: Looks) -> list[Block]:
     return blocks
 
 
-def trained_at(members: Sequence[Measured]) -> float | None:
+def trained_at(members: Sequence[LoadedResult]) -> float | None:
     lengths = {
         number_of(training, "length")
         for training in (m.results.get("training") for m in members)
@@ -266,7 +274,7 @@ def read_maps(results: dict[str, Any]) -> tuple[str, list[str], int, dict[tuple[
     return text_of(results, "text"), [str(token) for token in tokens], count_of(results, "tokens_per_cell"), maps
 
 
-def explorer_section(found: Found, looks: Looks) -> list[Block]:
+def explorer_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     """One explorer for all; it says where the maps side by side are of different texts."""
     members = measured(found, "maps", read_maps)
     folders = {m.result.group for m in members}
@@ -287,7 +295,7 @@ def read_downstream(results: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def downstream_section(found: Found, looks: Looks) -> list[Block]:
+def downstream_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     parts = groups(measured(found, "downstream", read_downstream))
     blocks: list[Block] = []
     for group, members in parts.items():
@@ -317,5 +325,5 @@ SECTIONS = (
 )
 
 
-def sections(found: Found, looks: Looks) -> list[Section]:
-    return [Section(title, make(found, looks)) for title, make in SECTIONS]
+def sections(found: ResultSet, styles: SeriesStyles) -> list[Section]:
+    return [Section(title, make(found, styles)) for title, make in SECTIONS]

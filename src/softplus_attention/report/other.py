@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.report.charts import LineChart, Series, Table, shown
+from softplus_attention.charts.model import LineChart, Series, SeriesStyles, Table, shown
 from softplus_attention.report.reading import (
-    Found,
     Result,
+    ResultSet,
     UnreadableError,
     count_of,
     is_numbers,
@@ -23,47 +23,55 @@ from softplus_attention.report.reading import (
     text_of,
     typed,
 )
-from softplus_attention.report.sections import Block, Looks, Picture, checked
+from softplus_attention.report.sections import Block, Picture, checked
 from softplus_attention.utils import untrusted
 
 LARGEST_PICTURE = 4 << 20
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def demo_blocks(found: Found, looks: Looks) -> list[Block]:
-    def read(result: Result) -> LineChart:
-        lengths = numbers_of(result.data, "lengths")
-        if not lengths or any(length is None or length <= 0 for length in lengths):
-            raise UnreadableError("`lengths` must be numbers above 0")
-        places = [length for length in lengths if length is not None]
-        losses, errors = mapping(result.data, "loss"), result.data.get("standard_error")
-        series = []
-        for name in losses:
-            values = numbers_of(losses, name)
-            bars = numbers_of(errors, name) if isinstance(errors, dict) and name in errors else None
-            if len(values) != len(places) or (bars is not None and len(bars) != len(places)):
-                raise UnreadableError(f"`loss` of {name} must have a number for each length")
-            series.append(Series(name, places, values, bars, looks.of(name)))
-        return LineChart(
-            f"Demo: loss by length ({result.path})",
-            "length (bytes)",
-            "validation loss (nats)",
-            series,
-            f"{result.data.get('texts')} texts from {result.data.get('documents')} works.",
-            x_scale="log2",
-            times_of=places[0],
-        )
-
-    return list(checked(found, "demo", read))
+DEMO_CAPTION = (
+    "Models that differ in their attention alone, on the same works cut to longer and longer pieces{}. A flat line "
+    "does not show by itself that the long context is used: the same tokens would have to be harder without it."
+)
 
 
-def newton_blocks(found: Found, looks: Looks) -> list[Block]:
+def demo_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
+    return list(checked(found, "demo", lambda r: demo_chart(r.data, f"Demo: loss by length ({r.path})", styles)))
+
+
+def demo_chart(data: dict[str, Any], title: str, styles: SeriesStyles) -> LineChart:
+    lengths = numbers_of(data, "lengths")
+    if not lengths or any(length is None or length <= 0 for length in lengths):
+        raise UnreadableError("`lengths` must be numbers above 0")
+    places = [length for length in lengths if length is not None]
+    losses, errors = mapping(data, "loss"), data.get("standard_error")
+    series = []
+    for name in losses:
+        values = numbers_of(losses, name)
+        bars = numbers_of(errors, name) if isinstance(errors, dict) and name in errors else None
+        if len(values) != len(places) or (bars is not None and len(bars) != len(places)):
+            raise UnreadableError(f"`loss` of {name} must have a number for each length")
+        series.append(Series(name, places, values, bars, styles.of(name)))
+    texts = f" ({data['texts']} texts from {data.get('documents')} works)" if data.get("texts") else ""
+    return LineChart(
+        title,
+        "length (bytes)",
+        "validation loss (nats)",
+        series,
+        DEMO_CAPTION.format(texts),
+        x_scale="log2",
+        times_of=places[0],
+    )
+
+
+def newton_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     def read(result: Result) -> list[Block]:
         blocks: list[Block] = [newton_table(result)]
         many = len(found.of("newton")) > 1
         folder = f" ({result.path})" if many else ""
         for key, name, title, label, scale in LONG:
-            series = long_series(result, key, name, looks)
+            series = long_series(result, key, name, styles)
             if series:
                 wide = scale if all(y is None or y > 0 for line in series for y in line.y) else "linear"
                 blocks.append(
@@ -121,7 +129,7 @@ def middle(row: dict[str, Any], name: str) -> str:
     return shown(number_of(value, "mean")) if isinstance(value, dict) else ""
 
 
-def long_series(result: Result, key: str, name: str, looks: Looks) -> list[Series]:
+def long_series(result: Result, key: str, name: str, styles: SeriesStyles) -> list[Series]:
     found = []
     for run in rows_of(result.data, "long") if "long" in result.data else []:
         rows: Any = run.get(key)
@@ -134,7 +142,7 @@ def long_series(result: Result, key: str, name: str, looks: Looks) -> list[Serie
         if any(place is None or place <= 0 for place in places):
             raise UnreadableError("`multiple` must be a number above 0")
         values = [number_of(row, name) for row in rows]
-        found.append(Series(f"{arm}, seed {run.get('seed')}", [p for p in places if p], values, None, looks.of(arm)))
+        found.append(Series(f"{arm}, seed {run.get('seed')}", [p for p in places if p], values, None, styles.of(arm)))
     return found
 
 
@@ -162,18 +170,18 @@ def read_png(path: Path, folder: Path) -> bytes | None:
     return png if png.startswith(PNG) else None
 
 
-def speed_blocks(found: Found) -> list[Block]:
+def speed_blocks(found: ResultSet) -> list[Block]:
     return [block for blocks in checked(found, "speed", read_speed) for block in blocks]
 
 
 def read_speed(result: Result) -> list[Block]:
-    looks = Looks()
+    styles = SeriesStyles()
     rows = result.data.get("rows")
     is_attention = is_table(rows) and all("section" in row and "contender" in row for row in rows or [])
     blocks: list[Block] = [f"{result.path}: {about(result)}"]
     if is_attention:
         for section in dict.fromkeys(text_of(row, "section") for row in rows_of(result.data, "rows")):
-            blocks += attention_blocks(result, section, looks)
+            blocks += attention_blocks(result, section, styles)
     else:
         for name, value in result.data.items():
             title = f"{result.path}: {name.replace('_', ' ')}"
@@ -201,7 +209,7 @@ def about(result: Result) -> str:
 TIMES = (("total_ms", "forward + backward"), ("forward_ms", "forward"), ("step_mib", "memory of a step"))
 
 
-def attention_blocks(result: Result, section: str, looks: Looks) -> list[Block]:
+def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list[Block]:
     """benchmarks/attention.py: a table and a figure per head dimension."""
     rows = [row for row in rows_of(result.data, "rows") if row["section"] == section and row.get("status") == "ok"]
     blocks: list[Block] = []
@@ -220,7 +228,7 @@ def attention_blocks(result: Result, section: str, looks: Looks) -> list[Block]:
             blocks.append(Table(f"{words} in {unit}: {title}", head, body))
             if name == "step_mib" or len(lengths) < 2 or (name == "forward_ms" and "total_ms" in those[0]):
                 continue
-            series = [Series(c, lengths, [cells.get((c, n)) for n in lengths], None, looks.of(c)) for c in contenders]
+            series = [Series(c, lengths, [cells.get((c, n)) for n in lengths], None, styles.of(c)) for c in contenders]
             blocks.append(
                 LineChart(f"{words}: {title}", "length (tokens)", "ms", series, x_scale="log2", y_scale="log")
             )
@@ -261,7 +269,7 @@ def cell_text(value: Any) -> str:
 RunRecord = tuple[str, str, str]
 
 
-def run_records(found: Found) -> list[RunRecord]:
+def run_records(found: ResultSet) -> list[RunRecord]:
     return [run_record(result) for result in found.results]
 
 

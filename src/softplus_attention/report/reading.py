@@ -39,7 +39,7 @@ class Result:
 
 
 @dataclass
-class Found:
+class ResultSet:
     folder: Path
     results: list[Result] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)  # (path, what is wrong)
@@ -49,9 +49,9 @@ class Found:
         return [result for result in self.results if result.kind == kind]
 
 
-def find_results(folder: Path, skip: Path | None = None) -> Found:
+def find_results(folder: Path, skip: Path | None = None) -> ResultSet:
     """Every JSON file under the folder, but for what lies under ``skip``. Working files are counted, not named."""
-    found = Found(folder)
+    found = ResultSet(folder)
     problem: Callable[[OSError], None] = lambda error: found.problems.append(  # noqa: E731
         (relative(Path(error.filename or folder), folder), error.strerror or "cannot be read")
     )

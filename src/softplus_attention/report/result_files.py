@@ -53,7 +53,7 @@ def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[
     """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
     if find_spec("matplotlib") is None:
         return []
-    from softplus_attention import figures
+    from softplus_attention.charts.draw import save
     from softplus_attention.report import evaluation_figures
     from softplus_attention.report.downstream_figure import downstream_figure
 
@@ -61,7 +61,7 @@ def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[
     if not shown:
         return []
     figure = (evaluation_figures.FIGURES | {"downstream": downstream_figure})[measure](shown)
-    return [] if figure is None else figures.save(figure, folder / measure)
+    return [] if figure is None else save(figure, folder / measure)
 
 
 def draw_folder(folder: Path) -> list[Path]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from softplus_attention.report.charts import AttentionMaps, Figure, Table
-from softplus_attention.report.reading import Found, Result, UnreadableError, mapping, number_of, text_of
+from softplus_attention.charts.model import AttentionMaps, Figure, Table
+from softplus_attention.report.reading import Result, ResultSet, UnreadableError, mapping, number_of, text_of
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,8 @@ class Section:
         return found
 
 
-class Looks:
-    """One colour and marker per model name, the same in every figure of the page."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, int] = {}
-
-    def of(self, name: str) -> int:
-        return self.places.setdefault(name.lower(), len(self.places))
-
-
 @dataclass(frozen=True)
-class Measured:
+class LoadedResult:
     """A result of `evaluate`: the frame that all measures share, read and checked."""
 
     result: Result
@@ -71,13 +61,13 @@ class Measured:
         return self.name if self.complete else f"{self.name} (not finished)"
 
 
-def measured(found: Found, kind: str, reader: Callable[[dict[str, Any]], Any]) -> list[Measured]:
+def measured(found: ResultSet, kind: str, reader: Callable[[dict[str, Any]], Any]) -> list[LoadedResult]:
     """The results of a kind; those that are not as they should be become problems."""
 
-    def read(result: Result) -> Measured:
+    def read(result: Result) -> LoadedResult:
         model = mapping(result.data, "model")
         results = mapping(result.data, "results")
-        return Measured(
+        return LoadedResult(
             result,
             text_of(model, "name") or "(no name)",
             number_of(model, "training_length"),
@@ -90,7 +80,7 @@ def measured(found: Found, kind: str, reader: Callable[[dict[str, Any]], Any]) -
     return checked(found, kind, read)
 
 
-def checked(found: Found, kind: str, read: Callable[[Result], Any]) -> list[Any]:
+def checked(found: ResultSet, kind: str, read: Callable[[Result], Any]) -> list[Any]:
     good = []
     for result in found.of(kind):
         try:
@@ -101,15 +91,15 @@ def checked(found: Found, kind: str, read: Callable[[Result], Any]) -> list[Any]
     return good
 
 
-def base_of(members: Sequence[Measured]) -> float | None:
+def base_of(members: Sequence[LoadedResult]) -> float | None:
     """The training length, where all have the same."""
     lengths = {member.training_length for member in members}
     return lengths.pop() if len(lengths) == 1 else None
 
 
-def groups(members: Iterable[Measured]) -> dict[str, list[Measured]]:
+def groups(members: Iterable[LoadedResult]) -> dict[str, list[LoadedResult]]:
     """By folder: what was measured together is shown together."""
-    found: dict[str, list[Measured]] = {}
+    found: dict[str, list[LoadedResult]] = {}
     for member in members:
         found.setdefault(member.result.group, []).append(member)
     return found
@@ -137,14 +127,14 @@ def flat_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, st
     return found
 
 
-def differing_settings(members: Sequence[Measured]) -> str:
+def differing_settings(members: Sequence[LoadedResult]) -> str:
     """Names of settings that are not the same for all: such curves are not to be compared without a thought."""
     settings = [flat_settings(member.settings) for member in members]
     names = {name for found in settings for name in found}
     return ", ".join(sorted(name for name in names if len({found.get(name) for found in settings}) > 1))
 
 
-def notes(members: Sequence[Measured]) -> list[str]:
+def notes(members: Sequence[LoadedResult]) -> list[str]:
     """What a reader must know of these results: lengths left out, settings that differ, results not finished."""
     found = []
     for member in members:

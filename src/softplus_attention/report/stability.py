@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from softplus_attention.report.charts import LineChart, Series
-from softplus_attention.report.reading import Found, Result, UnreadableError, number_of, text_of, typed
-from softplus_attention.report.sections import Block, Looks, checked
+from softplus_attention.charts.model import LineChart, Series, SeriesStyles
+from softplus_attention.report.reading import Result, ResultSet, UnreadableError, number_of, text_of, typed
+from softplus_attention.report.sections import Block, checked
 
 # Of the logged losses, how many at the end are averaged.
 LAST = 5
@@ -48,7 +48,7 @@ def trained(result: Result) -> Trained:
     return Trained(text_of(data, "arm"), group, rate, loss, number_of(data, "largest_score"))
 
 
-def stability_blocks(found: Found, looks: Looks) -> list[Block]:
+def stability_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     runs: list[Trained] = checked(found, "stability", trained)
     blocks: list[Block] = []
     for group in dict.fromkeys(run.group for run in runs):
@@ -60,7 +60,7 @@ def stability_blocks(found: Found, looks: Looks) -> list[Block]:
                     arm,
                     [run.rate for run in mine if run.arm == arm],
                     [getattr(run, word) for run in mine if run.arm == arm],
-                    look=looks.of(arm),
+                    look=styles.of(arm),
                 )
                 for arm in arms
             ]

@@ -6,13 +6,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from softplus_attention.charts.draw import COLOURS
+from softplus_attention.charts.model import (
+    HeatMap,
+    LineChart,
+    Number,
+    Series,
+    SeriesStyles,
+    Table,
+    percent_words,
+    shown,
+)
 from softplus_attention.evaluation.layers import mean
-from softplus_attention.figures import COLOURS
-from softplus_attention.report.charts import HeatMap, LineChart, Number, Series, Table, percent_words, shown
 from softplus_attention.report.inside import STEADY, STEADY_CAPTION, STEADY_HEAD, both, grown
-from softplus_attention.report.reading import Found, Result, UnreadableError, count_of, mapping, rows_of, text_of
+from softplus_attention.report.reading import Result, ResultSet, UnreadableError, count_of, mapping, rows_of, text_of
 from softplus_attention.report.reading import number_of as number
-from softplus_attention.report.sections import Block, Looks, checked
+from softplus_attention.report.sections import Block, checked
 
 LENGTH = "length (tokens)"
 ROTARY = "rotary positions in every layer"
@@ -40,15 +49,15 @@ class StudyRun:
     inside: Rows
     variants: dict[str, Rows]  # what was changed at inference -> its rows
 
-    def series(self, looks: Looks) -> Series:
-        return loss_series(self.name, self.rows, looks.of(self.name))
+    def series(self, styles: SeriesStyles) -> Series:
+        return loss_series(self.name, self.rows, styles.of(self.name))
 
-    def gains(self, looks: Looks) -> Series:
+    def gains(self, styles: SeriesStyles) -> Series:
         rows = [row for row in self.rows if row.get("control") is not None]
         lengths = [float(count_of(row, "length")) for row in rows]
         controls = [mapping(row, "control") for row in rows]
         gains, errors = ([number(control, word) for control in controls] for word in GAIN)
-        return drawn(self.name, lengths, gains, errors, looks.of(self.name))
+        return drawn(self.name, lengths, gains, errors, styles.of(self.name))
 
 
 def drawn(name: str, x: Sequence[float], y: Sequence[Number], error: Sequence[Number] | None, look: int) -> Series:
@@ -82,7 +91,7 @@ def read_run(result: Result) -> StudyRun:
         read_inside(evaluation),
         variants,
     )
-    charts_of([run], Looks())  # reads every number: what is wrong is found while the file's name is known
+    charts_of([run], SeriesStyles())  # reads every number: what is wrong is found while the file's name is known
     return run
 
 
@@ -113,7 +122,7 @@ def read_inside(evaluation: dict[str, Any]) -> Rows:
     return sorted(rows, key=lambda row: row["length"])
 
 
-def study_blocks(found: Found, looks: Looks) -> list[Block]:
+def study_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     """Charts of each size, apart for the kinds of layers."""
     runs = list(checked(found, "study", read_run))
     groups = [
@@ -121,10 +130,10 @@ def study_blocks(found: Found, looks: Looks) -> list[Block]:
         for size in dict.fromkeys(run.size for run in runs)
         for kind in KINDS
     ]
-    return [block for group in groups if group for block in charts_of(group, looks)]
+    return [block for group in groups if group for block in charts_of(group, styles)]
 
 
-def charts_of(runs: Sequence[StudyRun], looks: Looks) -> list[Block]:
+def charts_of(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
     size, kind = runs[0].size, runs[0].kind
     words: dict[str, Any] = {"x_scale": "log2", "times_of": runs[0].training_length}
     return [
@@ -132,7 +141,7 @@ def charts_of(runs: Sequence[StudyRun], looks: Looks) -> list[Block]:
             f"Study, {size}: loss by length, {kind}",
             LENGTH,
             "mean loss (nats)",
-            [run.series(looks) for run in runs],
+            [run.series(styles) for run in runs],
             "The same documents cut to each length. Bars are standard errors over texts, which all arms share.",
             **words,
         ),
@@ -140,12 +149,12 @@ def charts_of(runs: Sequence[StudyRun], looks: Looks) -> list[Block]:
             f"Study, {size}: what the far context is worth, {kind}",
             LENGTH,
             "gain (nats)",
-            [run.gains(looks) for run in runs],
+            [run.gains(styles) for run in runs],
             "The loss of the same tokens with the last training length alone, minus that with everything before.",
             **words,
         ),
         *variant_blocks([run for run in runs if run.variants], words),
-        *passkey_blocks([run for run in runs if run.passkey], looks, words),
+        *passkey_blocks([run for run in runs if run.passkey], styles, words),
         *inside_blocks([run for run in runs if run.inside]),
     ]
 
@@ -189,7 +198,7 @@ def variant_cells(rows: Rows, lengths: Sequence[int]) -> list[str]:
     return losses + gains
 
 
-def passkey_blocks(runs: Sequence[StudyRun], looks: Looks, words: dict[str, Any]) -> list[Block]:
+def passkey_blocks(runs: Sequence[StudyRun], styles: SeriesStyles, words: dict[str, Any]) -> list[Block]:
     if not runs:
         return []
     lengths = sorted({length for run in runs for length, _ in run.passkey})
@@ -201,7 +210,7 @@ def passkey_blocks(runs: Sequence[StudyRun], looks: Looks, words: dict[str, Any]
             LENGTH,
             "accuracy, mean over depths",
             [
-                drawn(run.name, lengths, values, None, looks.of(run.name))
+                drawn(run.name, lengths, values, None, styles.of(run.name))
                 for run, values in zip(runs, means, strict=True)
             ],
             "Exact match of the whole key.",

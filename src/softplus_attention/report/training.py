@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.report.charts import LineChart, Series
-from softplus_attention.report.reading import Found, Result, UnreadableError, mapping, number_of
-from softplus_attention.report.sections import Block, Looks, checked
+from softplus_attention.charts.model import LineChart, Series, SeriesStyles
+from softplus_attention.report.reading import Result, ResultSet, UnreadableError, mapping, number_of
+from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.results import LARGEST_FILE
 
@@ -20,11 +20,11 @@ FIGURES = {
 Logged = tuple[str, list[dict[str, Any]]]
 
 
-def training_blocks(found: Found, looks: Looks) -> list[Block]:
+def training_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     runs: list[Logged] = checked(found, "training", lambda result: logged(result, found.folder))
     charts: list[Block] = []
     for word, (title, axis) in FIGURES.items():
-        series = [line for name, rows in runs if (line := curve(name, rows, word, looks)) is not None]
+        series = [line for name, rows in runs if (line := curve(name, rows, word, styles)) is not None]
         if series:
             caption = "At the training length, as it was logged; a step that was taken again counts once."
             charts.append(LineChart(title, "step", axis, series, caption))
@@ -50,11 +50,11 @@ def logged(result: Result, folder: Path) -> Logged:
     return name, rows
 
 
-def curve(name: str, rows: list[dict[str, Any]], word: str, looks: Looks) -> Series | None:
+def curve(name: str, rows: list[dict[str, Any]], word: str, styles: SeriesStyles) -> Series | None:
     """The last word on every step: a run that was cut repeats some."""
     points: dict[float, float | None] = {}
     for row in rows:
         if word in row and (step := number_of(row, "step")) is not None:
             points[step] = number_of(row, word)
     steps = sorted(points)
-    return Series(name, steps, [points[step] for step in steps], None, looks.of(name)) if steps else None
+    return Series(name, steps, [points[step] for step in steps], None, styles.of(name)) if steps else None

@@ -1,4 +1,4 @@
-// Line charts and heat maps, drawn as SVG at the width there is, so that text keeps its size on a phone.
+// Line charts, bars and heat maps, drawn as SVG at the width there is, so that text keeps its size on a phone.
 const MARKS = [
   (x, y) => `M${x - 4},${y}a4,4 0 1,0 8,0a4,4 0 1,0 -8,0`,
   (x, y) => `M${x - 4},${y - 4}h8v8h-8z`,
@@ -37,7 +37,9 @@ function limits(figure, visible) {
       const error = series.error && series.error[place] ? series.error[place] : 0;
       values.push(value - error, value + error);
     });
+    (series.band || []).forEach((end) => values.push(...end.filter((value) => value !== null)));
   }
+  if (figure.places) values.push(0);
   const usable = figure.y_scale === 'log' ? values.filter((value) => value > 0) : values;
   let low = usable.length ? Math.min(...usable) : 0;
   let high = usable.length ? Math.max(...usable) : 1;
@@ -93,7 +95,7 @@ function lineChart(holder, figure) {
   });
 
   function words(x) {
-    return shown(x) + (figure.times_of ? ` (${shown(x / figure.times_of)}x)` : '');
+    return figure.places ? figure.places[x].replace('\n', ', ') : shown(x) + (figure.times_of ? ` (${shown(x / figure.times_of)}x)` : '');
   }
 
   function choose(place, aloud) {
@@ -107,7 +109,7 @@ function lineChart(holder, figure) {
       values[number].textContent = shown(value) + (error ? ` ± ${shown(error)}` : '');
       if (!hidden.has(number) && value !== null) said.push(`${series.name} ${shown(value)}`);
     });
-    reading.textContent = `${figure.x_label}: ${words(x)}` + (aloud ? `; ${said.join(', ')}` : '');
+    reading.textContent = `${figure.x_label ? `${figure.x_label}: ` : ''}${words(x)}` + (aloud ? `; ${said.join(', ')}` : '');
     plot.querySelector('.cursor').setAttribute('transform', `translate(${scaleX(x)},0)`);
     plot.querySelector('.cursor').removeAttribute('visibility');
   }
@@ -120,13 +122,16 @@ function lineChart(holder, figure) {
     const logY = figure.y_scale === 'log' && low > 0;
     const ticks = (logY ? logTicks(low, high) : niceTicks(low, high, 6)).map((tick) => [tick, shown(Number(tick.toPrecision(6)))]);
     const widest = Math.max(1, ...ticks.map(([, label]) => label.length));
-    const [left, right, top, bottom] = [32 + 7.5 * widest, 14, 10, figure.times_of ? 58 : 46];
+    const labels = new Map(places.map((x) => [x, figure.places ? figure.places[x].split('\n') : tickLabel(x)]));
+    const deepest = Math.max(...[...labels.values()].map((label) => label.length));
+    const [left, right, top, bottom] = [32 + 7.5 * widest, 14, 10, 32 + 14 * deepest];
     const isLog = figure.x_scale === 'log2' && places[0] > 0;
     const position = isLog ? Math.log2 : (x) => x;
     const [first, last] = [position(places[0]), position(places[places.length - 1])];
     const span = last - first || 1;
     const inner = width - left - right - 24;
-    scaleX = (x) => left + 12 + (last === first ? 0.5 : (position(x) - first) / span) * inner;
+    const slot = inner / places.length;
+    scaleX = figure.places ? (x) => left + 12 + (places.indexOf(x) + 0.5) * slot : (x) => left + 12 + (last === first ? 0.5 : (position(x) - first) / span) * inner;
     const share = logY ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y - low) / (high - low);
     const scaleY = (y) => height - bottom - share(y) * (height - top - bottom);
 
@@ -140,25 +145,27 @@ function lineChart(holder, figure) {
       svg.append(shape('text', { x: left - 7, y: y + 4, 'text-anchor': 'end' }, label));
     }
     let free = -Infinity;
-    for (const x of isLog || places.length <= 24 ? places : niceTicks(places[0], places[places.length - 1], 10)) {
+    for (const x of figure.places || isLog || places.length <= 24 ? places : niceTicks(places[0], places[places.length - 1], 10)) {
       const at = scaleX(x);
-      const label = shown(x);
-      const half = Math.max(label.length * 3.8, 9);
+      const label = labels.get(x) || tickLabel(x);
+      const half = Math.max(...label.map((part) => part.length * 3.8), 9);
       if (at - half < free) continue;
       free = at + half + 5;
       svg.append(shape('line', { class: 'axis', x1: at, x2: at, y1: height - bottom, y2: height - bottom + 5 }));
-      svg.append(shape('text', { x: at, y: height - bottom + 18, 'text-anchor': 'middle' }, label));
-      if (figure.times_of) {
-        const times = `${shown(Number((x / figure.times_of).toPrecision(3)))}x`;
-        svg.append(shape('text', { x: at, y: height - bottom + 32, 'text-anchor': 'middle' }, times));
-      }
+      label.forEach((part, line) => {
+        svg.append(shape('text', { x: at, y: height - bottom + 18 + 14 * line, 'text-anchor': 'middle' }, part));
+      });
     }
     svg.append(shape('line', { class: 'axis', x1: left, x2: width - right, y1: height - bottom, y2: height - bottom }));
     svg.append(shape('text', { class: 'axis-title', x: left + (width - left - right) / 2, y: height - 5, 'text-anchor': 'middle' }, figure.x_label));
     const middle = top + (height - top - bottom) / 2;
     svg.append(shape('text', { class: 'axis-title', transform: `translate(13,${middle}) rotate(-90)`, 'text-anchor': 'middle' }, figure.y_label));
     svg.append(shape('g', { class: 'cursor', visibility: 'hidden' }, shape('line', { x1: 0, x2: 0, y1: top, y2: height - bottom })));
-    for (const series of visible) svg.append(seriesShape(series, scaleX, scaleY, logY));
+    visible.forEach((series, number) => {
+      const wide = 0.8 * slot / visible.length;
+      const offset = (number - (visible.length - 1) / 2) * wide;
+      svg.append(figure.places ? barShapes(series, (x) => scaleX(x) + offset, scaleY, wide) : seriesShape(series, scaleX, scaleY, logY));
+    });
     svg.addEventListener('pointermove', (event) => choose(nearest(event, svg, width), false));
     svg.addEventListener('pointerdown', (event) => choose(nearest(event, svg, width), false));
     svg.addEventListener('keydown', (event) => {
@@ -171,6 +178,10 @@ function lineChart(holder, figure) {
     clear(plot).append(svg);
     if (focused) svg.focus();
     if (chosen >= 0) choose(chosen, false);
+  }
+
+  function tickLabel(x) {
+    return [shown(x), ...(figure.times_of ? [`${shown(Number((x / figure.times_of).toPrecision(3)))}x`] : [])];
   }
 
   function nearest(event, svg, width) {
@@ -190,9 +201,44 @@ function mark(series, x, y) {
   return path;
 }
 
+function errorBar(series, x, scaleY, low, high) {
+  const bar = shape('line', { class: 'bar', x1: x, x2: x, y1: scaleY(low), y2: scaleY(high) });
+  bar.style.stroke = seriesColour(series);
+  return bar;
+}
+
+function barShapes(series, scaleX, scaleY, wide) {
+  const group = shape('g', { class: 'series' });
+  series.x.forEach((x, place) => {
+    const value = series.y[place];
+    if (value === null) return;
+    const [at, ends] = [scaleX(x), [scaleY(value), scaleY(0)].sort((a, b) => a - b)];
+    const bar = shape('rect', { x: at - 0.46 * wide, y: ends[0], width: 0.92 * wide, height: ends[1] - ends[0] });
+    bar.style.fill = seriesColour(series);
+    group.append(bar);
+    const error = series.error ? series.error[place] : null;
+    if (error) {
+      const line = errorBar(series, at, scaleY, value - error, value + error);
+      line.style.stroke = 'var(--ink)';
+      group.append(line);
+    }
+  });
+  return group;
+}
+
+// Where the middle half of the values lies; it ends where a number is missing.
+function bandShape(series, scaleX, scaleY) {
+  const there = series.x.map((x, place) => [x, series.band[0][place], series.band[1][place]]).filter(([, low, high]) => low !== null && high !== null);
+  const ends = [...there.map(([x, , high]) => [x, high]), ...there.reverse().map(([x, low]) => [x, low])];
+  const area = shape('polygon', { class: 'band', points: ends.map(([x, y]) => `${scaleX(x).toFixed(1)},${scaleY(y).toFixed(1)}`).join(' ') });
+  area.style.fill = seriesColour(series);
+  return area;
+}
+
 function seriesShape(series, scaleX, scaleY, logY) {
   const group = shape('g', { class: 'series' });
   const usable = (value) => value !== null && (!logY || value > 0);
+  if (series.band && !logY) group.append(bandShape(series, scaleX, scaleY));
   let path = '';
   let pen = false;
   const marks = [];
@@ -207,9 +253,7 @@ function seriesShape(series, scaleX, scaleY, logY) {
     pen = true;
     const error = series.error ? series.error[place] : null;
     if (error && usable(value - error)) {
-      const bar = shape('line', { class: 'bar', x1: at, x2: at, y1: scaleY(value - error), y2: scaleY(value + error) });
-      bar.style.stroke = seriesColour(series);
-      group.append(bar);
+      group.append(errorBar(series, at, scaleY, value - error, value + error));
     }
     if (!series.reference) marks.push(mark(series, at, high));
   });

@@ -19,6 +19,23 @@ class Series:
     look: int = 0  # which colour and marker: one model has the same in every figure; of references, which dashes
     dashed: bool = False
     reference: bool = False  # a line to compare with, not a measurement
+    band: tuple[Sequence[Number], Sequence[Number]] | None = None  # the lower and the upper end
+
+
+def columns_of(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
+    """One row per x, one column per series."""
+    places = sorted({x for series in lines for x in series.x})
+    head = [x_label]
+    columns: list[dict[float, Number]] = []
+    for series in lines:
+        named = {series.name: series.y}
+        if series.error is not None:
+            named[f"{series.name}: standard error"] = series.error
+        if series.band is not None:
+            named |= zip((f"{series.name}: 25%", f"{series.name}: 75%"), series.band, strict=True)
+        head += named
+        columns += [dict(zip(series.x, values, strict=True)) for values in named.values()]
+    return head, [[shown(x), *(shown(column.get(x)) for column in columns)] for x in places]
 
 
 @dataclass(frozen=True)
@@ -35,17 +52,25 @@ class LineChart:
     kind: str = field(default="lines", init=False)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """One row per x, one column per series."""
-        places = sorted({x for series in self.series for x in series.x})
-        head = [self.x_label]
-        columns: list[dict[float, Number]] = []
-        for series in self.series:
-            head.append(series.name)
-            columns.append(dict(zip(series.x, series.y, strict=True)))
-            if series.error is not None:
-                head.append(f"{series.name}: standard error")
-                columns.append(dict(zip(series.x, series.error, strict=True)))
-        return head, [[shown(x), *(shown(column.get(x)) for column in columns)] for x in places]
+        return columns_of(self.x_label, self.series)
+
+
+@dataclass(frozen=True)
+class BarChart:
+    """A group of bars at each of ``places``; the x of a series are numbers of places."""
+
+    title: str
+    x_label: str
+    y_label: str
+    places: Sequence[str]
+    series: Sequence[Series]
+    caption: str = ""
+    y_range: tuple[Number, Number] = (None, None)
+    kind: str = field(default="bars", init=False)
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        head, rows = columns_of(self.x_label, self.series)
+        return head, [[self.places[int(row[0])].replace("\n", " "), *row[1:]] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -95,8 +120,18 @@ class AttentionMaps:
         ]
 
 
-Chart = LineChart | HeatMap
-Figure = LineChart | HeatMap | AttentionMaps
+Chart = LineChart | BarChart | HeatMap
+Figure = Chart | AttentionMaps
+
+
+class SeriesStyles:
+    """One colour and marker per model name, the same in every figure of the page."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, int] = {}
+
+    def of(self, name: str) -> int:
+        return self.places.setdefault(name.lower(), len(self.places))
 
 
 @dataclass(frozen=True)
@@ -136,7 +171,12 @@ def percent_words(share: Number) -> str:
 
 
 def to_json(figure: Chart) -> dict[str, Any]:
-    return {name: value for name, value in asdict(figure).items() if name != "caption"}
+    """What the page's script draws; it takes what is left out for None or false."""
+    return {name: value for name, value in asdict(figure, dict_factory=without_defaults).items() if name != "caption"}
+
+
+def without_defaults(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None and value is not False}
 
 
 def slug(text: str) -> str:

@@ -1,0 +1,253 @@
+"""Charts by matplotlib, each as PNG and SVG, in colours that are told apart without seeing colour."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.charts.model import AttentionMaps, BarChart, Figure, HeatMap, LineChart, Series, percent_words
+from softplus_attention.utils.files import replacing
+
+# Okabe and Ito's colours, with a line style each: the order is the order of the curves.
+COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+STYLES = ("-", "--", "-", "-.", ":", "--", "-.", ":")
+MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
+REFERENCES: Any = (":", "-.", (0, (6, 2)), (0, (1, 4)))
+# Names come from files: a dollar sign in them is no mathematics.
+PLAIN_TEXT: Any = {"text.parse_math": False, "text.usetex": False}
+LONGEST_NAME = 60
+MOST_MAPS = 24 * 24
+# matplotlib draws no picture of more than 65,536 pixels.
+MOST_INCHES = 400.0
+DPI = 160
+
+
+def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 2) -> list[Path]:
+    """``path`` with .png and .svg; several figures are panels of one picture."""
+    import matplotlib
+
+    with matplotlib.rc_context(PLAIN_TEXT), warnings.catch_warnings():
+        # Scripts that matplotlib's own font lacks come out as boxes.
+        warnings.filterwarnings("ignore", message="Glyph")
+        canvas = picture(figures if isinstance(figures, Sequence) else [figures], columns)
+        # Laid out once for both files: it costs as much as drawing.
+        canvas.get_layout_engine().execute(canvas)
+        canvas.set_layout_engine("none")
+        return save(canvas, path)
+
+
+def save(canvas: Any, path: Path) -> list[Path]:
+    """``path`` with .png and .svg."""
+    import matplotlib
+
+    png, svg = (path.with_suffix(suffix) for suffix in (".png", ".svg"))
+    # The same figure gives the same file: no date, no random identifiers.
+    with matplotlib.rc_context({"svg.hashsalt": "softplus-attention", "svg.fonttype": "none"}):
+        with replacing(png) as file:
+            canvas.savefig(file, format="png", dpi=DPI)
+        with replacing(svg) as file:
+            canvas.savefig(file, format="svg", metadata={"Date": None})
+    return [png, svg]
+
+
+def picture(figures: Sequence[Figure], columns: int = 2) -> Any:
+    """A canvas with a panel for each figure, in rows."""
+    from matplotlib.figure import Figure as Canvas
+
+    columns = min(columns, len(figures))
+    sizes = [size_of(figure) for figure in figures]
+    widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
+    heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
+    canvas = Canvas(figsize=(min(sum(widths), MOST_INCHES), min(sum(heights), MOST_INCHES)), layout="constrained")
+    if len(figures) == 1:
+        panels = [canvas]
+    else:
+        grid = canvas.subfigures(len(heights), columns, squeeze=False, width_ratios=widths, height_ratios=heights)
+        panels = list(grid.flat)
+    for figure, panel in zip(figures, panels, strict=False):
+        if isinstance(figure, LineChart):
+            lines(figure, panel)
+        elif isinstance(figure, BarChart):
+            bars(figure, panel)
+        elif isinstance(figure, HeatMap):
+            heat(figure, panel)
+        else:
+            maps(figure, panel)
+    if len({figure.text for figure in figures if isinstance(figure, AttentionMaps)}) > 1:
+        canvas.suptitle("the texts are NOT the same")
+    return canvas
+
+
+def size_of(figure: Figure) -> tuple[float, float]:
+    """Inches, width and height."""
+    if isinstance(figure, LineChart):
+        return 7.2, 4.4
+    if isinstance(figure, BarChart):
+        return max(6.4, 1.2 + 1.1 * len(figure.places) * max(1.0, 0.35 * len(figure.series))), 4.6
+    if isinstance(figure, HeatMap):
+        return max(4.0, 1.6 + 0.62 * len(figure.columns)), max(2.4, 1.2 + 0.38 * len(figure.rows))
+    layers, heads = layers_and_heads(figure)
+    size = 1.7 if len(layers) * len(heads) <= 64 else 0.9
+    return 1 + size * len(heads), 0.8 + size * len(layers)
+
+
+def label(name: str) -> str:
+    """matplotlib leaves names that begin with an underscore out of its legend."""
+    cut = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
+    return " " + cut if cut.startswith("_") else cut
+
+
+def lines(chart: LineChart, canvas: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes = canvas.subplots()
+    for series in chart.series:
+        draw_series(axes, series)
+    places = sorted({x for series in chart.series for x in series.x})
+    if chart.x_scale == "log2" and places:
+        axes.set_xscale("log", base=2)
+        ticks = thinned(places, 9)
+        base = chart.times_of
+        axes.set_xticks(ticks, [f"{x:g}\n{x / base:.4g}x" if base else f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+        if base and places[0] <= base <= places[-1]:
+            axes.axvline(base, color="#888888", alpha=0.4, linewidth=6, zorder=0)
+    elif places and all(x == int(x) for x in places):
+        axes.set_xticks(thinned(places, 13))
+    if chart.y_scale == "log":
+        axes.set_yscale("log")
+        # The usual labels are written in mathematics, which is not read here: names may hold a dollar.
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    bottom, top = chart.y_range
+    if bottom is not None:
+        axes.set_ylim(bottom=bottom - 0.02 * ((top or axes.get_ylim()[1]) - bottom))
+    if top is not None:
+        axes.set_ylim(top=top * 1.02)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_title(label(chart.title))
+    axes.grid(alpha=0.3)
+    if chart.series:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def draw_series(axes: Any, series: Series) -> None:
+    there = [(place, value) for place, value in enumerate(series.y) if value is not None]
+    x, y = [series.x[place] for place, _ in there], [value for _, value in there]
+    if series.reference:
+        style = REFERENCES[series.look % len(REFERENCES)]
+        axes.plot(x, y, label=label(series.name), color="#777777", linestyle=style, linewidth=1.5)
+        return
+    colour = COLOURS[series.look % len(COLOURS)]
+    errors = None if series.error is None else [max(series.error[place] or 0.0, 0.0) for place, _ in there]
+    axes.errorbar(
+        x,
+        y,
+        yerr=errors,
+        label=label(series.name),
+        color=colour,
+        linestyle="--" if series.dashed else STYLES[series.look % len(STYLES)],
+        marker=MARKERS[series.look % len(MARKERS)],
+        markerfacecolor="none" if series.dashed else None,
+        linewidth=2,
+        capsize=3,
+    )
+    if series.band is not None:
+        low, high = ([float("nan") if value is None else value for value in end] for end in series.band)
+        axes.fill_between(series.x, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def thinned(places: Sequence[float], most: int) -> list[float]:
+    step = -(-len(places) // most)
+    return list(places[::step])
+
+
+def bars(chart: BarChart, canvas: Any) -> None:
+    axes = canvas.subplots()
+    width = 0.8 / max(1, len(chart.series))
+    for number, series in enumerate(chart.series):
+        there = [(x, place) for place, x in enumerate(series.x) if series.y[place] is not None]
+        errors = None if series.error is None else [series.error[place] or 0 for _, place in there]
+        axes.bar(
+            [x + (number - (len(chart.series) - 1) / 2) * width for x, _ in there],
+            [series.y[place] for _, place in there],
+            0.92 * width,
+            yerr=errors,
+            label=label(series.name),
+            color=COLOURS[series.look % len(COLOURS)],
+            hatch=HATCHES[series.look % len(HATCHES)],
+            edgecolor="white",
+            error_kw={"capsize": 3, "ecolor": "#333333"},
+        )
+    axes.set_xticks(range(len(chart.places)), [label(place) for place in chart.places], fontsize="small")
+    axes.set_ylim(*chart.y_range)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_title(label(chart.title))
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def heat(chart: HeatMap, canvas: Any) -> None:
+    axes = canvas.subplots()
+    values = [[float("nan") if value is None else value for value in row] for row in chart.values]
+    image = axes.imshow(values, cmap="cividis", vmin=chart.low, vmax=chart.high, aspect="auto")
+    for r, row in enumerate(chart.values):
+        for c, value in enumerate(row):
+            words = cell_words(value, chart.percent)
+            dark = value is not None and (value - chart.low) / ((chart.high - chart.low) or 1) < 0.5
+            if len(chart.columns) <= 24:
+                axes.text(c, r, words, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    axes.set_xticks(range(len(chart.columns)), chart.columns, fontsize=8)
+    axes.set_yticks(range(len(chart.rows)), chart.rows, fontsize=8)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_title(label(chart.title), fontsize=10)
+    scale = canvas.colorbar(image, ax=axes, label=chart.value_label)
+    ends = [chart.low, (chart.low + chart.high) / 2, chart.high]
+    scale.set_ticks(ends, labels=[f"{percent_words(end)}%" if chart.percent else f"{end:.2g}" for end in ends])
+
+
+def cell_words(value: float | None, percent: bool) -> str:
+    if value is None:
+        return "-"
+    if percent:
+        return percent_words(value)
+    return f"{value:.2g}"
+
+
+def layers_and_heads(chart: AttentionMaps) -> tuple[list[int], list[int]]:
+    chosen = sorted(chart.maps)[:MOST_MAPS]
+    return sorted({layer for layer, _ in chosen}), sorted({head for _, head in chosen})
+
+
+def maps(chart: AttentionMaps, canvas: Any) -> None:
+    """All heads of a model, a row of pictures per layer; each is scaled to its largest weight."""
+    import numpy
+
+    layers, heads = layers_and_heads(chart)
+    axes = canvas.subplots(len(layers), len(heads), squeeze=False)
+    for row, layer in enumerate(layers):
+        for column, head in enumerate(heads):
+            axis = axes[row, column]
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if column == 0:
+                axis.set_ylabel(f"layer {layer}", fontsize=8)
+            if row == 0:
+                axis.set_title(f"head {head}", fontsize=8)
+            if (layer, head) not in chart.maps:
+                axis.set_visible(False)
+                continue
+            weights = chart.maps[layer, head]
+            square = numpy.full((len(weights), len(weights)), numpy.nan)
+            for place, line in enumerate(weights):
+                square[place, : len(line)] = line
+            square[square == 0] = numpy.nan
+            axis.imshow(square, cmap="Blues", vmin=0, interpolation="nearest")
+    canvas.suptitle(label(chart.title), fontsize=10)
