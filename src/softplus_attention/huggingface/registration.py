@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
 from softplus_attention.attentions.catalog import KNOWN
+from softplus_attention.huggingface.adapters import watch_peft
 from softplus_attention.huggingface.attention import (
     SETTINGS,
     SettingsOfTheWhole,
@@ -39,6 +40,7 @@ def register() -> None:
     if not hasattr(PreTrainedConfig.to_dict, "knows_softplus_attention"):
         save_attention_names()
         refuse_models_without_the_interface()
+        watch_peft()
 
 
 def save_attention_names() -> None:

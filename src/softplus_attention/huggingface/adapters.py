@@ -1,0 +1,181 @@
+"""PEFT adapters that remember the attention they were trained over.
+
+adapter_config.json names the base model, which often is the softmax model that ``use_attention`` or ``set_power``
+changed. Adapters over a model with an attention of ours record it there, and loading puts it back. Their ``peft_type``
+is one that PEFT alone does not know: where this package is not imported, loading raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from softplus_attention import validation as check
+from softplus_attention.attentions.catalog import KNOWN
+from softplus_attention.huggingface.attention import SETTINGS, power_from_json, share_settings
+from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.retrofit import set_power, use_attention
+
+MARK = " adapter over {}: import softplus_attention.huggingface before loading it"
+_saving: ContextVar[dict[str, Any] | None] = ContextVar("the attention of the model whose adapter is saved")
+
+
+def base_model(model: nn.Module) -> PreTrainedModel | None:
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
+def attention_record(model: nn.Module) -> dict[str, Any] | None:
+    """The attention of a model and its settings as JSON; None where it is none of ours."""
+    base = base_model(model)
+    if base is None:
+        return None
+    saved = base.config.to_dict()
+    if isinstance(base.config, SoftplusGPTConfig):
+        return {word: saved[word] for word in ("attention", "power", "score_scale")}
+    if "attn_implementation" not in saved:
+        return None
+    given = {word: value for word, value in (saved.get(SETTINGS) or {}).items() if value is not None}
+    record = {"attention": saved["attn_implementation"], **given}
+    parts = {key: saved[key][SETTINGS] for key in base.config.sub_configs if SETTINGS in (saved.get(key) or {})}
+    return {**record, "parts": parts} if parts else record
+
+
+def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) -> None:
+    """Give a model the attention that an adapter was trained over, or raise."""
+    base, now = base_model(model), attention_record(model)
+    if now == record:
+        return
+    if base is None or not only_adapter:
+        expected = f"trained over this model's attention, {now}; one model runs adapters of one attention"
+        check.fail("adapter", expected, dict(record))
+    settings = {word: value for word, value in record.items() if word not in ("attention", "parts")}
+    name = record.get("attention")
+    if isinstance(base.config, SoftplusGPTConfig):
+        if {**(now or {}), "power": record.get("power")} != record or isinstance(record.get("power"), str):
+            check.fail("adapter", f"trained over this model's attention, {now}", dict(record))
+        set_power(base, power_from_json(record["power"]))
+    elif isinstance(name, str) and name in KNOWN:
+        use_attention(base, name, **{**settings, "power": power_from_json(settings.get("power"))})
+    elif isinstance(name, Mapping):
+        setattr(base.config, SETTINGS, settings)
+        base.set_attn_implementation(dict(name))
+        share_settings(base.config)
+    else:
+        check.fail("adapter", "trained over an attention that this version of softplus_attention has", repr(name))
+    for key, own in record.get("parts", {}).items():
+        setattr(getattr(base.config, key), SETTINGS, dict(own))
+    if attention_record(base) != record:
+        check.fail("adapter", f"one whose attention {type(base).__name__} can have", dict(record))
+
+
+@contextlib.contextmanager
+def saving_over(model: nn.Module) -> Iterator[None]:
+    token = _saving.set(attention_record(model))
+    try:
+        yield
+    finally:
+        _saving.reset(token)
+
+
+def save_within(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_pretrained)
+    def save_with_attention(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with saving_over(self):
+            return save_pretrained(self, *args, **kwargs)
+
+    return save_with_attention
+
+
+def wrap_peft(_: ModuleType) -> None:
+    """Wrap PEFT's readers and writers of adapter_config.json, and what puts an adapter into a model."""
+    from peft import PeftConfig, PeftModel
+    from peft.config import PeftConfigMixin
+    from peft.tuners.tuners_utils import BaseTuner
+
+    to_dict, read, make = PeftConfigMixin.to_dict, PeftConfigMixin.from_json_file, PeftConfigMixin.from_peft_type
+    inject, load = BaseTuner.inject_adapter, PeftModel.load_adapter
+
+    @functools.wraps(to_dict)
+    def to_dict_with_attention(self: Any) -> dict[str, Any]:
+        saved, record = to_dict(self), _saving.get(None)
+        if record is not None:
+            saved |= {SETTINGS: record, "peft_type": str(saved["peft_type"].value) + MARK.format(record["attention"])}
+        return saved
+
+    @functools.wraps(read.__func__)
+    def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
+        found = read.__func__(cls, path_json_file, **kwargs)
+        if SETTINGS in found:
+            found["peft_type"] = found["peft_type"].partition(" ")[0]
+        return found
+
+    @functools.wraps(make.__func__)
+    def from_peft_type(cls: Any, **kwargs: Any) -> Any:
+        record = kwargs.pop(SETTINGS, None)
+        config = make.__func__(cls, **kwargs)
+        if record is not None:
+            setattr(config, SETTINGS, record)
+        return config
+
+    def restore_from(config: Any, model: nn.Module, adapters: Mapping[str, Any], adapter_name: str) -> None:
+        record = getattr(config, SETTINGS, None)
+        if record is not None:
+            restore(model, record, only_adapter=not set(adapters) - {adapter_name})
+
+    @functools.wraps(inject)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        restore_from(self.peft_config[adapter_name], model, self.peft_config, adapter_name)
+        inject(self, model, adapter_name, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        # Read again: the adapter's config may come from the caller, or be that of a run that is continued.
+        saved = PeftConfig.from_pretrained(model_id, **self._split_kwargs(kwargs)[0])
+        restore_from(saved, self, self.peft_config, adapter_name)
+        return load(self, model_id, adapter_name, *args, **kwargs)
+
+    PeftConfigMixin.to_dict = to_dict_with_attention
+    PeftConfigMixin.from_json_file = classmethod(from_json_file)  # type: ignore[arg-type]
+    PeftConfigMixin.from_peft_type = classmethod(from_peft_type)  # type: ignore[arg-type]
+    BaseTuner.inject_adapter = inject_adapter
+    PeftModel.load_adapter = load_adapter
+    PeftModel.save_pretrained = save_within(PeftModel.save_pretrained)
+    PreTrainedModel.save_pretrained = save_within(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+
+
+class AfterImport(MetaPathFinder):
+    """Runs ``then(module)`` after the first import of ``name``, which nobody may ever import."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
+        if name != self.name:
+            return None
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((found for finder in finders if (found := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_then(module: ModuleType) -> None:
+                execute(module)
+                self.then(module)
+
+            spec.loader.exec_module = execute_then  # type: ignore[method-assign]
+        return spec
+
+
+def watch_peft() -> None:
+    if "peft" in sys.modules:
+        wrap_peft(sys.modules["peft"])
+    else:
+        sys.meta_path.insert(0, AfterImport("peft", wrap_peft))

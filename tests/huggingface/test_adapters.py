@@ -1,0 +1,187 @@
+"""PEFT adapters over models with our attention: what they were trained over comes back with them, or loading raises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_models import IDS, SIZE, small_model, token_rows
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from softplus_attention import PowerByLength
+from softplus_attention.huggingface import set_power, use_attention
+
+LOAD = """
+import sys, torch
+{before}
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+{after}
+base, adapter, way, ids, out = sys.argv[1:]
+if way == "auto":
+    model = AutoPeftModelForCausalLM.from_pretrained(adapter)
+else:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if way == "native":
+        model.load_adapter(adapter)
+    else:
+        model = PeftModel.from_pretrained(model, adapter)
+torch.save(model.eval()(torch.load(ids)).logits.detach(), out)
+"""
+IMPORT = "import softplus_attention.huggingface"
+
+
+def lora(**kwargs: Any) -> LoraConfig:
+    return LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False, **kwargs)
+
+
+def saved_base(folder: Path, family: str = "llama", attention: str = "sdpa") -> PreTrainedModel:
+    small_model(family, attention).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(token_rows(1, 40)).logits
+
+
+def in_a_fresh_process(tmp_path: Path, way: str, before: str = IMPORT, after: str = "") -> subprocess.CompletedProcess:
+    torch.save(token_rows(1, 40), tmp_path / "ids.pt")
+    places = [tmp_path / "base", tmp_path / "adapter", way, tmp_path / "ids.pt", tmp_path / "logits.pt"]
+    program = LOAD.format(before=before, after=after)
+    return subprocess.run([sys.executable, "-c", program, *map(str, places)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "order"),
+    [("peft", (IMPORT, "")), ("auto", ("", IMPORT)), ("native", (IMPORT, ""))],
+    ids=["peft, ours imported first", "auto, peft imported first", "transformers' own"],
+)
+def test_fresh_process_restores_attention(way: str, order: tuple[str, str], tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base")
+    model = get_peft_model(use_attention(base, "lssar", power=7, score_scale=2.0), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    done = in_a_fresh_process(tmp_path, way, *order)
+    assert done.returncode == 0, done.stderr
+    assert torch.load(tmp_path / "logits.pt").equal(logits_of(model))
+
+
+@pytest.mark.parametrize("way", ["peft", "native"])
+def test_without_the_package_loading_raises(way: str, tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base")
+    get_peft_model(use_attention(base), lora()).save_pretrained(tmp_path / "adapter")
+    done = in_a_fresh_process(tmp_path, way, "", "")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "LORA adapter over lssar: import softplus_attention.huggingface before loading it" in last
+
+
+@pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+def test_power_set_after_training_returns(family: str, tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", family, "lssar")
+    model = get_peft_model(base, lora())
+    before = logits_of(model)
+    set_power(model, PowerByLength(3, 2, n0=8))
+    model.save_pretrained(tmp_path / "adapter")
+    assert (logits_of(model) - before).abs().max() > 1e-3
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_parts_of_a_composite_model(tmp_path: Path) -> None:
+    """The attention in the text model alone, and settings of its own there."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(**{**SIZE, "vocab_size": 64}, image_size=8, patch_size=4, projection_dim=64)
+    config = LlavaConfig(text_config=LlamaConfig(**SIZE, **IDS), vision_config=vision, image_token_index=63)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    base.set_attn_implementation({"text_config": "lssar"})
+    base.config.text_config.softplus_attention = {"power": 3}
+    model = get_peft_model(base, lora())
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    assert again.config.vision_config._attn_implementation == "sdpa"
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_adapters_of_transformers_itself(tmp_path: Path) -> None:
+    model = use_attention(saved_base(tmp_path / "base"), "lssa")
+    model.add_adapter(lora())
+    model.save_pretrained(tmp_path / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again.load_adapter(str(tmp_path / "adapter"))
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_prompts_that_were_tuned(tmp_path: Path) -> None:
+    prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), prompts)
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_config_given_by_the_caller(tmp_path: Path) -> None:
+    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=lora())
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_a_run_that_is_continued(tmp_path: Path) -> None:
+    """Trainer reads the adapter of a checkpoint into an adapter that is there already."""
+    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar"), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    again = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
+    again.load_adapter(str(tmp_path / "adapter"), "default", is_trainable=True)
+    assert logits_of(again).equal(logits_of(model))
+
+
+def test_two_attentions_in_one_model_raise(tmp_path: Path) -> None:
+    for name in ("lssar", "lssa"):
+        model = get_peft_model(use_attention(saved_base(tmp_path / "base"), name), lora())
+        model.save_pretrained(tmp_path / name)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = PeftModel.from_pretrained(fresh, tmp_path / "lssar")
+    with pytest.raises(ValueError, match=r"one model runs adapters of one attention, got \{'attention': 'lssa'\}"):
+        again.load_adapter(str(tmp_path / "lssa"), "second")
+    again.load_adapter(str(tmp_path / "lssar"), "third")
+
+
+def test_a_base_that_cannot_have_it_raises(tmp_path: Path) -> None:
+    base = saved_base(tmp_path / "base", "softplus-gpt", "lssar")
+    get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
+    other = small_model("softplus-gpt", "softmax")
+    with pytest.raises(ValueError, match="trained over this model's attention"):
+        PeftModel.from_pretrained(other, tmp_path / "adapter")
+    record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    record["softplus_attention"] = {"attention": "no-such"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="'no-such'"):
+        PeftModel.from_pretrained(small_model("llama", "sdpa"), tmp_path / "adapter")
+
+
+def test_adapters_over_softmax_are_peft_alone(tmp_path: Path) -> None:
+    model = get_peft_model(saved_base(tmp_path / "base"), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert saved["peft_type"] == "LORA"
+    assert "softplus_attention" not in saved
+    assert logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")).equal(logits_of(model))
+
+
+def test_merged_models_save_the_attention(tmp_path: Path) -> None:
+    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).equal(logits_of(merged))
