@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
 from collections.abc import Iterable
@@ -23,6 +24,11 @@ UNIT_WITHIN = 0.02  # a unit vector in bfloat16 is nearer
 
 def fail(name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
     raise kind(f"`{name}` must be {expected}, got {got}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def described(x: Tensor) -> str:

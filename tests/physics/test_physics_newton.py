@@ -186,7 +186,7 @@ def test_every_option_is_explained() -> None:
 def test_a_distribution_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["newton", "--preset", "smoke", "--distribution", "solar"])
-    assert "--distribution: invalid choice: 'solar' (choose from" in capsys.readouterr().err
+    assert "--distribution: 'solar' is not one of " in capsys.readouterr().err
     with pytest.raises(ValueError, match="`distribution` must be one of"):
         preset("smoke", distribution="solar")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -99,8 +98,7 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
         check.fail("name_or_spec", "a name or an AttentionSpec", type(name_or_spec).__name__, TypeError)
     name_or_spec = ALIASES.get(name_or_spec, name_or_spec)
     if name_or_spec not in KNOWN:
-        close = difflib.get_close_matches(name_or_spec.lower(), KNOWN, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
+        hint = check.did_you_mean(name_or_spec, KNOWN) or "."
         raise ValueError(
             f"no attention is named {name_or_spec!r}{hint} The names are {', '.join(names())}, and for ablations "
             f"{', '.join(ABLATIONS)}"

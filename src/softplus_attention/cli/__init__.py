@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from softplus_attention import __version__
+from softplus_attention.cli.options import Parser
 
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
@@ -38,7 +39,7 @@ COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="softplus-attention", description="Attention that trains short and runs long (LSSA and LSSAR)."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -1,14 +1,46 @@
-"""Checks of options that several commands take."""
+"""Parsers and checks of options that several commands take."""
 
 from __future__ import annotations
 
-import torch
+import argparse
+from collections.abc import Sequence
+from typing import Any
 
-from softplus_attention.validation import fail
+from softplus_attention.validation import did_you_mean, fail
+
+
+class Parser(argparse.ArgumentParser):
+    """Options by their whole names, with - or _; a wrong name is answered with the nearest right one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        is_leaf = self._subparsers is None
+        return super().parse_known_args([self.spelled(x, known) for x in args or []] if is_leaf else args, namespace)
+
+    def spelled(self, argument: str, known: list[str]) -> str:
+        name, equals, value = argument.partition("=")
+        if not name.startswith("--") or name == "--" or " " in name or name in known:
+            return argument
+        if name.replace("_", "-") in known:
+            return name.replace("_", "-") + equals + value
+        self.error(f"there is no option {name}{did_you_mean(name, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            text = f"{str(value)!r} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+            raise argparse.ArgumentError(action, text)
 
 
 def check_device(name: str | None) -> None:
     """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
+    import torch
+
     from softplus_attention.huggingface.loading import device_of
 
     device = device_of(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -21,7 +20,7 @@ from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.parallel import PARALLEL
 from softplus_attention.training.presets import PRESETS
 from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
-from softplus_attention.validation import LARGEST_HEAD_DIM, fail
+from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail
 
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
@@ -255,7 +254,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         fail("config", "a .json or .yaml file that can be read", f"{str(path)!r}: {error.strerror}")
     try:
         if path.suffix == ".json":
-            found = json.loads(text)
+            found = json.loads(text, object_pairs_hook=without_repeats)
         elif path.suffix in (".yaml", ".yml"):
             found = read_yaml(text)
         else:
@@ -271,12 +270,24 @@ def read_file(path: str | Path) -> dict[str, Any]:
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a key that is given twice YAML and JSON silently keep the last. ``a-b`` and ``a_b`` are one key."""
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if (key := str(name).replace("-", "_")) in seen:
+            raise ValueError(f"{name!r} is given twice")
+        seen.add(key)
+    return dict(pairs)
+
+
 def read_yaml(text: str) -> Any:
     """YAML 1.1 reads 6e-4 as a word; here it is the number that everybody means."""
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        pass
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            without_repeats([(self.construct_object(key), value) for key, value in node.value])
+            return super().construct_mapping(node, deep)
 
     number = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
@@ -303,16 +314,17 @@ def configured(
     preset = settings.pop("preset", None) if preset is None else preset
     settings.pop("preset", None)
     if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
-        fail("preset", f"one of {', '.join(PRESETS)}", repr(preset))
+        raise ValueError(
+            f"there is no preset {preset!r}{did_you_mean(str(preset), PRESETS)}; there are {', '.join(PRESETS)}"
+        )
     settings = preset_settings(preset, settings) | settings
     known = [field.name for field in dataclasses.fields(TrainConfig)]
     for name in settings:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"there is no setting {name!r}" + (f"; did you mean {close[0]!r}?" if close else ""))
+            raise ValueError(f"there is no setting {name!r}{did_you_mean(name, known)}")
     if isinstance(settings.get("power"), int | float):
         settings["power"] = str(settings["power"])
     for name in ("data", "output"):
         if name not in settings:
-            fail(f"--{name}", "given (here or in the config file)", "nothing")
+            raise ValueError(f"`--{name}` is missing: give it here or in the config file")
     return TrainConfig(**settings)
