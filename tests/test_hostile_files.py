@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report_results
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from training_runs import TINY, Run, text_folder
 
 # ---- results and reports
 
@@ -129,3 +140,149 @@ def test_figures_read_regular_files_only(kind: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert ("not JSON" if kind == "deep" else "not a regular file") in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# ---- checkpoints of a run
+
+
+class Command:
+    """Pickled, it asks whoever unpickles it to make a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with one checkpoint and steps left."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run = Run(folder / "run", {**TINY, "data": text_folder(folder), "keep": 1, "steps": 12})
+    run.start(steps=12, save_every=8)
+    assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
+    return run
+
+
+def copy_of(run: Run, folder: Path) -> tuple[Run, Path]:
+    shutil.copytree(run.output, folder / "run")
+    return Run(folder / "run", run.settings), folder / "run" / "checkpoint-8"
+
+
+def seal(checkpoint: Path) -> None:
+    """The manifest of a stranger who knows how it is made."""
+    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json")
+    files = {
+        path.relative_to(checkpoint).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in paths
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+def with_command(state: Path, mark: Path) -> None:
+    (state / ".metadata").write_bytes(pickle.dumps(Command(mark)))
+
+
+def with_command_in_an_entry(state: Path, mark: Path) -> None:
+    metadata = pickle.loads((state / ".metadata").read_bytes())
+    metadata.planner_data = Command(mark)
+    (state / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def with_bytes_entry(state: Path, mark: Path) -> None:
+    """torch reads entries that are no tensors as pickles of any kind."""
+    shutil.rmtree(state)
+    save({"model.x": torch.zeros(2), "extra": Command(mark)}, storage_writer=FileSystemWriter(state), no_dist=True)
+
+
+def moved_to(file: str) -> Callable[[Path, Path], None]:
+    def change(state: Path, mark: Path) -> None:
+        metadata = pickle.loads((state / ".metadata").read_bytes())
+        for place in metadata.storage_data.values():
+            place.relative_path = file.format(outside=mark.parent)
+        shutil.copy(state / "__0_0.distcp", mark.parent / "__0_0.distcp")
+        (state / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_command, "posix.system has no place in an index of tensors"),
+        (with_command_in_an_entry, "posix.system has no place in an index of tensors"),
+        (with_bytes_entry, "BytesStorageMetadata has no place in an index of tensors"),
+        (moved_to("../../../__0_0.distcp"), "is no file of tensors in this folder"),
+        (moved_to("{outside}/__0_0.distcp"), "is no file of tensors in this folder"),
+    ],
+    ids=["command", "command inside", "no tensor", "above", "absolute"],
+)
+def test_train_runs_no_pickle(stopped: Run, tmp_path: Path, change: Callable[[Path, Path], None], reason: str) -> None:
+    run, checkpoint = copy_of(stopped, tmp_path)
+    change(checkpoint / "state", tmp_path / "mark")
+    seal(checkpoint)
+    before = {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()}
+    run.start()
+    assert run.wait() == 2
+    assert reason in run.words()
+    assert run.words().count("\n") == 1
+    assert not (tmp_path / "mark").exists()
+    assert before == {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()}
+
+
+def test_train_rejects_altered_tensors(stopped: Run, tmp_path: Path) -> None:
+    """Tensors that are a pickle of something else: torch's reader of weights stops, in one line."""
+    run, checkpoint = copy_of(stopped, tmp_path)
+    file = checkpoint / "state" / "__0_0.distcp"
+    file.write_bytes(pickle.dumps(Command(tmp_path / "mark")).ljust(file.stat().st_size, b"."))
+    seal(checkpoint)
+    run.start()
+    assert run.wait() == 2
+    assert "is not a checkpoint that training wrote" in run.words()
+    assert "Traceback" not in run.words()
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("change", ["nothing listed", "a file too many", "a link"])
+def test_manifest_lists_every_file(stopped: Run, tmp_path: Path, change: str) -> None:
+    run, checkpoint = copy_of(stopped, tmp_path)
+    if change == "nothing listed":
+        (checkpoint / "manifest.json").write_text('{"files": {}}')
+    elif change == "a link":
+        (checkpoint / "scheduler.pt").rename(tmp_path / "elsewhere")
+        (checkpoint / "scheduler.pt").symlink_to(tmp_path / "elsewhere")
+    else:
+        (checkpoint / "rng_state_1.pth").write_bytes(b"mine")
+    run.start()
+    assert run.wait() == 0
+    reasons = {
+        "nothing listed": "manifest.json does not list state/.metadata",
+        "a file too many": "rng_state_1.pth is not listed in manifest.json",
+        "a link": "scheduler.pt is not a regular file",
+    }
+    assert f"checkpoint-8 is damaged ({reasons[change]})" in run.words()
+    assert "the run starts again at step 0" in run.words()
+
+
+def test_synthetic_runs_no_pickle(tmp_path: Path) -> None:
+    words = ["evaluate", "synthetic", "lssa", "--task", "copy", "--output", str(tmp_path / "out")]
+    words += ["--layers", "2", "--width", "16", "--heads", "1", "--steps", "400", "--train-length", "16"]
+    started = subprocess.Popen([sys.executable, "-m", "softplus_attention", *words], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not (found := list((tmp_path / "out").glob("synthetic-models/*/checkpoint-100"))):
+        assert time.monotonic() < end
+        assert started.poll() is None
+        time.sleep(0.01)
+    started.kill()
+    started.wait()
+    with_bytes_entry(found[0] / "state", tmp_path / "mark")
+    seal(found[0])
+    done = command(*words)
+    assert done.returncode == 2
+    assert "BytesStorageMetadata has no place in an index of tensors" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "mark").exists()

@@ -79,12 +79,14 @@ def trained_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]
     arguments = training_arguments(config)
     checkpoint = checkpoints.newest_whole(run, lambda words: None)
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
-    keep_until(run, step)
     set_seed(config.seed)
     model = SoftplusGPTForCausalLM(model_config(config, task.vocabulary, None))
     total = config.steps * config.batch_size
     dataset = TaskSequences(task, config.sequence_length, total, 2 * config.seed + TRAINING)
     trainer = trainer_of(config, arguments, model, dataset)
+    if checkpoint is not None:
+        checkpoints.check_fits(checkpoint, trainer.model)
+    keep_until(run, step)
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     seconds = time.perf_counter() - started

@@ -13,11 +13,13 @@ A checkpoint is written as ``checkpoint-200.partial``, flushed to the disk and r
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,21 +30,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from softplus_attention.training import parallel
-from softplus_attention.training.errors import RunStopped, is_disk_full
+from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
+from softplus_attention.training.errors import CheckpointRefused, RunStopped, is_disk_full
+from softplus_attention.utils.untrusted import read_json
 
 MANIFEST = "manifest.json"
 STATE = "state"
+TRAINER_STATE = "trainer_state.json"
+SCHEDULER = "scheduler.pt"
+POSITION = "position.json"
 WEIGHT = "model."  # before the names of the weights in it
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 WRITER = re.compile(r"(?:__|rng_state_)(\d+)")
 NAME = re.compile(r"checkpoint-(\d+)")
+# What a checkpoint cannot do without.
+PARTS = (f"{STATE}/{METADATA}", f"{STATE}/__*.distcp", TRAINER_STATE, SCHEDULER, POSITION, "rng_state*.pth")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -194,22 +202,35 @@ def keep_beside_damaged(run: Path, name: str) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is."""
+    """What is wrong with a checkpoint, None if nothing is. Its manifest lists every file, and no other is there."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        files = read_json(checkpoint / MANIFEST)["files"]
+        there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if is_no_folder(path)}
+        for part in PARTS:
+            if not fnmatch.filter(files, part):
+                return f"{MANIFEST} does not list {part}"
         for name, written in files.items():
             path = checkpoint / name
-            if not path.is_file():
+            if name not in there:
                 return f"{name} is missing"
+            if not stat.S_ISREG(path.lstat().st_mode):
+                return f"{name} is not a regular file"
             if path.stat().st_size != written["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes of {written['bytes']}"
             if digest(path) != written["sha256"]:
                 return f"{name} is not what was written"
+        others = sorted(there - {*files, MANIFEST})
+        if others:
+            return f"{others[0]} is not listed in {MANIFEST}"
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     return None
+
+
+def is_no_folder(path: Path) -> bool:
+    return path.is_symlink() or not path.is_dir()
 
 
 # ---- model and optimizer
@@ -230,14 +251,23 @@ def weights_by_name(model: nn.Module) -> dict[str, Tensor]:
     return {f"{WEIGHT}{name}": value.detach() for name, value in (dict(model.named_parameters()) | buffers).items()}
 
 
-def saved_sizes(reader: FileSystemReader) -> dict[str, torch.Size]:
-    entries = reader.read_metadata().state_dict_metadata.items()
-    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+def state_reader(checkpoint: Path) -> StateReader:
+    try:
+        return StateReader(checkpoint / STATE)
+    except (ValueError, OSError) as error:
+        raise refused(checkpoint, str(error)) from error
+
+
+def refused(checkpoint: Path, reason: str) -> CheckpointRefused:
+    return CheckpointRefused(
+        f"{checkpoint} is not a checkpoint that training wrote: {reason}. Remove it to continue from the one before, "
+        "or choose another --output"
+    )
 
 
 def check_fits(folder: Path, model: nn.Module) -> None:
     """Refuses weights that are not those of ``model``, before anything of the run is changed."""
-    sizes = saved_sizes(FileSystemReader(folder / STATE))
+    sizes = state_reader(folder).sizes
     saved = {name: tuple(size) for name, size in sizes.items() if name.startswith(WEIGHT)}
     own = {name: tuple(value.shape) for name, value in weights_by_name(model).items()}
     differing = sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name))
@@ -248,6 +278,13 @@ def check_fits(folder: Path, model: nn.Module) -> None:
             f"{first.removeprefix(WEIGHT)}, {saved.get(first, 'missing')} there and {own.get(first, 'missing')} now. "
             "Put the settings back to continue the run, or choose another --output. Nothing was changed"
         )
+    # Of a parameter the optimizer keeps numbers and tensors of its shape.
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in sizes.keys() - saved.keys():
+        prefix, _, place = name.partition(".")
+        parameter = place.rpartition(".")[0]
+        if prefix != "optimizer" or tuple(sizes[name]) not in ((), shapes.get(parameter)):
+            raise refused(folder, f"{name} of shape {tuple(sizes[name])} is no state of the optimizer")
 
 
 @contextmanager
@@ -269,19 +306,22 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The saved tensors into the model and the optimizer, which may be sharded in another way."""
-    reader = FileSystemReader(folder / STATE)
-    sizes = saved_sizes(reader)
+    reader = state_reader(folder)
     tensors = weights_by_name(model)
     for parameter_name, parameter in model.named_parameters():
         state: dict[str, Tensor] = {}
         prefix = f"optimizer.{parameter_name}."
-        for name, size in sizes.items():
+        for name, size in reader.sizes.items():
             if not name.startswith(prefix):
                 continue
             place = torch.zeros_like(parameter) if size == parameter.shape else torch.zeros(size)
             tensors[name] = state[name.removeprefix(prefix)] = place.detach()
         optimizer.state[parameter] = state
-    with one_process_is_no_news():
-        load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    try:
+        with one_process_is_no_news():
+            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise refused(folder, described(cause)) from error
     # By its own words the optimizer puts each value where its steps expect it.
     optimizer.load_state_dict(optimizer.state_dict())

@@ -14,6 +14,12 @@ class RunStopped(RuntimeError):  # noqa: N818  it says what happened to the run,
     exit_status = 1
 
 
+class CheckpointRefused(RunStopped):
+    """The folder holds a checkpoint that training did not write."""
+
+    exit_status = 2
+
+
 class OtherSettings(RunStopped):
     """The folder holds a run that was started with other settings."""
 

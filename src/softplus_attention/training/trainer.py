@@ -15,16 +15,13 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from softplus_attention.training import checkpoints, parallel
+from softplus_attention.training.checkpoints import POSITION, SCHEDULER, TRAINER_STATE
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import Throughput
 from softplus_attention.training.optimizers import optimizer_of
 from softplus_attention.training.power_callback import PowerCallback
 from softplus_attention.training.termination import leave_signals_to_the_run
-
-TRAINER_STATE = "trainer_state.json"
-SCHEDULER = "scheduler.pt"
-POSITION = "position.json"
 
 
 class SoftplusTrainer(Trainer):

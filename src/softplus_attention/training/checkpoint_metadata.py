@@ -1,0 +1,156 @@
+"""The index of a checkpoint's tensors. torch stores it as a pickle, and a pickle can run any command: it is read with
+stand-ins for the few classes that such an index names, and only what describes tensors in the same folder is taken."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from softplus_attention.utils.untrusted import MIB, read_bytes
+
+METADATA = ".metadata"
+LIMIT = 256 * MIB
+TENSOR_FILE = re.compile(r"__\d+_\d+\.distcp")
+CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}  # fmt: skip
+
+
+class StateReader(FileSystemReader):
+    """torch's reader of the folder, with the index read and checked here; ``ValueError`` where it is not one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        content = read_bytes(folder / METADATA, LIMIT)
+        try:
+            self.metadata = checked(Unpickler(io.BytesIO(content)).load(), folder)
+        # Whatever a made-up pickle brings about: the unpickler itself raises a dozen kinds.
+        except Exception as error:
+            raise ValueError(f"{folder / METADATA}: {' '.join(str(error).split())[:200]}") from error
+        self.sizes = {
+            name: entry.size
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.metadata
+
+
+# In Python rather than in C, where a few bytes can ask for gigabytes of memo.
+class Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """Calls nothing but stand-ins, classes of this object alone, which keep what they are given."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.classes: dict[tuple[str, str], type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in CLASSES.get(module, ()):
+            raise ValueError(f"{module}.{name} has no place in an index of tensors")
+        return self.classes.setdefault((module, name), stand_in(name))
+
+
+def stand_in(name: str) -> type:
+    def new(cls: type, *arguments: Any) -> Any:
+        made: Any = object.__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def setstate(self: Any, state: Any) -> None:
+        self.state = state
+
+    return type(name, (), {"__new__": new, "__setstate__": setstate})
+
+
+# ---- from stand-ins to torch's records
+
+
+def checked(found: Any, folder: Path) -> Metadata:
+    entries = state_of(found, "Metadata")
+    tensors = {text(name): tensor_entry(name, entry) for name, entry in entries["state_dict_metadata"].items()}
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+    places = dict(placed(index, place, sizes) for index, place in entries["storage_data"].items())
+    chunks = {MetadataIndex(name, chunk.offsets) for name, entry in tensors.items() for chunk in entry.chunks}
+    if chunks != places.keys():
+        raise ValueError("the tensors and their places in files do not belong together")
+    mappings: Any = {name: (name,) for name in tensors}
+    return Metadata(dict(tensors), mappings, places, StorageMeta(), entries.get("version"))
+
+
+def state_of(found: Any, name: str) -> dict[str, Any]:
+    if type(found).__name__ != name or not isinstance(getattr(found, "state", None), dict):
+        raise ValueError(f"{type(found).__name__} in place of {name}")
+    return found.state
+
+
+def tensor_entry(name: str, found: Any) -> TensorStorageMetadata:
+    if type(found).__name__ != "TensorStorageMetadata":
+        raise ValueError(f"{name!r} is no tensor")
+    entry = state_of(found, "TensorStorageMetadata")
+    dtype, *_ = entry["properties"].state
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} has no dtype")
+    size = size_of(entry["size"])
+    chunks = []
+    for part in entry["chunks"]:
+        chunk = state_of(part, "ChunkStorageMetadata")
+        offsets, sizes = size_of(chunk["offsets"]), size_of(chunk["sizes"])
+        ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
+        if len(ends) != len(size) or any(end > whole for end, whole in zip(ends, size, strict=True)):
+            raise ValueError(f"{name!r} has a part outside of it")
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ValueError(f"{name!r} is not whole")
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+
+
+def size_of(found: Any) -> torch.Size:
+    (numbers,) = found.arguments
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
+        raise ValueError("a size that is none")
+    return torch.Size(numbers)
+
+
+def placed(index: Any, place: Any, sizes: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+    """Where a part lies: bytes of a file of this folder."""
+    named, where = state_of(index, "MetadataIndex"), state_of(place, "_StorageInfo")
+    file, start, length = where["relative_path"], where["offset"], where["length"]
+    if not isinstance(file, str) or not TENSOR_FILE.fullmatch(file) or file not in sizes:
+        raise ValueError(f"{file!r} is no file of tensors in this folder")
+    if where.get("transform_descriptors") or type(start) is not int or type(length) is not int:
+        raise ValueError(f"an entry of {file} is not as training writes it")
+    if not 0 <= start <= start + length <= sizes[file]:
+        raise ValueError(f"an entry of {file} lies outside of it")
+    return MetadataIndex(text(named["fqn"]), size_of(named["offset"])), _StorageInfo(file, start, length)
+
+
+def text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise ValueError("a name that is no text")
+    return found
