@@ -199,6 +199,26 @@ def test_is_typed() -> None:
     assert importlib.resources.files("softplus_attention").joinpath("py.typed").is_file()
 
 
+IMPORTS = {
+    "function": "from softplus_attention import softplus_attention",
+    "huggingface": "import softplus_attention.huggingface",
+    "package": "import softplus_attention",
+    "training": "from softplus_attention.huggingface import use_attention",
+}
+
+
+@pytest.mark.parametrize("first", IMPORTS)
+def test_callable_after_each_order_of_imports(first: str) -> None:
+    """The cells of a notebook: whichever import ran last, the name can be called, and means the same."""
+    cells = ["import inspect, torch", "x = torch.arange(64.).view(1, 1, 4, 16)", IMPORTS["function"]]
+    cells += ["want, signature = softplus_attention(x, x, x, is_causal=True), inspect.signature(softplus_attention)"]
+    for second in IMPORTS:
+        cells += [IMPORTS[first], IMPORTS[second]]
+        cells += ["assert softplus_attention(x, x, x, is_causal=True).equal(want)"]
+        cells += ["assert inspect.signature(softplus_attention) == signature"]
+    python("-c", "\n".join(cells))
+
+
 def test_everything_public_is_there() -> None:
     for name in softplus_attention.__all__:
         assert getattr(softplus_attention, name) is not None

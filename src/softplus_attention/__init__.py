@@ -1,5 +1,9 @@
 """Attention that trains short and runs long: softplus attention with re-weighting (LSSA and LSSAR)."""
 
+import inspect
+import sys
+from types import ModuleType
+
 from softplus_attention.functional import (
     attention_weights,
     softplus_attention,
@@ -18,3 +22,13 @@ __all__ = [
     "softplus_attention_decode",
     "softplus_attention_varlen",
 ]
+
+
+class _CallablePackage(ModuleType):
+    """``import softplus_attention.huggingface`` rebinds the name of the function to the package: both can be called."""
+
+    __call__ = staticmethod(softplus_attention)
+    __signature__ = inspect.signature(softplus_attention)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
