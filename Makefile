@@ -37,9 +37,10 @@ test-gpu: setup
 bench-cpu: setup
 	$(BIN)/python benchmarks/cpu.py
 
-# README and docs, from results/.
+# The tables of README and docs and the figures of the study, from results/.
 pages: setup
-	for page in pages/*_page.py; do $(BIN)/python $$page || exit; done
+	$(BIN)/python -m tools.update_tables
+	$(BIN)/python -m experiments.study.figures
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -49,7 +49,7 @@ def test_the_module_is_the_command() -> None:
 
 def test_nobody_is_told_to_install_it_by_name() -> None:
     """It is not on PyPI: by name pip would fetch nothing, or what somebody else puts there."""
-    folders = ("src", "docs", "examples", "runs", "checkpoints")
+    folders = ("src", "docs", "examples", "experiments", "checkpoints")
     places = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh")]
     places += [*ROOT.glob("*.md")]
     by_name = re.compile(r"pip\s+install\s+(?:-\S+\s+)*['\"]?softplus[-_]attention")

@@ -78,7 +78,7 @@ def assert_case(case: Case, device: str) -> None:
     """Raises where the kernels are further from float64 than the yardstick allows, forward or in any gradient.
 
     In float32 the largest error of a small tensor is one row's luck, and another machine's sums another draw
-    (docs/kernels.md): what is a little outside for one draw of the inputs has to be inside for two others.
+    (docs/dev/kernels.md): what is a little outside for one draw of the inputs has to be inside for two others.
     """
     try:
         assert_draw(case, device, 0)

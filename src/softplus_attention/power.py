@@ -14,7 +14,7 @@ from torch import Tensor
 LEARNED = "learned"
 LEARNED_LOG = "learned-log"
 RAW_NAMES = {LEARNED: "raw_power", LEARNED_LOG: "raw_power_per_log"}
-# Where the factor begins: of those tried as constants the best at the training length (docs/log.md).
+# Where the factor begins: of those tried as constants the best at the training length (docs/dev/log.md).
 FIRST_FACTOR = 0.6
 LARGEST = 1e30  # of what a PowerByLength is made of: float32 holds it, and what is computed from it
 

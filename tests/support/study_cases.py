@@ -1,29 +1,12 @@
-"""A made-up study for the tests: run files as runs/study.py writes them, and the page and figures that they make."""
+"""A made-up study for the tests: files as experiments/study/run.py writes them, their tables and figures."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-RUNS, PAGES = ROOT / "runs", ROOT / "pages"
 TRAINED = 4
 MULTIPLES = (1, 16, 64)
-
-
-@contextmanager
-def imported(name: str) -> Iterator[ModuleType]:
-    """A script of runs/ or pages/ as a module; until the end the others can be imported too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(RUNS))
-        patch.syspath_prepend(str(PAGES))
-        yield importlib.import_module(name)
 
 
 def curve(losses: Sequence[float], gain: float, gain_error: float) -> dict[str, Any]:
@@ -47,7 +30,7 @@ def far_control(gain: float, error: float) -> list[dict[str, Any]]:
 
 
 def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[int]], **words: Any) -> dict[str, Any]:
-    """What runs/study.py writes, as far as the page reads it."""
+    """What experiments/study/run.py writes, as far as the tables read it."""
     config = {"layers": 2, "width": 8, "heads": 2, "sequence_length": TRAINED, "steps": 1000, "batch_size": 3}
     cells = zip((1, 16), correct, strict=True)
     config |= {"global_every": words["global_every"]} if "global_every" in words else {}
@@ -128,9 +111,7 @@ RECORDS = [
         learned=[{"power_per_log": [0.25, 1.0]}, {"power_per_log": [0.7, 0.8]}], far_control=far_control(0.04, 0.02),
     ),
 ]  # fmt: skip
-SEEDS = "± is half the range between the lowest and the highest seed, around the mean; seeds: `softmax` (2)."
-SEEDS_OF_THE_MIX = SEEDS.replace("softmax", "lssar-learned-log-global3")
-TITLE = "**10m**, trained at 4 tokens"
+TITLE = "**10m, trained at 4 tokens**"
 ROTARY = "**10m, trained at 4 tokens, rotary positions in every layer**"
 MIX = "**10m, trained at 4 tokens, mix of layers**"
 EXPECTED = {
@@ -138,8 +119,8 @@ EXPECTED = {
 | 10m |  |
 | --- | --- |
 | model | 2 layers, width 8, 2 heads; 1,000 to 1,024 parameters |
-| training | 4 tokens, 1,000 steps of 3 sequences: 12,000 tokens, the same in the same order for every arm |
-| measured on | 5 texts of 256 tokens; validation documents that are as long: 3 |
+| training | 1,000 steps of 3 sequences of 4 tokens: 12,000 tokens |
+| measured on | 5 texts of 256 tokens, from 3 documents |
 | arms (seeds) | `lssar-p15` (0), `softmax` (0, 1), `lssar-p3` (0), `ssmax` (0), \
 `softmax-qknorm-logn-global3` (0), `lssar-learned-log-global3` (0, 1) |
 | machine | a GPU |
@@ -148,69 +129,59 @@ EXPECTED = {
     "headline": f"""\
 {ROTARY}
 
-| arm | 1x | 16x | 64x | 64x - 1x | gain at 16x | its standard error | gain at 64x | its standard error |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
-| `lssar-p15` | 4.012 | **3.950** | **3.940** | **-0.072** | **+1.050** | 0.020 | **+0.050** | 0.010 |
-| `softmax` | **4.005** ± 0.005 | 4.510 ± 0.010 | 5.050 ± 0.050 | +1.045 ± 0.045 | -0.100 ± 0.100 | 0.060 \
+| arm | seeds | 1x | 16x | 64x | 64x - 1x | gain at 16x | its standard error | gain at 64x | its standard error |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| `lssar-p15` | 1 | 4.012 | **3.950** | **3.940** | **-0.072** | **+1.050** | 0.020 | **+0.050** | 0.010 |
+| `softmax` | 2 | **4.005** ± 0.005 | 4.510 ± 0.010 | 5.050 ± 0.050 | +1.045 ± 0.045 | -0.100 ± 0.100 | 0.060 \
 | -1.100 ± 0.100 | 0.030 |
-| `lssar-p3` | 4.030 | 4.000 | 4.031 | +0.001 | +0.990 | 0.008 | -0.010 | 0.004 |
-| `ssmax` | 4.100 | 4.600 | 5.200 | +1.100 | -0.300 | 0.060 | -1.300 | 0.030 |
-
-{SEEDS}
+| `lssar-p3` | 1 | 4.030 | 4.000 | 4.031 | +0.001 | +0.990 | 0.008 | -0.010 | 0.004 |
+| `ssmax` | 1 | 4.100 | 4.600 | 5.200 | +1.100 | -0.300 | 0.060 | -1.300 | 0.030 |
 
 {MIX}
 
-| arm | 1x | 16x | 64x | 64x - 1x | gain at 16x | its standard error | gain at 64x | its standard error |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
-| `softmax-qknorm-logn-global3` | **4.006** | 4.000 | 4.010 | +0.004 | +1.020 | 0.010 | +0.020 | 0.005 |
-| `lssar-learned-log-global3` | 4.010 ± 0.002 | **3.962** ± 0.002 | **3.953** ± 0.003 | **-0.057** ± 0.001 \
-| **+1.040** ± 0.010 | 0.030 | **+0.040** ± 0.010 | 0.015 |
-
-{SEEDS_OF_THE_MIX}""",
+| arm | seeds | 1x | 16x | 64x | 64x - 1x | gain at 16x | its standard error | gain at 64x | its standard error |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| `softmax-qknorm-logn-global3` | 1 | **4.006** | 4.000 | 4.010 | +0.004 | +1.020 | 0.010 | +0.020 | 0.005 |
+| `lssar-learned-log-global3` | 2 | 4.010 ± 0.002 | **3.962** ± 0.002 | **3.953** ± 0.003 | **-0.057** ± 0.001 \
+| **+1.040** ± 0.010 | 0.030 | **+0.040** ± 0.010 | 0.015 |""",
     "figures": """\
-![Loss by length, 10m, rotary positions in every layer](figures/study-loss-10m.svg)
-![Gain of the context beyond the training length, 10m, rotary positions in every layer](figures/study-gain-10m.svg)
-![Loss by length, 10m, mix of layers](figures/study-loss-mix-10m.svg)
-![Gain of the context beyond the training length, 10m, mix of layers](figures/study-gain-mix-10m.svg)""",
+![Loss by length, 10m, rotary positions in every layer](../figures/study-loss-10m.svg)
+![Gain of the context beyond the training length, 10m, rotary positions in every layer](../figures/study-gain-10m.svg)
+![Loss by length, 10m, mix of layers](../figures/study-loss-mix-10m.svg)
+![Gain of the context beyond the training length, 10m, mix of layers](../figures/study-gain-mix-10m.svg)""",
     "far": f"""\
 {TITLE}
 
-| gain | at 16x | its standard error | at 64x | its standard error |
-| --- | ---: | ---: | ---: | ---: |
-| `softmax-qknorm-logn-global3` | **+0.060** | 0.020 | **+0.030** | 0.040 |
-| `lssar-learned-log-global3` | **+0.060** ± 0.020 | 0.015 | **+0.030** ± 0.010 | 0.030 |
-
-80 to 320 target tokens.
-
-{SEEDS_OF_THE_MIX}""",
+| gain | seeds | at 16x | its standard error | at 64x | its standard error |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| `softmax-qknorm-logn-global3` | 1 | **+0.060** | 0.020 | **+0.030** | 0.040 |
+| `lssar-learned-log-global3` | 2 | **+0.060** ± 0.020 | 0.015 | **+0.030** ± 0.010 | 0.030 |""",
     "inference": f"""\
 {TITLE}
 
-|  | 1x | 16x | 64x | gain at 64x |
-| --- | ---: | ---: | ---: | ---: |
-| `lssar-p15` | 4.012 | 3.950 | 3.940 | +0.050 |
-| `lssar-p15`, p = 31 | 4.020 | 3.940 | 3.930 | +0.060 |
-| `softmax` | 4.005 ± 0.005 | 4.510 ± 0.010 | 5.050 ± 0.050 | -1.100 ± 0.100 |
-| `softmax`, sliding window of 4 | 4.005 ± 0.005 | 3.991 ± 0.001 | 3.982 ± 0.002 | 0.000 ± 0.000 |
-| `ssmax` | 4.100 | 4.600 | 5.200 | -1.300 |
-| `ssmax`, sliding window of 4 | 4.100 | 3.985 | 3.990 | 0.000 |
-
-{SEEDS}""",
+|  | seeds | 1x | 16x | 64x | gain at 64x |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| `lssar-p15` | 1 | 4.012 | 3.950 | 3.940 | +0.050 |
+| `lssar-p15`, p = 31 | 1 | 4.020 | 3.940 | 3.930 | +0.060 |
+| `softmax` | 2 | 4.005 ± 0.005 | 4.510 ± 0.010 | 5.050 ± 0.050 | -1.100 ± 0.100 |
+| `softmax`, sliding window of 4 | 2 | 4.005 ± 0.005 | 3.991 ± 0.001 | 3.982 ± 0.002 | 0.000 ± 0.000 |
+| `ssmax` | 1 | 4.100 | 4.600 | 5.200 | -1.300 |
+| `ssmax`, sliding window of 4 | 1 | 4.100 | 3.985 | 3.990 | 0.000 |""",
     "targets": f"""\
 {TITLE}
 
 | arm | 64x - 1x at most 0.00 | 1x - best softmax's at most 0.01 | at or below the best softmax from 16x on \
-| full context better at 64x | pass key at least 90% to 16x |
-| --- | --- | --- | --- | --- | --- |
+| full context better at 64x | passkey at least 90% to 16x |
+| --- | ---: | ---: | ---: | ---: | ---: |
 | `lssar-p15` | met: -0.0720 | met: +0.0070 | met: 16x -0.0350, 64x -0.0420 \
-| met: +0.0500, standard error 0.0100 | met: lowest 90.0% at 16x |
+| met: +0.0500 ± 0.0100 | met: lowest 90.0% at 16x |
 | `lssar-p3` | not met: +0.0010 | not met: +0.0250 | not met: 16x +0.0150, 64x +0.0490 \
-| not met: -0.0100, standard error 0.0040 | not met: lowest 50.0% at 16x |
+| not met: -0.0100 ± 0.0040 | not met: lowest 50.0% at 16x |
 | `lssar-learned-log-global3` | met: -0.0570 | met: +0.0050 | met: 16x -0.0230, 64x -0.0290 \
-| met: +0.0400, standard error 0.0150; over the last quarter not told from 0: +0.0300, standard error 0.0300 \
+| met: +0.0400 ± 0.0150; over the last quarter within two errors of 0: +0.0300 ± 0.0300 \
 | met: lowest 90.0% at 16x |
 
-The best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
+Best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
 64x `softmax`, sliding window of 4 (3.982).""",
     "passkey": f"""\
 {TITLE}
@@ -250,11 +221,11 @@ The best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985)
 
 {MIX}
 
-| lowest to highest head | learned | layer 1 | layer 2, sees everything |
+| lowest to highest head | learned | layer 1 | layer 2, global |
 | --- | ---: | ---: | ---: |
 | `lssar-learned-log-global3`, seed 0 | factor of log N | 0.36 to 0.92 | 0.50 |
 | `lssar-learned-log-global3`, seed 1 | factor of log N | 0.25 to 1.00 | 0.70 to 0.80 |""",
-    "speed": f"""\
+    "study-speed": f"""\
 {TITLE}
 
 | arm | ms a step | times softmax's |
@@ -264,19 +235,12 @@ The best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985)
 | `lssar-p3` | 105.0 | 1.05 |
 | `softmax-qknorm-logn-global3` | 112.0 | 1.12 |""",
     "noise": """\
-**10m**: two seeds of one arm (`softmax`, `lssar-learned-log-global3`) are at most 0.010 at 1x and 0.100 at 64x apart, \
-and the standard error over texts is 0.020 at most.""",
+| size (longest) | arms with several seeds | 1x | 16x | longest | error over texts |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| 10m (64x) | 2 of 6 | 0.010 | 0.020 | 0.100 | 0.020 |""",
     "ablations": "No runs yet.",
     "best": "No runs yet.",
     "sizes": "No runs yet.",
-    # Sentences speak of arms and sizes that this study does not have: tests/test_study_findings.py.
-    **dict.fromkeys(
-        (
-            "answer", "rotary-findings", "mix-findings", "key-findings", "inside-findings", "time-findings",
-            "not-measured", "ablation-findings", "noise-findings", "settings",
-        ),
-        "No runs yet.",
-    ),
 }  # fmt: skip
 # Runs of a small size, by arm: the losses of each seed at 1x, 16x and 64x.
 SMALL_RUNS = {
@@ -285,20 +249,18 @@ SMALL_RUNS = {
     "lssar-without-log-n": [[4.0625, 4.0, 4.2]],
 }
 ABLATIONS = """\
-**books**, trained at 4 tokens
+**books, trained at 4 tokens**
 
-| arm | attention | 1x | 16x | 16x - 1x | 1x, less `lssar-p15`'s |
-| --- | ---: | ---: | ---: | ---: | ---: |
-| `lssar-p15` | the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15 | **4.050** ± 0.050 | \
+| arm | attention | seeds | 1x | 16x | 16x - 1x | 1x, less `lssar-p15`'s |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| `lssar-p15` | the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15 | 2 | **4.050** ± 0.050 | \
 4.300 ± 0.050 | +0.250 ± 0.000 | **0.000** ± 0.050 |
-| `lssar-without-log-n` | scores without log N | 4.062 | **4.000** | **-0.062** | +0.013 |
-| `softmax-reweighted` | softmax, then stage 2 with the power 15 | 4.200 | 4.500 | +0.300 | +0.150 |
-
-± is half the range between the lowest and the highest seed, around the mean; seeds: `lssar-p15` (2)."""
+| `lssar-without-log-n` | scores without log N | 1 | 4.062 | **4.000** | **-0.062** | +0.013 |
+| `softmax-reweighted` | softmax, then stage 2 with the power 15 | 1 | 4.200 | 4.500 | +0.300 | +0.150 |"""
 
 
 def small_records() -> list[dict[str, Any]]:
-    """As `runs/study.py --only-lengths` writes them."""
+    """As `--only-lengths` writes them."""
     made = []
     for arm, seeds in SMALL_RUNS.items():
         for seed, losses in enumerate(seeds):
@@ -341,10 +303,3 @@ lssar-learned-log-global3,256,64,3.95300,2,0.00300
 "softmax, sliding window of 4",64,16,3.99100,2,
 "softmax, sliding window of 4",256,64,3.98200,2,
 """
-
-
-def page_with(blocks: dict[str, str]) -> str:
-    def part(name: str, text: str) -> str:
-        return f"Words before {name}.\n<!-- begin: {name} -->\n{text}\n<!-- end: {name} -->\n"
-
-    return "# A page\n\n" + "\n".join(part(*block) for block in blocks.items()) + "\nThe end.\n"

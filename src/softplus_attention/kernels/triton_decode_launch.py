@@ -19,7 +19,7 @@ from softplus_attention.kernels.triton_launch import (
 )
 from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
 
-# As measured on an H200 (docs/kernels-log.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
+# Measured on an H200 (docs/dev/kernels-log.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
 # (heads of 128, few rows): whole waves of both.
 PROGRAMS_PER_MULTIPROCESSOR = 12
 PROGRAMS_AT_A_TIME = 3
@@ -64,7 +64,7 @@ def plan_for(
     partials = batch * h_kv * rows * splits
     partial_units = blocks_of(partials, SCRATCH_UNIT)
     scratch = (f_units + 3 * partial_units) * SCRATCH_UNIT + partials * dv
-    # Block sizes as measured on an H200 (docs/kernels-log.md); a heavy tile needs more threads to hold it.
+    # Block sizes as measured on an H200 (docs/dev/kernels-log.md); a heavy tile needs more threads to hold it.
     heavy = precise or bm * width >= 32 * 128
     grid = (splits, batch * h_kv, row_blocks)
     constants = (bd, bdv, min(bm, 1 << (rows - 1).bit_length()), bm, bn)
@@ -160,7 +160,7 @@ def decode(
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
     fine = exactness(precise, needs_long_polynomial(code, dtype))
-    # As measured on an H200 (docs/kernels-log.md): squares of raw keys by a product, with as few registers as it lets.
+    # Measured on an H200 (docs/dev/kernels-log.md): squares of raw keys by a product, with as few registers as it lets.
     by_product = bd >= 64 and not normalized_keys
     few_registers = {"maxnreg": 128} if by_product and bd == 128 and not heavy else {}
 

@@ -54,7 +54,7 @@ def blocks_of(length: int, size: int) -> int:
     return (length + size - 1) // size
 
 
-# The block sizes below are the fastest of those measured on an H200 (docs/kernels-log.md). They depend on the
+# The block sizes below are the fastest of those measured on an H200 (docs/dev/kernels-log.md). They depend on the
 # head dimension only, never on a length: no length compiles anew.
 
 # One shape for float32, so that all kernels round their products alike: the sums of the forward then fit the scores

@@ -160,7 +160,7 @@ def _grad_by(backward: Callable[..., Any], ctx: Any, grad_out: Tensor | None) ->
 
 class EagerTriton(torch.autograd.Function):
     """The op where nothing but the caller has to see it: the same without the dispatcher, which takes Python long
-    (docs/kernels-log.md has the times)."""
+    (docs/dev/kernels-log.md has the times)."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training at high learning rates and in half precision, from the files of runs/stability.py."""
+"""Training at high learning rates and in half precision, from the files of experiments/stability.py."""
 
 from __future__ import annotations
 

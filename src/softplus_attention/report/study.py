@@ -1,4 +1,4 @@
-"""The section of the runs that `runs/study.py` writes."""
+"""The section of the runs that `experiments/study/run.py` writes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# Of all that was tried nothing helps more at these sizes, any attention: a tenth of a nat for each byte (docs/log.md).
+# Nothing else that was tried helps more at these sizes, for any attention: a tenth of a nat a byte (docs/dev/log.md).
 MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
 # The best recipe of the study (docs/results.md): layers that look half the training length back, every third seeing
 # everything and knowing no positions, make the loss fall with length, for LSSAR and for softmax; a sharpness that each

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# The model in checkpoints/bytes-2.7m, from the text that ships with the package: most of an hour on two idle cores.
+# A run that was cut goes on where it stopped.
+#
+#   bash experiments/checkpoint.sh [FOLDER] [DESTINATION]
+set -euo pipefail
+folder=${1:-build/checkpoint}
+destination=${2:-checkpoints/bytes-2.7m}
+softplus-attention data prepare builtin --tokenizer bytes --validation-fraction 0.1 --output "$folder/data"
+softplus-attention train --preset tiny --data "$folder/data" --output "$folder/run" \
+  --power learned-log --layers 6 --width 192 --heads 3 --global-every 3 --window 128 --sequence-length 256 \
+  --steps 1400 --muon-learning-rate 5e-3 --save-every 200 --evaluate-every 200
+python "$(dirname "$0")/ship.py" "$folder/run/model" "$destination"

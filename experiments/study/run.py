@@ -1,0 +1,282 @@
+"""Trains the arms of the study one after the other and measures each: one JSON file per run (docs/results.md).
+
+    python -m experiments.study.run DATA TEXT --output FOLDER [--group NAME | --arms NAME ...] [--seed N]
+
+DATA is a folder of `softplus-attention data prepare`, TEXT a file of long documents, or such a folder,
+of which the held-back part is taken. Every arm has the same data, order, steps and size. What is finished is not done
+again, and a run that was cut goes on. It needs torch and transformers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.study.arms import (
+    ARMS,
+    FEW_MULTIPLES,
+    FEWER_HEADS,
+    GROUPS,
+    MULTIPLES,
+    RECIPE,
+    SIZES,
+    VARIANTS,
+)
+from softplus_attention.evaluation import layers
+from softplus_attention.evaluation.inside import WORDS
+from softplus_attention.evaluation.inside_measure import measure_inside
+from softplus_attention.evaluation.layers import layer_groups
+from softplus_attention.evaluation.length_measure import measure_lengths
+from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
+from softplus_attention.evaluation.passkey import prompt_of
+from softplus_attention.evaluation.passkey_measure import measure_passkey
+from softplus_attention.evaluation.texts import Documents, folder_documents, raw_texts, text_documents
+from softplus_attention.huggingface.loading import load_tokenizer
+from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
+from softplus_attention.training import TrainConfig, train
+from softplus_attention.training.metrics import METRICS
+from softplus_attention.training.run_record import RUN
+from softplus_attention.utils import provenance
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parsed(arguments)
+    began = time.monotonic()
+    tokenizer = load_tokenizer(options.tokenizer or str(options.data))
+    documents = (
+        folder_documents(options.text)
+        if Path(options.text).is_dir()
+        else text_documents(raw_texts([options.text]), [Path(options.text).name], tokenizer)
+    )
+    for arm in options.arms or GROUPS[options.group]:
+        name = f"{options.size}-{arm}-seed{options.seed}"
+        result = options.output / f"{name}.json"
+        if result.exists():
+            print(f"{name}: found", flush=True)
+            continue
+        if options.seconds and time.monotonic() - began > options.seconds:
+            print(f"{name}: no time left", flush=True)
+            return 3
+        record = run(arm, name, options, documents, tokenizer)
+        result.write_text(json.dumps(record, indent=1) + "\n")
+        print(line_of(name, record), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return 0
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.study.run", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
+    parser.add_argument("text", help="file of long documents to measure on, or a prepared folder")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--group", choices=GROUPS, default="headline", help="of arms (default: %(default)s)")
+    chosen.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help=", ".join(ARMS).replace("%", "%%"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="in place of the size's")
+    parser.add_argument("--tokenizer", help="default: the data's")
+    parser.add_argument("--only-lengths", action="store_true", help="measure the loss by length and nothing else")
+    parser.add_argument(
+        "--multiples", type=int, nargs="+", default=MULTIPLES, metavar="N", help="of the training length (default: all)"
+    )
+    parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
+    parser.add_argument("--commit", help="of this source, where there is no git to ask")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="such processes that share the GPU: step times then mean nothing"
+    )
+    return parser.parse_args(arguments)
+
+
+def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, tokenizer: Any) -> dict[str, Any]:
+    folder = options.output / "runs" / name
+    words = {**RECIPE, **SIZES[options.size], **ARMS[arm], "seed": options.seed}
+    if options.steps:
+        words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
+    if words.get("window") == "half":
+        words["window"] = words["sequence_length"] // 2
+    if words["heads"] in FEWER_HEADS:
+        words["heads"] = fewer_heads(SIZES[options.size]["heads"], words["heads"], arm, options.size)
+    config = TrainConfig(data=str(options.data), output=str(folder), **words)
+    began = time.monotonic()
+    model = train(config)
+    trained = time.monotonic() - began
+    logged = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    losses = [entry for entry in logged if "loss" in entry]
+    record = {
+        "arm": arm,
+        "size": options.size,
+        "seed": options.seed,
+        "config": {word: value for word, value in config.as_dict().items() if word not in ("data", "output")},
+        "tokens": config.steps * config.batch_size * config.sequence_length,
+        "data": json.loads((folder / RUN).read_text())["data"],
+        "training": {
+            "seconds": round(trained, 1),
+            "processes": options.processes,
+            "step_seconds": sorted(entry["step_seconds"] for entry in losses)[len(losses) // 2],
+            "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
+        },
+        "command": command_of(arm, options),
+        "commit": options.commit or provenance.commit(),
+        "versions": provenance.versions(),
+        "machine": provenance.machine(),
+    }
+    measured = evaluation(arm, str(model), folder / "evaluation", config.sequence_length, options, documents, tokenizer)
+    return record | {"evaluation": measured, "seconds": round(time.monotonic() - began, 1)}
+
+
+def fewer_heads(heads: int, share: str, arm: str, size: str) -> int:
+    fewer, left = divmod(heads, FEWER_HEADS[share])
+    if left:
+        raise SystemExit(f"--arms {arm}: a {share} of the {heads} heads of --size {size} is no whole number")
+    return fewer
+
+
+def command_of(arm: str, options: argparse.Namespace) -> str:
+    words = ["experiments/study/run.py", "--size", options.size, "--arms", arm, "--seed", options.seed]
+    words += ["--steps", options.steps] if options.steps else []
+    words += ["--only-lengths"] if options.only_lengths else []
+    words += ["--multiples", *options.multiples] if tuple(options.multiples) != MULTIPLES else []
+    return " ".join(map(str, words))
+
+
+def evaluation(
+    arm: str,
+    model: str,
+    folder: Path,
+    length: int,
+    options: argparse.Namespace,
+    documents: Documents,
+    tokenizer: Any,
+) -> dict[str, Any]:
+    def open_as(option: str | None = None) -> Opened:
+        return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
+
+    def lengths(found: Opened, multiples: Sequence[int]) -> dict[str, Any]:
+        words = [multiple * length for multiple in multiples]
+        return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
+
+    own = open_as()
+    by_length = lengths(own, options.multiples)
+    measured: dict[str, Any] = {
+        "parameters": own.description()["parameters"],
+        "far_control": far_control(by_length),
+        "lengths": with_the_last_targets(by_length),
+        "learned": learned_by_layer(own.model),
+        "passkey": [],
+        "inside": [],
+        "variants": {},
+    }
+    if options.only_lengths:
+        return measured
+    measured["passkey"] = passkey(own, length, folder, options, documents, tokenizer)
+    measured["inside"] = inside(own, length, folder, documents)
+    del own
+    variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
+    return measured | {
+        "variants": {option: with_the_last_targets(lengths(open_as(option), FEW_MULTIPLES)) for option in variants}
+    }
+
+
+def far_control(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The control over the last quarter of each text."""
+    entries = [entry for entry in results["lengths"] if entry["control"]]
+    return [
+        {"length": entry["length"]} | {word: value for word, value in entry["control"].items() if word != "last"}
+        for entry in entries
+    ]
+
+
+def with_the_last_targets(results: dict[str, Any]) -> dict[str, Any]:
+    """The control of every run of the study: over the last half of a training length alone."""
+
+    def of(control: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if control is None else {"window": control["window"], **control["last"]}
+
+    return results | {"lengths": [entry | {"control": of(entry["control"])} for entry in results["lengths"]]}
+
+
+def passkey(
+    own: Opened, length: int, folder: Path, options: argparse.Namespace, documents: Documents, tokenizer: Any
+) -> list[dict[str, Any]]:
+    multiples, depths = (1, 2, 4, 16, 64), [0.1, 0.5, 0.9]
+    cells = measure_passkey(
+        own, tokenizer, prompt_of("compact"), [length * multiple for multiple in multiples], depths, folder,
+        documents=documents, trials=options.trials,
+    )["results"]["cells"]  # fmt: skip
+    return [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
+
+
+def inside(own: Opened, length: int, folder: Path, documents: Documents) -> list[dict[str, Any]]:
+    entries = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
+    return [
+        {
+            "length": entry["length"],
+            "log_keys": entry["log_keys"],
+            **{word: mean_over_heads(entry, word) for word in WORDS},
+            "groups": inside_by_group(entry, layer_groups(entries)),
+        }
+        for entry in entries
+    ]
+
+
+def mean_over_heads(entry: dict[str, Any], word: str) -> float | None:
+    values = [head[word] for head in entry["heads"]]
+    return None if None in values else sum(values) / len(values)
+
+
+def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:
+    """The same for the layers that see everything and for the local ones; nothing where all see the same."""
+    return [
+        {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
+        | {word: layers.mean_of(entry, group, word) for word in WORDS}
+        for group in groups
+        if group.words
+    ]
+
+
+def learned_by_layer(model: Any) -> list[dict[str, list[float]]]:
+    """What the attentions themselves have learned, a power or a scale per head; nothing for most."""
+    own = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
+    return [
+        {name: [round(number, 4) for number in value.tolist()] for name, value in layer.attention_parameters().items()}
+        for layer in own
+    ]
+
+
+def line_of(name: str, record: dict[str, Any]) -> str:
+    found = record["evaluation"]
+    losses = " ".join(f"{entry['loss']:.3f}" for entry in found["lengths"]["lengths"])
+    gain = found["lengths"]["lengths"][-1]["control"]
+    keys: dict[int, list[int]] = {}
+    for cell in found["passkey"]:
+        right = keys.setdefault(cell["length"], [0, 0])
+        right[0] += cell["correct"]
+        right[1] += cell["trials"]
+    passkey = " ".join(f"{100 * right // of}" for right, of in keys.values())
+    variants = "; ".join(
+        f"{option} " + " ".join(f"{entry['loss']:.3f}" for entry in variant["lengths"])
+        for option, variant in found["variants"].items()
+    )
+    training = record["training"]
+    return (
+        f"{name}: {losses}; gain {gain['gain'] if gain else 0:+.3f}; pass key % {passkey}; {variants}; "
+        f"{1000 * training['step_seconds']:.1f} ms a step, {training['seconds']} s of {record['seconds']}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

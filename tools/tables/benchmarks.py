@@ -1,0 +1,272 @@
+"""Tables of docs/performance.md and docs/huggingface.md, from the results of the programs in benchmarks/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.tables.markdown import TableError, hundredths, read_results, table, table_by_cells, value_range
+
+ATTENTION, CPU, TRAINING = "attention-h200.json", "cpu.json", "training-h200.json"
+DECODE_GPU, DECODE_CPU = "decode-h200.json", "decode-cpu.json"
+OURS, BASELINE, FASTEST = "lssar p=15", "sdpa flash", "sdpa cudnn"
+LEARNED, STAGE_1, UNIT_KEYS = "lssar learned", "lssa", "lssar p=15 unit keys"
+SHOWN_IN_DECODE = (FASTEST, BASELINE, "flex softmax", UNIT_KEYS, OURS)
+SHORT, LONG, LONG_CACHE = 1024, 4096, 32768
+NAMES = {
+    "sdpa flash": "SDPA, FlashAttention-2",
+    "sdpa cudnn": "SDPA, cuDNN",
+    "flex softmax": "FlexAttention, softmax",
+    "flex lssar p=15": "FlexAttention, LSSAR in two passes, forward only",
+    "lssar p=15": "LSSAR, p = 15",
+    "lssar p=3": "LSSAR, p = 3",
+    "lssar learned": "LSSAR, learned powers",
+    "lssar p=15 without offset": "LSSAR, p = 15, `offset=False`",
+    "lssar learned without offset": "LSSAR, learned powers, `offset=False`",
+    "lssa": "LSSA",
+    "lssar p=15 compiled": "LSSAR, p = 15, compiled",
+    "reference p=15": "reference, eager",
+    "reference compiled": "reference, compiled",
+    "lssar p=15 unit keys": "LSSAR, p = 15, cache of unit keys",
+}
+IN_DECODE = NAMES | {"lssar p=15": "LSSAR, p = 15, cache of raw keys"}
+Row = dict[str, Any]
+
+
+def read_attention(results: Path) -> list[Row]:
+    """Without the rows that failed."""
+    rows = read_results(results / ATTENTION, "benchmarks/attention.py")["rows"]
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def select(
+    rows: Sequence[Row],
+    contender: str,
+    section: str = "train",
+    *,
+    head_dim: int | None = None,
+    length: int | None = None,
+    least: int = 0,
+) -> list[Row]:
+    """By head dimension and length, at least one."""
+    found = [
+        row
+        for row in rows
+        if (row["section"], row["contender"]) == (section, contender)
+        and head_dim in (None, row["head_dim"])
+        and length in (None, row["length"])
+        and row["length"] >= least
+    ]
+    if not found:
+        raise TableError(f"{ATTENTION} has no row of {contender} in the section {section}")
+    return sorted(found, key=lambda row: (row["head_dim"], row["length"]))
+
+
+def number(x: float | None) -> str:
+    if x is None:
+        return ""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def times(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return " / ".join(number(row[name]) for name in ("forward_ms", "backward_ms") if row.get(name) is not None)
+
+
+def ratio(row: Row | None) -> str:
+    return "" if row is None else f"{row.get('ratio', row['forward_ratio']):.2f}"
+
+
+def by_length(rows: Sequence[Row], section: str, head_dim: int = 64) -> str:
+    """Contenders down, lengths across: times, and the ratio to FlashAttention-2."""
+    found = {
+        (row["contender"], row["length"]): row
+        for row in rows
+        if (row["section"], row["head_dim"]) == (section, head_dim)
+    }
+    shown = [name for name in NAMES if any(contender == name for contender, _ in found)]
+    lengths = sorted({length for _, length in found})
+    if not lengths:
+        raise TableError(f"{ATTENTION} has no rows in the section {section}")
+    columns, head = [[NAMES[name] for name in shown]], [""]
+    for length in lengths:
+        head += [f"T = {length}", "ratio"]
+        columns += [[cell(found.get((name, length))) for name in shown] for cell in (times, ratio)]
+    head.append(f"step MiB, T = {lengths[0]}")
+    columns.append([number(found.get((name, lengths[0]), {}).get("step_mib")) for name in shown])
+    return table(head, columns)
+
+
+def decode_table(rows: Sequence[Row]) -> str:
+    found = {name: select(rows, name, "decode") for name in SHOWN_IN_DECODE}
+    columns = [[IN_DECODE[name] for name in found]]
+    for cells in zip(*found.values(), strict=True):
+        columns.append([f"{number(row['forward_ms'])} ({row['forward_ratio']:.2f})" for row in cells])
+    return table(["", *(f"{row['length']:,}" for row in found[OURS])], columns)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A limit and a goal for the highest of some ratios."""
+
+    name: str
+    ratios: list[float]
+    limit: float
+    goal: float
+
+    @property
+    def met(self) -> str:
+        return "goal" if max(self.ratios) <= self.goal else "yes" if max(self.ratios) <= self.limit else "no"
+
+
+def column(rows: Sequence[Row], name: str) -> list[float]:
+    return [row[name] for row in rows]
+
+
+def training_goals(rows: Sequence[Row], section: str = "train") -> list[Goal]:
+    def of(contender: str, name: str, **place: int) -> list[float]:
+        return column(select(rows, contender, section, **place), name)
+
+    return [
+        *(
+            Goal(f"LSSAR forward + backward, D = {d}, T from {LONG}", of(OURS, "ratio", head_dim=d, least=LONG), *ends)
+            for d, *ends in ((128, 1.3, 0.95), (64, 1.6, 1.15))
+        ),
+        Goal(f"the same at T = {SHORT}, both D", of(OURS, "ratio", length=SHORT), 1.7, 1.4),
+        *(
+            Goal(f"LSSAR forward alone, D = {d}, all T", of(OURS, "forward_ratio", head_dim=d), *ends)
+            for d, *ends in ((128, 1.3, 0.9), (64, 1.6, 1.2))
+        ),
+        *(
+            Goal(f"LSSA forward, D = {d}, all T", of(STAGE_1, "forward_ratio", head_dim=d), 0.85, 0.7)
+            for d in (128, 64)
+        ),
+        Goal("memory of a training step", of(OURS, "step_ratio"), 1.5, 1.3),
+    ]
+
+
+def other_goals(rows: Sequence[Row]) -> list[Goal]:
+    cached = column(select(rows, UNIT_KEYS, "decode", least=LONG_CACHE), "forward_ratio")
+    compiled = select(rows, "reference compiled", "compile")
+    shares = []
+    for row in compiled:
+        ours = select(rows, OURS, head_dim=row["head_dim"], length=row["length"])[0]
+        # Per sequence: memory may not hold as many of the reference.
+        shares.append((ours["total_ms"] / ours["batch"]) / (row["total_ms"] / row["batch"]))
+    lengths = ", ".join(str(row["length"]) for row in compiled)
+    return [
+        Goal("decode from 32K keys, unit keys / the fastest SDPA", cached, 1.2, 0.9),
+        Goal(f"LSSAR forward + backward / compiled reference, T = {lengths}", shares, 0.2, 0.1),
+    ]
+
+
+def goals_table(rows: Sequence[Row]) -> str:
+    on_a_model = {goal.name: value_range(goal.ratios, hundredths) for goal in training_goals(rows, "trained")}
+    cells: dict[str, Callable[[Goal], str]] = {
+        "": lambda goal: goal.name,
+        "measured": lambda goal: value_range(goal.ratios, hundredths),
+        "on a model's inputs": lambda goal: on_a_model.get(goal.name, ""),
+        "limit": lambda goal: f"{goal.limit:g}",
+        "goal": lambda goal: f"{goal.goal:g}",
+        "met": lambda goal: goal.met,
+    }
+    return table_by_cells([*training_goals(rows), *other_goals(rows)], cells)
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """What Python takes beside the GPU, over all head dimensions and lengths."""
+    shown = (BASELINE, OURS, LEARNED)
+    columns = [[NAMES[name] for name in shown]]
+    for word in ("forward_host_ms", "backward_host_ms"):
+        columns.append([value_range(column(select(rows, name), word), hundredths) for name in shown])
+    return table(["host time, ms", "forward", "backward"], columns)
+
+
+def cpu_time_table(rows: Sequence[Row]) -> str:
+    cells: dict[str, Callable[[Row], str]] = {
+        "threads": lambda row: str(row["threads"]),
+        "T": lambda row: str(row["length"]),
+        "": lambda row: row["direction"].replace("+", " + "),
+        "chunked ms": lambda row: f"{row['chunked_ms']:.0f}",
+        "SDPA ms": lambda row: f"{row['sdpa_ms']:.0f}",
+        "ratio": lambda row: hundredths(row["ratio"]),
+    }
+    return table_by_cells(rows, cells)
+
+
+def cpu_memory_table(rows: Sequence[Row]) -> str:
+    """MiB; the reference is not measured at every length."""
+    found = {(row["implementation"], row["direction"], row["length"]): row["bytes"] for row in rows}
+    lengths = sorted({length for *_, length in found})
+    head, columns = ["T"], [[str(length) for length in lengths]]
+    for implementation, name in {"chunked": "chunked", "sdpa": "SDPA", "reference": "reference"}.items():
+        for direction in ("forward", "forward+backward"):
+            head.append(f"{name} {direction.replace('+', ' + ')}")
+            sizes = [found.get((implementation, direction, length)) for length in lengths]
+            columns.append(["" if size is None else f"{size / 2**20:.0f}" for size in sizes])
+    return table(head, columns)
+
+
+def training_table(rows: Sequence[Row]) -> str:
+    names = {"softmax": "softmax (SDPA)", "lssar": "LSSAR, power 15"}
+    cells: dict[str, Callable[[Row], str]] = {
+        "attention": lambda row: names[row["attention"]],
+        "step": lambda row: f"{row['step_ms']:.1f} ms",
+        "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+        "MFU": lambda row: f"{100 * row['mfu']:.1f}%",
+        "MFU, causal half": lambda row: f"{100 * row['mfu_causal']:.1f}%",
+        "memory": lambda row: f"{row['peak_memory_gib']:.1f} GiB",
+        "times softmax's": lambda row: hundredths(row["time_to_softmax"]),
+    }
+    return table_by_cells(rows, cells)
+
+
+def token_table(rows: Sequence[Row]) -> str:
+    """Milliseconds of a generated token on a GPU."""
+    found = {(row["way"], row["model"], row["batch"], row["context"]): row for row in rows}
+    places = [place for way, *place in found if way == "graph"]
+    head = ["model", "batch", "context"]
+    columns = [[str(model) for model, *_ in places], [str(batch) for _, batch, _ in places]]
+    columns.append([f"{context:,}" for *_, context in places])
+    for way in ("graph", "eager"):
+        chosen = [found[way, *place] for place in places]
+        head += [f"softmax, {way}", f"LSSAR, {way}", "ratio"]
+        columns += [[hundredths(row[word]) for row in chosen] for word in ("softmax", "lssar", "ratio")]
+    return table(head, columns)
+
+
+def token_table_cpu(rows: Sequence[Row]) -> str:
+    cells: dict[str, Callable[[Row], str]] = {
+        "context": lambda row: f"{row['context']:,}",
+        "softmax ms": lambda row: f"{row['softmax']:.0f}",
+        "LSSAR ms": lambda row: f"{row['lssar']:.0f}",
+        "ratio": lambda row: hundredths(row["ratio"]),
+    }
+    return table_by_cells(rows, cells)
+
+
+def make_tables(results: Path) -> dict[str, str]:
+    rows = read_attention(results)
+    cpu = read_results(results / CPU, "benchmarks/cpu.py")
+    training, on_gpu, on_cpu = (
+        read_results(results / file, f"benchmarks/{program}.py")["rows"]
+        for file, program in ((TRAINING, "training"), (DECODE_GPU, "decode"), (DECODE_CPU, "decode"))
+    )
+    return {
+        "attention-d64": by_length(rows, "train", 64),
+        "attention-d128": by_length(rows, "train", 128),
+        "attention-host": host_table(rows),
+        "attention-compiled": by_length(rows, "compile"),
+        "attention-goals": goals_table(rows),
+        "attention-trained-d64": by_length(rows, "trained", 64),
+        "attention-trained-d128": by_length(rows, "trained", 128),
+        "attention-decode": decode_table(rows),
+        "cpu-time": cpu_time_table(cpu["time"]),
+        "cpu-memory": cpu_memory_table(cpu["memory"]),
+        "training-times": training_table(training),
+        "decode-gpu": token_table(on_gpu),
+        "decode-cpu": token_table_cpu(on_cpu),
+    }
