@@ -11,6 +11,7 @@ from pathlib import Path
 
 from softplus_attention import __version__
 from softplus_attention.cli.options import Parser
+from softplus_attention.utils.files import clean_text
 
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
@@ -54,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except RunStopped as stopped:
-        print(f"softplus-attention: {stopped}", file=sys.stderr)
+        complain(str(stopped))
         return stopped.exit_status
     except ValueError as error:
-        print(f"softplus-attention: {error}", file=sys.stderr)
+        complain(str(error))
         return 2
     except KeyboardInterrupt:
         print("softplus-attention: stopped", file=sys.stderr)
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None or error.strerror is None:
             raise
         named = where_from(error.filename, options)
-        print(f"softplus-attention: {error.filename}: {error.strerror}{named}", file=sys.stderr)
+        complain(f"{error.filename}: {error.strerror}{named}")
         return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
@@ -79,6 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = f"pip install -e '.[{EXTRAS[package]}]' in a clone of softplus-attention"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
+
+
+def complain(sentence: str) -> None:
+    """Names in it may come from files of others."""
+    print(f"softplus-attention: {clean_text(sentence)}", file=sys.stderr)
 
 
 def where_from(path: object, options: argparse.Namespace) -> str:

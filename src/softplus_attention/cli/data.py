@@ -7,6 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from softplus_attention.data.options import PrepareOptions, flag
+from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.progress import Progress
 
 if TYPE_CHECKING:
@@ -69,20 +70,25 @@ def run_prepare(options: argparse.Namespace) -> int:
         raise DataError(str(error)) from error
     finally:
         progress.clear()
-    print("\n".join(index.summary()))
+    show(*index.summary())
     return 0
 
 
 def run_info(options: argparse.Namespace) -> int:
     from softplus_attention.data import Index
 
-    print("\n".join(Index.load(options.directory).summary()))
+    show(*Index.load(options.directory).summary())
     return 0
 
 
 def run_verify(options: argparse.Namespace) -> int:
     from softplus_attention.data import verify
 
-    index = verify(options.directory, report=print)
-    print(f"{index.folder}: {len(index.files())} files, all as written")
+    index = verify(options.directory, report=show)
+    show(f"{index.folder}: {len(index.files())} files, all as written")
     return 0
+
+
+def show(*lines: str) -> None:
+    """Text from a folder that others may have made, without what a terminal would obey."""
+    print(clean_text("\n".join(lines)), flush=True)

@@ -14,6 +14,7 @@ from softplus_attention.training import parallel
 from softplus_attention.training.configuration import TrainConfig, configured, kinds_of
 from softplus_attention.training.errors import RunStopped, RunWarning
 from softplus_attention.training.presets import PRESETS
+from softplus_attention.utils.files import clean_text
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -106,7 +107,7 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
             train(config, accept_changes=options.accept_changes)
     except RunStopped as stopped:
         if parallel.is_first():
-            print(f"softplus-attention: {stopped}", file=sys.stderr)
+            print(f"softplus-attention: {clean_text(str(stopped))}", file=sys.stderr)
         parallel.leave()
         return stopped.exit_status
     # Not after other errors: the processes may wait for each other in the middle of something.
@@ -116,4 +117,4 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
 
 def show(message: Warning | str, *_: Any, **__: Any) -> None:
     if parallel.is_first():
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {clean_text(str(message))}", file=sys.stderr, flush=True)

@@ -21,17 +21,17 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 class TokenDataset:
     """The documents of a split one after the other, each ending with the end-of-document token.
 
-    Opening checks that every file is there and as long as it was written; ``softplus-attention data verify`` compares
-    checksums.
+    Opening checks that every file has the type and length that the index names, and that the documents fill the tokens;
+    ``softplus-attention data verify`` compares checksums.
     """
 
     def __init__(self, index: Index, split: str) -> None:
-        held = index.split(split)
         self.index = index
         self.split = split
-        self.total_tokens = held.tokens
-        self.offsets: np.ndarray[Any, np.dtype[np.int64]] = index.mapped(held.offsets)
-        self.shards: list[Tokens] = [index.mapped(shard) for shard in held.shards]
+        self.total_tokens = index.split(split).tokens
+        self.offsets: np.ndarray[Any, np.dtype[np.int64]]
+        self.shards: list[Tokens]
+        self.offsets, self.shards = index.opened(split)
         self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     @classmethod
@@ -67,7 +67,9 @@ class TokenDataset:
             shard = self.shards[number]
             begin = int(self.ends[number]) - len(shard)
             parts.append(shard[max(0, start - begin) : stop - begin])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self.index.check_ids(tokens)
+        return tokens
 
     def document(self, number: int) -> Tokens:
         """A document's tokens, the last of them the end-of-document token."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.data import DataError
+from softplus_attention.data.options import TOKEN_DTYPES
+from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import sha256
 from softplus_attention.validation import fail
 
@@ -20,6 +22,9 @@ VERSION = 1
 INDEX = "index.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation")
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+LARGEST_INDEX = 64 * untrusted.MIB
+BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,17 @@ class Split:
     tokens: int
     documents: int
     shards: tuple[Mapping[str, Any], ...]
-    offsets: Mapping[str, Any]
+    offsets: dict[str, Any]
+
+    @classmethod
+    def parsed(cls, name: str, data: Mapping[str, Any]) -> Split:
+        split = cls(data["tokens"], data["documents"], tuple(map(file_record, data["shards"])), data["offsets"])
+        check(name in SPLITS, f"a split {name!r}")
+        check(is_count(split.documents) and is_count(split.tokens), f"the counts of {name}")
+        file_record(split.offsets)
+        sizes = [shard["tokens"] for shard in split.shards]
+        check(all(map(is_count, sizes)) and sum(sizes) == split.tokens, f"the tokens of the shards of {name}")
+        return split
 
 
 @dataclass(frozen=True)
@@ -46,38 +61,47 @@ class Index:
         """``argument`` is what errors call the folder."""
         folder = Path(folder)
         path = folder / INDEX
-        if not path.is_file():
+        if not path.exists():
             if (folder / PARTIAL).is_dir():
                 raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
             found = f"{str(folder)!r}, which " + (f"has no {INDEX}" if folder.is_dir() else "is no folder")
             fail(argument, "a folder written by `softplus-attention data prepare`", found, DataError)
         try:
-            return cls.parsed(folder, json.loads(path.read_text()), argument)
+            return cls.parsed(folder, untrusted.read_json(path, LARGEST_INDEX), argument)
         except DataError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error.reason if isinstance(error, untrusted.UntrustedFileError) else repr(error)
             raise DataError(
-                f"{path} is damaged ({error!r}): restore it from a copy, or prepare the folder again"
+                f"{path} is damaged ({reason}): restore it from a copy, or prepare the folder again"
             ) from None
 
     @classmethod
     def parsed(cls, folder: Path, data: Mapping[str, Any], argument: str = "directory") -> Index:
+        """Whatever else than an index of ours raises: names that leave the folder, counts that disagree."""
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             found = f"{data['format']!r}, version {data['version']}"
             fail(argument, f"of format {FORMAT!r}, version {VERSION}", found, DataError)
-        return cls(
+        check(data["dtype"] in TOKEN_DTYPES, "dtype")
+        size, end, plan, counts = (data[name] for name in ("vocabulary_size", "end_of_document", "plan", "counts"))
+        check(is_count(size) and is_count(end) and end < size <= 1 << 32, "vocabulary_size or end_of_document")
+        check(all(is_count(counts[name]) for name in ("documents", "bytes", "empty", "forced_cuts")), "counts")
+        scalars = [*plan["sources"], *plan["options"].values(), plan["options"]["tokenizer"]]
+        check(isinstance(plan["sources"], list), "the sources of the plan")
+        check(not any(isinstance(value, list | dict) for value in scalars), "plan")
+        index = cls(
             folder=folder,
             dtype=np.dtype(data["dtype"]),
-            vocabulary_size=data["vocabulary_size"],
-            end_of_document=data["end_of_document"],
-            splits={
-                name: Split(split["tokens"], split["documents"], tuple(split["shards"]), split["offsets"])
-                for name, split in data["splits"].items()
-            },
-            counts=data["counts"],
-            plan=data["plan"],
-            tokenizer_files=tuple(data["tokenizer_files"]),
+            vocabulary_size=size,
+            end_of_document=end,
+            splits={name: Split.parsed(name, split) for name, split in data["splits"].items()},
+            counts=counts,
+            plan=plan,
+            tokenizer_files=tuple(map(file_record, data["tokenizer_files"])),
         )
+        names = [record["file"] for record in index.files()]
+        check(len(set(names)) == len(names), "two entries of one name")
+        return index
 
     def split(self, name: str) -> Split:
         if name not in self.splits:
@@ -98,14 +122,31 @@ class Index:
             raise DataError(f"{path} has {size} bytes and was written with {record['bytes']}: {self.remedy()}")
         return path
 
-    def mapped(self, record: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    def mapped(self, record: Mapping[str, Any], dtype: np.dtype[Any], length: int) -> np.ndarray[Any, Any]:
         """The numbers of a file, read where they are wanted."""
         path = self.check_size(record)
         try:
-            return np.load(path, mmap_mode="r")
-        except ValueError as error:
+            found = np.lib.format.open_memmap(path, mode="r")
+            check((found.dtype, found.shape) == (dtype, (length,)), f"{found.dtype} {found.shape}")
+        except (OSError, ValueError, TypeError, SyntaxError, OverflowError) as error:
             reason = str(error).splitlines()[0]
             raise DataError(f"{path} is not what was written there ({reason}): {self.remedy()}") from None
+        return found
+
+    def opened(self, name: str) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
+        """Where the documents of a split begin and end, and its shards."""
+        split = self.split(name)
+        offsets = self.mapped(split.offsets, np.dtype(np.int64), split.documents + 1)
+        rising = all((np.diff(offsets[at : at + BLOCK + 1]) > 0).all() for at in range(0, len(offsets), BLOCK))
+        if offsets[0] != 0 or offsets[-1] != split.tokens or not rising:
+            raise DataError(f"{self.folder / INDEX} and the {name} documents disagree: {self.remedy()}")
+        return offsets, [self.mapped(shard, self.dtype, shard["tokens"]) for shard in split.shards]
+
+    def check_ids(self, tokens: np.ndarray[Any, Any]) -> None:
+        if tokens.max(initial=0) >= self.vocabulary_size:
+            raise DataError(
+                f"{self.folder} has token {tokens.max()}, and its tokenizer {self.vocabulary_size}: {self.remedy()}"
+            )
 
     def summary(self) -> list[str]:
         counts = self.counts
@@ -132,6 +173,22 @@ class Index:
         return f"restore it from a copy, or delete the folder and make it again with `{command}`"
 
 
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(what)
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def file_record(record: dict[str, Any]) -> dict[str, Any]:
+    """A file that lies in the folder itself."""
+    check(PLAIN_NAME.fullmatch(record["file"]) is not None, f"the file name {record['file']!r}")
+    check(is_count(record["bytes"]) and isinstance(record["sha256"], str), f"the entry of {record['file']}")
+    return record
+
+
 def command_of(plan: Mapping[str, Any], output: Path) -> str:
     """The command that carries out a plan."""
     words = ["softplus-attention", "data", "prepare", *plan["sources"], "--output", str(output)]
@@ -149,9 +206,8 @@ def verify(folder: str | Path, report: Callable[[str], None] = lambda line: None
         if sha256(path) != record["sha256"]:
             raise DataError(f"{path} is not what was written (its SHA-256 differs): {index.remedy()}")
         report(f"{record['file']}: {record['bytes']:,} bytes as written")
-    for name, split in index.splits.items():
-        offsets = np.load(index.folder / split.offsets["file"], mmap_mode="r")
-        whole = len(offsets) == split.documents + 1 and offsets[0] == 0 and offsets[-1] == split.tokens
-        if not whole or sum(shard["tokens"] for shard in split.shards) != split.tokens:
-            raise DataError(f"{index.folder / INDEX} and the {name} documents disagree: {index.remedy()}")
+    for name in index.splits:
+        for shard in index.opened(name)[1]:
+            for start in range(0, len(shard), BLOCK):
+                index.check_ids(shard[start : start + BLOCK])
     return index

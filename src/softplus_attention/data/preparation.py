@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import shutil
 import sys
 import time
 from collections import deque
@@ -25,6 +23,7 @@ from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.data.index import FORMAT, INDEX, PARTIAL, VERSION, Index
 from softplus_attention.data.options import DEFAULT_VOCABULARY, PrepareOptions, flag
 from softplus_attention.data.shards import (
+    STATE,
     Assembler,
     Piece,
     Worker,
@@ -37,11 +36,13 @@ from softplus_attention.data.shards import (
 )
 from softplus_attention.data.sources import Source, find
 from softplus_attention.data.token_files import TokenFile
+from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import FULL, LockedError, lock, remove_temporary, sha256, write_json
 from softplus_attention.validation import fail
 
 PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json")
 LOCK = "lock"
 # What a worker takes at a time.
 PIECE_CHARACTERS = 4 << 20
@@ -167,10 +168,10 @@ def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
         # A folder that is complete stays what was asked for under another version of the library.
         made = {**Index.load(output).plan, "tokenizers": plan["tokenizers"]}
         check_same(made, plan, f"{output} is complete and was made with other options")
-        shutil.rmtree(work, ignore_errors=True)
+        remove_work(work)
         yield True
         return
-    if output.is_dir() and any(output.iterdir()) and not work.is_dir():
+    if output.is_dir() and any(output.iterdir()) and (work.is_symlink() or not work.is_dir()):
         fail(
             "--output",
             "a new or empty folder, or one whose preparation was stopped",
@@ -181,12 +182,12 @@ def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
     try:
         with lock(work / LOCK):
             if is_begun(work):
-                before = json.loads((work / PLAN).read_text())
+                before = read_plan(work)
                 if plan["options"]["errors"] == "replace":
                     # What was read strictly so far had nothing to replace.
                     before["options"]["errors"] = "replace"
                 check_same(before, plan, f"{output} was begun with other options")
-            elif (work / PLAN).is_file() and json.loads((work / PLAN).read_text()) != plan:
+            elif (work / PLAN).is_file() and read_plan(work) != plan:
                 (output / TOKENIZER).unlink(missing_ok=True)  # that of other options
             write_json(work / PLAN, plan)
             remove_temporary(output)
@@ -194,7 +195,26 @@ def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
             yield False
     except LockedError:
         fail("--output", "a folder that no other preparation is writing", str(output), DataError)
-    shutil.rmtree(work)
+    remove_work(work)
+
+
+def read_plan(work: Path) -> dict[str, Any]:
+    plan = untrusted.read_json(work / PLAN) if (work / PLAN).is_file() else None
+    kinds = {"sources": list, "inputs": list, "options": dict, "tokenizer_file": object, "tokenizers": object}
+    if not isinstance(plan, dict) or not all(name in plan and isinstance(plan[name], kinds[name]) for name in kinds):
+        raise DataError(f"{work / PLAN} is damaged: delete {work.parent} and start again")
+    return plan
+
+
+def remove_work(work: Path) -> None:
+    """What a preparation keeps for itself, and nothing else that lies there."""
+    if work.is_symlink() or not work.is_dir():
+        return
+    remove_temporary(work)
+    for path in (work / PLAN, work / LOCK, work / STATE, *work.glob("piece-*.npz")):
+        path.unlink(missing_ok=True)
+    if not any(work.iterdir()):
+        work.rmdir()
 
 
 def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
@@ -203,7 +223,7 @@ def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
         if before["options"].get(name) != value:
             changes.append(f"{flag(name)} was {before['options'].get(name)}, is {value}")
     if before["sources"] != now["sources"]:
-        changes.append(f"SOURCE was {' '.join(before['sources'])}, is {' '.join(now['sources'])}")
+        changes.append(f"SOURCE was {' '.join(map(str, before['sources']))}, is {' '.join(now['sources'])}")
     elif before["inputs"] != now["inputs"]:
         was = [item for item in before["inputs"] if item not in now["inputs"]]
         new = [item for item in now["inputs"] if item not in before["inputs"]]
@@ -249,7 +269,11 @@ def run(
     work = pieces(sources, assembler, options.limit, piece_characters, progress)
     carry_out(work, settings, assembler, workers, progress)
     if not assembler.counts["documents"]:
-        shutil.rmtree(output)
+        for name in TOKENIZER_FILES:
+            (output / name).unlink(missing_ok=True)
+        remove_work(output / PARTIAL)
+        if not any(output.iterdir()):
+            output.rmdir()
         fail("SOURCE", "at least one document that is not empty", f"{assembler.counts['empty']} empty ones", DataError)
     splits = assembler.finish()
     index = {
@@ -262,7 +286,7 @@ def run(
         "splits": splits,
         "tokenizer_files": [
             {"file": name, "bytes": (output / name).stat().st_size, "sha256": sha256(output / name)}
-            for name in (TOKENIZER, "tokenizer_config.json")
+            for name in TOKENIZER_FILES
         ],
         "plan": plan,
     }

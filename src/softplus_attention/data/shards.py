@@ -13,6 +13,8 @@ import os
 import signal
 import threading
 import time
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.data import DataError
-from softplus_attention.data.index import SPLITS
+from softplus_attention.data.index import SPLITS, file_record
 from softplus_attention.data.sources import Document
 from softplus_attention.data.tokenizer import Encoder
 from softplus_attention.utils.files import replacing
@@ -69,9 +71,12 @@ def write_arrays(path: Path, meta: dict[str, Any], arrays: dict[str, Array]) -> 
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    with np.load(path) as stored:
-        arrays = {name: stored[name] for name in stored.files}
-    return json.loads(arrays.pop("meta").tobytes()), arrays
+    try:
+        with np.load(path) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        return json.loads(arrays.pop("meta").tobytes()), arrays
+    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+        raise DataError(f"{path} is damaged ({error}): delete {path.parent.parent} and start again") from None
 
 
 # ---- a worker: documents to a piece
@@ -209,20 +214,26 @@ class Assembler:
 
     def resume(self) -> None:
         """Reads the saved state and the pieces that follow it without a gap; removes the others."""
-        if (self.work / STATE).is_file():
-            meta, arrays = read_arrays(self.work / STATE)
-            self.next_piece, self.position, self.tokens = meta["next_piece"], meta["position"], meta["tokens"]
-            self.counts |= meta["counts"]
-            for name, split in self.splits.items():
-                split.shards = meta["shards"][name]
-                split.waiting = [arrays[name]]
-                split.lengths = [arrays[f"{name}_lengths"]]
-                self.check(split.shards)
+        try:
+            if (self.work / STATE).is_file():
+                self.read_state()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{self.work / STATE} is damaged ({error}): delete {self.output} and start again") from None
         while piece_path(self.work, self.next_piece).is_file():
             self.add()
         for path in self.work.glob("piece-*.npz"):
             if path >= piece_path(self.work, self.next_piece):
                 path.unlink()
+
+    def read_state(self) -> None:
+        meta, arrays = read_arrays(self.work / STATE)
+        self.next_piece, self.position, self.tokens = meta["next_piece"], meta["position"], meta["tokens"]
+        self.counts |= meta["counts"]
+        for name, split in self.splits.items():
+            split.shards = list(map(file_record, meta["shards"][name]))
+            split.waiting = [arrays[name]]
+            split.lengths = [arrays[f"{name}_lengths"]]
+            self.check(split.shards)
 
     def check(self, shards: list[dict[str, Any]]) -> None:
         for shard in shards:

@@ -33,6 +33,7 @@ Position = Any
 
 COMPRESSIONS = (".xz", ".gz", ".zst")
 BLOCK = 1 << 20
+ZSTANDARD_BLOCK = 1 << 10  # 32 MiB of text at the most: 4 bytes can stand for 128 KiB
 TEXTS = (".txt", ".jsonl")
 TOKENS = (".npy", ".bin")
 SUFFIXES = (*TEXTS, *(text + packed for text in TEXTS for packed in COMPRESSIONS), ".parquet", *TOKENS)
@@ -189,7 +190,7 @@ class ZstandardFile(io.RawIOBase):
         self.raw = raw
         self.new_frame = zstandard.ZstdDecompressor().decompressobj
         self.frame: Any = None
-        self.ready = b""
+        self.ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -197,12 +198,12 @@ class ZstandardFile(io.RawIOBase):
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer).cast("B")
         while not self.ready:
-            block = self.raw.read(BLOCK)
+            block = self.raw.read(ZSTANDARD_BLOCK)
             if not block:
                 if self.frame is not None:
                     raise EOFError("the last zstandard frame is not complete")
                 return 0
-            self.ready = self._decompressed(block)
+            self.ready = memoryview(self._decompressed(block))
         count = min(len(view), len(self.ready))
         view[:count] = self.ready[:count]
         self.ready = self.ready[count:]
@@ -218,7 +219,7 @@ class ZstandardFile(io.RawIOBase):
             if self.frame.eof:
                 block = self.frame.unused_data
                 self.frame = None
-        return b"".join(parts)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class TextFile(FileSource):
@@ -275,7 +276,7 @@ class JsonLinesFile(FileSource):
         text = self.decoded(line, offset)
         try:
             record = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from None
         if not isinstance(record, dict) or field not in record:
             keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__

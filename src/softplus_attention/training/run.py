@@ -37,6 +37,7 @@ from softplus_attention.training.metrics import (
 from softplus_attention.training.power_callback import PowerCallback
 from softplus_attention.training.termination import Termination
 from softplus_attention.training.trainer import SoftplusTrainer
+from softplus_attention.utils.files import clean_text
 from softplus_attention.validation import fail
 
 MODEL = "model"
@@ -183,7 +184,7 @@ def only_one(run: Path) -> Iterator[None]:
 
 def say(words: str) -> None:
     if parallel.is_first():
-        print(words, file=sys.stderr, flush=True)
+        print(clean_text(words), file=sys.stderr, flush=True)
 
 
 def warn(words: str) -> None:

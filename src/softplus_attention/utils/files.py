@@ -103,7 +103,7 @@ def sha256(path: Path) -> str:
 
 def remove_temporary(folder: Path) -> None:
     """What a killed ``replacing`` left there."""
-    for path in folder.glob(f"*{TEMPORARY}"):
+    for path in folder.glob(f"*.{'[0-9a-f]' * 12}{TEMPORARY}"):
         path.unlink(missing_ok=True)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from softplus_attention.utils.files import clean_text
+
 SECONDS_BETWEEN_LINES = 15.0
 
 
@@ -16,9 +18,10 @@ class Progress:
     def say(self, line: str) -> None:
         """Something that stays."""
         self.clear()
-        print(line, file=sys.stderr, flush=True)
+        print(clean_text(line), file=sys.stderr, flush=True)
 
     def update(self, line: str) -> None:
+        line = clean_text(line)
         if sys.stderr.isatty():
             print(f"\r{line[:100]:<100}", end="", file=sys.stderr, flush=True)
             self.shown = True
