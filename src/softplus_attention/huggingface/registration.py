@@ -25,6 +25,7 @@ from softplus_attention.huggingface.attention import (
     share_settings,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDED
 from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 
@@ -37,6 +38,10 @@ def register() -> None:
     AutoConfig.register(SoftplusGPTConfig.model_type, SoftplusGPTConfig, exist_ok=True)
     AutoModel.register(SoftplusGPTConfig, SoftplusGPTModel, exist_ok=True)
     AutoModelForCausalLM.register(SoftplusGPTConfig, SoftplusGPTForCausalLM, exist_ok=True)
+    for config, model, causal_lm in EXTENDED.values():
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModel.register(config, model, exist_ok=True)
+        AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     if not hasattr(PreTrainedConfig.to_dict, "knows_softplus_attention"):
         save_attention_names()
         refuse_models_without_the_interface()

@@ -1,0 +1,198 @@
+"""The cache of an extended model: a ring of the window and the sink for most heads, everything for the far ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from softplus_attention import validation as check
+from softplus_attention.huggingface.extension.attention import EVERYTHING, Reach
+
+LEAST_SPARE, SPARE_SHARE = 64, 16  # tokens that a buffer grows by: at least the first, a sixteenth of what it holds
+
+
+class KeyBuffer:
+    """Keys and values (B, H, capacity, D) of the last ``limit`` positions: position p lies at p % limit."""
+
+    def __init__(self, limit: int = EVERYTHING) -> None:
+        self.limit, self.end = limit, 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def __len__(self) -> int:
+        return min(self.end, self.limit)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        kept = min(keys.shape[2], self.limit)
+        total = self.end + keys.shape[2]
+        self.reserve(min(total, self.limit), keys, values)
+        begin = (total - kept) % self.limit
+        first = min(kept, self.limit - begin)  # up to the end of the ring, then from its start
+        for held, new in ((self.keys, keys), (self.values, values)):
+            assert held is not None
+            new = new[:, :, keys.shape[2] - kept :]
+            held[:, :, begin : begin + first] = new[:, :, :first]
+            if first < kept:
+                held[:, :, : kept - first] = new[:, :, first:]
+        self.end = total
+
+    def reserve(self, tokens: int, keys: Tensor, values: Tensor) -> None:
+        if self.keys is not None and self.keys.shape[2] >= tokens:
+            return
+        capacity = min(self.limit, tokens + max(LEAST_SPARE, tokens // SPARE_SHARE))
+        grown = []
+        for held, like in ((self.keys, keys), (self.values, values)):
+            room = like.new_empty(*like.shape[:2], capacity, like.shape[3])
+            if held is not None:
+                room[:, :, : held.shape[2]] = held
+            grown.append(room)
+        self.keys, self.values = grown
+
+    def raw(self) -> tuple[Tensor, Tensor]:
+        """All that is held, in the order in which it lies."""
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, :, : len(self)], self.values[:, :, : len(self)]
+
+    def ordered(self) -> tuple[Tensor, Tensor]:
+        """The last positions in their order."""
+        keys, values = self.raw()
+        turn = self.end % self.limit
+        if self.end <= self.limit or turn == 0:
+            return keys, values
+        return torch.cat([keys[:, :, turn:], keys[:, :, :turn]], 2), torch.cat(
+            [values[:, :, turn:], values[:, :, :turn]], 2
+        )
+
+    def crop(self, tokens: int) -> None:
+        self.end -= tokens
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = function(self.keys), function(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.keys, self.values) if x is not None)
+
+
+class SinkBuffer(KeyBuffer):
+    """Keys and values of the first ``limit`` tokens of each sequence."""
+
+    def append(self, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None) -> None:
+        if self.keys is None:
+            self.keys, self.values = (x.new_zeros(*x.shape[:2], self.limit, x.shape[3]) for x in (keys, values))
+        assert self.values is not None
+        total = self.end + keys.shape[2]
+        for row, start in enumerate([0] if starts is None else starts):
+            begin, end = max(self.end, start), min(total, start + self.limit)
+            if begin < end:
+                rows = slice(None) if starts is None else slice(row, row + 1)
+                own, new = slice(begin - start, end - start), slice(begin - self.end, end - self.end)
+                self.keys[rows, :, own] = keys[rows, :, new]
+                self.values[rows, :, own] = values[rows, :, new]
+        self.end = total
+
+
+class ExtendedLayer(CacheLayerMixin):
+    """Per group of heads a buffer of near keys, and one of the far ones where there are any."""
+
+    is_compileable = False
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, reaches: Sequence[Reach]) -> None:
+        super().__init__()
+        self.reaches = tuple(reaches)
+        self.clear()
+
+    def clear(self) -> None:
+        self.near = [KeyBuffer(reach.near) for reach in self.reaches]
+        self.far: list[KeyBuffer | None] = [
+            None
+            if reach.near == EVERYTHING or not reach.most_far
+            else (KeyBuffer() if reach.most_far == EVERYTHING else SinkBuffer(reach.most_far))
+            for reach in self.reaches
+        ]
+
+    @property
+    def buffers(self) -> list[KeyBuffer]:
+        return [*self.near, *(buffer for buffer in self.far if buffer is not None)]
+
+    def get_seq_length(self) -> int:
+        return self.near[0].end
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError("past_key_values: an ExtendedCache is filled by the extended model alone")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """A ring forgets: what it has dropped cannot come back."""
+        if tokens_to_remove > 0:
+            check.fail("crop", "a negative number, the tokens to remove", tokens_to_remove)
+        tokens = min(-tokens_to_remove, self.get_seq_length())
+        turned = [buffer for buffer in self.near if buffer.end > buffer.limit]
+        if tokens and turned:
+            expected = f"0 once the cache is past its window, {min(buffer.limit for buffer in turned)} tokens"
+            check.fail("crop", f"{expected}, whose older keys are gone", tokens_to_remove)
+        for buffer in self.buffers:
+            buffer.crop(tokens)
+
+    def reset(self) -> None:
+        self.clear()
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        for buffer in self.buffers:
+            buffer.change(function)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change(lambda x: x[indices])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+class ExtendedCache(Cache):
+    """Made from the config of an extended model. ``nbytes`` is what is allocated."""
+
+    def __init__(self, config: Any) -> None:
+        from softplus_attention.huggingface.extension.settings import Extension
+
+        extension = Extension.from_config(config)
+        heads = config.num_key_value_heads
+        super().__init__([ExtendedLayer(reaches_of(extension, row, heads)) for row in extension.far_heads])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "past_key_values: an extended model drops what leaves its window, so that assisted generation, which "
+            "takes tokens back, needs a model that is not extended"
+        )
+
+
+def reaches_of(extension: Any, far_heads: Sequence[int], heads: int) -> list[Reach]:
+    """Of the groups of a layer: those with a window, then the far ones; a group without heads is left out."""
+    groups = [] if len(far_heads) == heads else [extension.window_reach]
+    return [*groups, extension.far_reach] if far_heads else groups

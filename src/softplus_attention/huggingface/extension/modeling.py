@@ -1,0 +1,422 @@
+"""Llama, Mistral, Qwen2 and Qwen3 with an extension: transformers' own models with another attention and cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+    MistralModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+)
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import rotate_half
+
+from softplus_attention import validation as check
+from softplus_attention.huggingface.attention import REFUSED
+from softplus_attention.huggingface.extension.attention import Reach, two_part_attention
+from softplus_attention.huggingface.extension.cache import ExtendedCache, ExtendedLayer, SinkBuffer, reaches_of
+from softplus_attention.huggingface.extension.settings import Extension
+from softplus_attention.huggingface.masks import PACKING
+
+IMPLEMENTATION = "softplus-extension"
+Table = tuple[Tensor, Tensor]
+
+
+class Rotations(NamedTuple):
+    """Cosines and sines of one forward pass: of exact positions, of queries towards the sink, and of the far heads."""
+
+    exact: Table
+    sink: Table
+    origin: Table | None  # of keys that are not rotated: the factor of the attention, None where it is 1
+    far_exact: Table
+    far_queries: Table
+    far_keys: Table | None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As all hosts do it, in the dtype of x."""
+    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+class FarPositions:
+    """The rotations of a forward pass, by the host's own tables and by YaRN's."""
+
+    def __init__(self, extension: Extension, config: Any, rotary: Any) -> None:
+        self.extension, self.rotary, self.config = extension, rotary, config
+        self.by_yarn: tuple[Tensor, float] | None = None
+
+    def yarn(self, like: Tensor, positions: Tensor) -> Table:
+        if self.by_yarn is None:  # here and not before: models are built where no numbers are
+            own = copy.deepcopy(self.config)
+            own.rope_parameters = {
+                **self.config.rope_parameters,
+                "rope_type": "yarn",
+                "factor": self.extension.factor,
+                "original_max_position_embeddings": self.extension.trained,
+            }
+            self.by_yarn = ROPE_INIT_FUNCTIONS["yarn"](own, like.device)
+        frequencies, scaling = self.by_yarn
+        angles = positions[..., None].float() * frequencies.to(like.device, torch.float32)
+        angles = torch.cat([angles, angles], -1)
+        cos, sin = (function(angles) * scaling for function in (torch.cos, torch.sin))
+        return cos.to(like.dtype), sin.to(like.dtype)
+
+    def __call__(self, like: Tensor, positions: Tensor) -> Rotations:
+        extension = self.extension
+
+        def at(position: int | Tensor) -> Table:
+            if isinstance(position, int):
+                position = torch.full((1, 1), position, device=like.device)
+            return self.rotary(like, position)
+
+        exact = far_exact = at(positions)
+        origin = None if self.rotary.attention_scaling == 1 else at(0)
+        far_keys = origin
+        if extension.far == "yarn":
+            far_exact = self.yarn(like, positions)
+        if extension.far == "group":
+            grouped = positions // extension.group
+            far_keys = at(grouped)
+            far_queries = at(grouped + extension.near - extension.near // extension.group)
+        else:
+            far_queries = at(extension.near)
+        return Rotations(exact, at(extension.window), origin, far_exact, far_queries, far_keys)
+
+
+class HeadGroup:
+    """Key heads of a layer with the same reach, and the query heads that belong to them."""
+
+    def __init__(self, heads: list[int], reach: Reach, is_far: bool, query_heads: int) -> None:
+        self.heads, self.reach, self.is_far = heads, reach, is_far
+        self.queries = [query_heads * head + number for head in heads for number in range(query_heads)]
+
+    def of(self, rotations: Rotations) -> tuple[Table, Table, Table | None]:
+        """Of exact positions, of queries towards far keys, and of those keys."""
+        if self.is_far:
+            return rotations.far_exact, rotations.far_queries, rotations.far_keys
+        return rotations.exact, rotations.sink, rotations.origin
+
+
+def groups_of(extension: Extension, layer: int, heads: int, query_heads: int) -> list[HeadGroup]:
+    far = extension.far_heads[layer]
+    near = [head for head in range(heads) if head not in far]
+    reaches = reaches_of(extension, far, heads)
+    members = [(one, is_far) for one, is_far in ((near, False), (far, True)) if one]
+    return [HeadGroup(one, reach, is_far, query_heads) for (one, is_far), reach in zip(members, reaches, strict=True)]
+
+
+class ExtendedAttention:
+    """Mixed into a host's attention, whose projections it keeps."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
+
+    def extend(self, extension: Extension) -> None:
+        heads = self.config.num_key_value_heads
+        self.groups = groups_of(extension, self.layer_idx, heads, self.num_key_value_groups)
+        order = [head for group in self.groups for head in group.queries]
+        self.back = sorted(range(len(order)), key=order.__getitem__)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: ExtendedCache | None = None,
+        rotations: Rotations | None = None,
+        starts: list[int] | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        assert rotations is not None, "called by the extended model alone"
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
+        if (q_norm := getattr(self, "q_norm", None)) is not None:  # Qwen3
+            q, k = q_norm(q), getattr(self, "k_norm")(k)  # noqa: B009
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        whole = len(self.groups) == 1
+        parts = []
+        for number, group in enumerate(self.groups):
+            own = (q, k, v) if whole else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
+            parts.append(attend_group(group, *own, group.of(rotations), layer, number, starts, self.scaling))
+        out = parts[0] if whole else torch.cat(parts, 1)[:, self.back]
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def attend_group(
+    group: HeadGroup,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: tuple[Table, Table, Table | None],
+    layer: ExtendedLayer | None,
+    number: int,
+    starts: list[int] | None,
+    scale: float,
+) -> Tensor:
+    reach, rows = group.reach, q.shape[2]
+    exact, far_queries, far_keys = tables
+    near_q, near_k, near_v = rotate(q, *exact), rotate(k, *exact), v
+    far_k, far_v = (k if far_keys is None else rotate(k, *far_keys)), v
+    held = None if layer is None else layer.near[number]
+    first = 0 if held is None else held.end
+    end = first + rows
+    if held is not None:
+        step = rows == 1 and (starts is None or end - max(starts) >= reach.near)  # all that is held is seen
+        new = near_k, near_v
+        if first and not step:  # before the ring is written
+            near_k, near_v = (torch.cat(pair, 2) for pair in zip(held.ordered(), new, strict=True))
+        held.append(*new)
+        if step:
+            near_k, near_v = held.raw()
+    store = None if layer is None else layer.far[number]
+    if isinstance(store, SinkBuffer):
+        store.append(far_k, far_v, starts)
+        far_k, far_v = store.raw()
+    elif store is not None:
+        store.append(far_k, far_v)
+        far_k, far_v = store.raw()
+    is_seen = reach.most_far and end > reach.near
+    far = (rotate(q, *far_queries), far_k, far_v) if is_seen else None
+    near = near_q, near_k, near_v
+    if starts is None:
+        return two_part_attention(near, far, first, reach, scale)
+    return attend_padded(near, far, first, reach, scale, starts, isinstance(store, SinkBuffer))
+
+
+def attend_padded(
+    near: tuple[Tensor, Tensor, Tensor],
+    far: tuple[Tensor, Tensor, Tensor] | None,
+    first: int,
+    reach: Reach,
+    scale: float,
+    starts: list[int],
+    own_sink: bool,
+) -> Tensor:
+    """Sequences that begin at ``starts``, those with the same one together; rows before it are zero."""
+    rows = near[0].shape[2]
+    end = first + rows
+    out = torch.zeros_like(near[0])
+    for start in sorted({*starts}):
+        chosen = [number for number, one in enumerate(starts) if one == start]
+        padding, length = max(0, start - first), end - start
+        if padding >= rows:
+            continue
+        q, k, v = (x[chosen] for x in near)
+        own = q[:, :, padding:], k[:, :, -length:], v[:, :, -length:]
+        own_far = None
+        if far is not None and length > reach.near:
+            begin = 0 if own_sink else start  # each sequence has its own sink
+            far_q, far_k, far_v = (x[chosen] for x in far)
+            own_far = far_q[:, :, padding:], far_k[:, :, begin:], far_v[:, :, begin:]
+        out[chosen, :, padding:] = two_part_attention(own, own_far, max(0, first - start), reach, scale)
+    return out
+
+
+class ExtendedModel:
+    """Mixed into a host's decoder: its layers' attention is replaced, its cache is ours."""
+
+    attention_class: type[Any]
+    config: Any
+    layers: Any
+    rotary_emb: Any
+    embed_tokens: Any
+    training: bool
+
+    def extend(self) -> None:
+        self.extension = Extension.from_config(self.config)
+        for number, layer in enumerate(self.layers):
+            layer.self_attn = self.attention_class(self.config, number)
+            layer.self_attn.extend(self.extension)
+        self.far_positions = FarPositions(self.extension, self.config, self.rotary_emb)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ExtendedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        refuse_options(options)
+        if self.training and self.config.attention_dropout:
+            check.fail("attention_dropout of the config", "0: extended models have no dropout", "another")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is not None and not isinstance(past_key_values, ExtendedCache):
+            check.fail("past_key_values", "None or an ExtendedCache", type(past_key_values).__name__)
+        if use_cache and past_key_values is None:
+            past_key_values = ExtendedCache(self.config)
+        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        length = inputs_embeds.shape[1]
+        starts = starts_of(attention_mask, seen + length, past_key_values is not None)
+        if position_ids is None:
+            position_ids = torch.arange(seen, seen + length, device=inputs_embeds.device)[None]
+        elif length > 1:
+            refuse_packed(position_ids, starts, seen)
+        return super().forward(  # type: ignore[misc]
+            attention_mask=None,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            rotations=self.far_positions(inputs_embeds, position_ids),
+            starts=starts,
+            **options,
+        )
+
+
+def refuse_options(options: dict[str, Any]) -> None:
+    for word, what in {**REFUSED, **dict.fromkeys(PACKING, "packed documents")}.items():
+        if options.get(word) is not None:
+            check.fail(word, f"None: extended models do not have {what}", type(options[word]).__name__)
+    if options.get("output_attentions"):
+        check.fail("output_attentions", "False: the weights of an extended model are never made", True)
+
+
+def starts_of(mask: Tensor | None, length: int, has_cache: bool) -> list[int] | None:
+    """Where each sequence begins, None where all begin at 0."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        check.fail(
+            "attention_mask", "2-D, 1 for the tokens of a text that is padded on the left", check.described(mask)
+        )
+    mask = mask[:, :length].bool()
+    starts = length - mask.flip(1).to(torch.int32).cumprod(1).sum(1)
+    if not bool((mask.sum(1) == length - starts).all()) or mask.shape[1] < length:
+        if not has_cache and mask.shape[1] == length and bool((mask.int().diff(dim=1) <= 0).all()):
+            return None  # padded on the right: causal rows do not see it
+        check.fail("attention_mask", "padding on the left alone (on the right only without a cache)", "another")
+    found = starts.tolist()
+    return found if any(found) else None
+
+
+def refuse_packed(position_ids: Tensor, starts: list[int] | None, seen: int) -> None:
+    steps = position_ids.diff(dim=-1) == 1
+    for row, start in enumerate(starts or [0] * len(steps)):
+        if not bool(steps[min(row, len(steps) - 1), max(0, start - seen) :].all()):
+            check.fail("position_ids", "one step per token: extended models do not have packed documents", "others")
+
+
+class ExtendedForCausalLM:
+    """Mixed into a host's causal language model."""
+
+    config: Any
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention not in (None, IMPLEMENTATION, "sdpa", "eager"):
+            expected = f"None: the attention is part of {type(self).__name__}"
+            check.fail("attn_implementation", expected, repr(requested_attention))
+        return IMPLEMENTATION
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any) -> None:
+        kind = generation_config.cache_implementation
+        if kind not in (None, "dynamic", "dynamic_full"):
+            check.fail("cache_implementation", "None: an extended model has a cache of its own", repr(kind))
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = ExtendedCache(self.config)
+            if others and str(getattr(others[0], "value", others[0])) == "assisted_generation":
+                model_kwargs["past_key_values"].activate_past_recording()
+
+
+HOSTS = {
+    "llama": (LlamaConfig, LlamaModel, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralModel, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2Model, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3Model, Qwen3ForCausalLM),
+}
+PREFIX = "softplus_extended_"
+CLASSES: dict[str, tuple[type[Any], type[Any], type[Any]]] = {}
+
+
+def make_classes(host: str) -> tuple[type[Any], type[Any], type[Any]]:
+    """The config, the decoder and the causal language model of a host, under names of this module."""
+    host_config, host_model, host_lm = HOSTS[host]
+    name = host_config.__name__.removesuffix("Config")
+    names = [f"Extended{name}{end}" for end in ("Config", "Model", "ForCausalLM", "Attention")]
+
+    def model_init(self: Any, config: Any) -> None:
+        host_model.__init__(self, config)
+        self.extend()
+        self.post_init()
+
+    def lm_init(self: Any, config: Any) -> None:
+        super(host_lm, self).__init__(config)  # as the host does, with another decoder
+        self.model = model_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def made(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        found = type(name, bases, {"__module__": __name__, "__qualname__": name, **body})
+        globals()[name] = found
+        return found
+
+    annotated = {"__annotations__": {"extension": dict | None}, "extension": None, "model_type": PREFIX + host}
+    config_class = globals()[names[0]] = strict(made(names[0], (host_config,), annotated))
+    host_attention = next(
+        kind
+        for kind in vars(__import__(host_model.__module__, fromlist=["x"])).values()
+        if isinstance(kind, type) and kind.__name__ == f"{name}Attention"
+    )
+    shared = {"config_class": config_class, "_supports_flash_attn": False, "_can_compile_fullgraph": False}
+    shared["get_correct_attn_implementation"] = ExtendedForCausalLM.get_correct_attn_implementation
+    attention_class = made(names[3], (ExtendedAttention, host_attention), {})
+    own = {"__init__": model_init, "attention_class": attention_class, **shared}
+    model_class = made(names[1], (ExtendedModel, host_model), own)
+    lm_class = made(names[2], (ExtendedForCausalLM, host_lm), {"__init__": lm_init, **shared})
+    return config_class, model_class, lm_class
+
+
+def no_mask(*sizes: Any, **others: Any) -> None:
+    """What each row sees is part of the attention."""
+
+
+AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
+for _host in HOSTS:
+    CLASSES[_host] = make_classes(_host)
+
+
+def extended(model: Any, extension: Extension) -> Any:
+    """The same weights, shared, in a model with the extension."""
+    host = model.config.model_type
+    if host not in HOSTS:
+        check.fail("model", f"one of the types {', '.join(HOSTS)}", repr(host))
+    config_class, _, lm_class = CLASSES[host]
+    words = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
+    config = config_class(**{**words, "extension": extension.to_json(), "max_position_embeddings": extension.length})
+    with torch.device("meta"):
+        found = lm_class(config)
+    found.load_state_dict(model.state_dict(), assign=True)
+    found.tie_weights()
+    # Its buffers are in no state dict.
+    found.model.rotary_emb = model.model.rotary_emb
+    found.model.far_positions = FarPositions(found.model.extension, found.config, found.model.rotary_emb)
+    found.generation_config = model.generation_config
+    return found.eval()

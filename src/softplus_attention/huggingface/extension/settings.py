@@ -1,0 +1,95 @@
+"""What is saved of an extension: ``config.extension``, one dictionary, checked where a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from softplus_attention import validation as check
+from softplus_attention.huggingface.extension.attention import Reach
+
+FORMS = ("clip", "group", "yarn", "rope")
+# Rotations whose frequencies are the same at every length.
+ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """``far_heads[layer]`` are the key heads that see everything; the others see the ``window`` last tokens and the
+    first ``sink``, which are held at the window's distance.
+
+    far: the positions of the far heads. "clip": exact to a distance of ``near``, all beyond at that distance.
+    "group": exact to ``near``, beyond it distances are divided by ``group``. "yarn": YaRN by ``factor``. "rope": as
+    they are.
+    """
+
+    trained: int
+    length: int
+    far_heads: list[list[int]]
+    window: int = 2048
+    sink: int = 4
+    far: str = "clip"
+    near: int = 4096
+    group: int = 8
+    factor: float = 4.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_config(cls, config: Any) -> Extension:
+        given = config.extension
+        known = [one.name for one in fields(cls)]
+        if not isinstance(given, Mapping) or set(given) - set(known):
+            check.fail("config.extension", f"a dictionary of {', '.join(known)}", repr(given))
+        missing = {"trained", "length", "far_heads"} - set(given)
+        if missing:
+            check.fail("config.extension", f"a dictionary with {', '.join(sorted(missing))}", repr(dict(given)))
+        found = cls(**given)
+        found.check(config)
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self, config: Any) -> None:
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        rows = self.far_heads
+        if len(rows) != layers or any(row != sorted({*row} & {*range(heads)}) for row in rows):
+            check.fail("extension far_heads", f"for each of {layers} layers a sorted list of heads below {heads}", rows)
+        if self.far not in FORMS:
+            check.fail("extension far", f"one of {', '.join(FORMS)}", repr(self.far))
+        for name, least in (("trained", 2), ("length", 2), ("window", 2), ("sink", 0), ("near", 2), ("group", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                check.fail(f"extension {name}", f"an integer, at least {least}", repr(value))
+        if not self.factor >= 1:
+            check.fail("extension factor", "at least 1", self.factor)
+        windows = sum(map(len, rows)) < layers * heads
+        for name, counts in (("window", windows), ("near", self.far in ("clip", "group"))):
+            if counts and getattr(self, name) >= self.trained:
+                expected = f"below {self.trained}, the length that the model was trained at"
+                check.fail(f"extension {name}", expected, getattr(self, name))
+        rope = config.rope_parameters or {}
+        if rope.get("rope_type", "default") not in ROPE_TYPES:
+            expected = f"one of {', '.join(ROPE_TYPES)}: frequencies that are the same at every length"
+            check.fail("rope_type of the model", expected, repr(rope.get("rope_type")))
+        layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+        if set(layer_types) != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
+            check.fail("model", "one without sliding windows of its own", f"layers of {sorted(set(layer_types))}")
+
+    @property
+    def far_reach(self) -> Reach:
+        return Reach(self.near) if self.far in ("clip", "group") else Reach()
+
+    @property
+    def window_reach(self) -> Reach:
+        return Reach(self.window, self.sink)
+
+    def farthest(self, length: int | None = None) -> int:
+        """The largest distance that a far head's rotation shows at ``length`` tokens."""
+        last = (self.length if length is None else length) - 1
+        if self.far == "clip":
+            return min(last, self.near)
+        if self.far == "group":
+            return max(min(last, self.near - 1), last // self.group + self.near - self.near // self.group)
+        return last
