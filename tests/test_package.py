@@ -60,8 +60,9 @@ def test_nobody_is_told_to_install_it_by_name() -> None:
 
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
-    "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "attentions", "baselines",
-    "catalog", "nn", "huggingface", "charts", "data", "training", "evaluation", "physics", "report", "cli", "__main__",
+    "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "paged", "attentions",
+    "baselines", "catalog", "nn", "huggingface", "charts", "data", "training", "evaluation", "physics", "report", "cli",
+    "__main__",
 )  # fmt: skip
 
 

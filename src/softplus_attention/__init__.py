@@ -10,6 +10,7 @@ from softplus_attention.functional import (
     softplus_attention_decode,
     softplus_attention_varlen,
 )
+from softplus_attention.paged import softplus_attention_paged
 from softplus_attention.power import PowerByLength
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "attention_weights",
     "softplus_attention",
     "softplus_attention_decode",
+    "softplus_attention_paged",
     "softplus_attention_varlen",
 ]
 

@@ -1,0 +1,163 @@
+"""Attention over caches in pages, as servers keep them: a batch of requests of unequal lengths, prefill and decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from softplus_attention import validation as check
+from softplus_attention.functional import Impl, softplus_attention_decode
+from softplus_attention.power import Power
+
+Decode = Callable[..., Tensor]
+
+
+def softplus_attention_paged(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    normalized_keys: bool = False,
+    power: Power = 15,
+    score_scale: float | None = None,
+    offset: bool = True,
+    window: int | None = None,
+    enable_gqa: bool = False,
+    impl: Impl = "auto",
+    validate: bool = False,
+) -> Tensor:
+    """``softplus_attention`` of new tokens over caches whose pages lie anywhere.
+
+    q (total, H, D) holds the new rows of B requests one after another: request b has rows ``cu_seqlens_q[b]`` to
+    ``cu_seqlens_q[b + 1]``, which are the last tokens of its ``seq_lens[b]`` and causal among themselves; their keys
+    and values are already in the pages. Key j of request b is ``k_pages[block_table[b, j // page], :, j % page]`` with
+    k_pages (pages, H_kv, page, D) of any strides; requests may share pages. Pages that no visible key needs are never
+    read: with a ``window`` those before it may be reused. A power in a tensor is one per head. Where requests have more
+    than one new row, a GPU is waited for once, to read the lengths.
+
+    Returns (total, H, D_v).
+    """
+    if isinstance(power, Tensor) and power.dim() != 1:
+        check.fail("power", "a number, a PowerByLength or a tensor (H,), one per head", check.described(power))
+    decode = partial(
+        softplus_attention_decode,
+        normalized_keys=normalized_keys,
+        power=power,
+        score_scale=score_scale,
+        offset=offset,
+        enable_gqa=enable_gqa,
+        impl=impl,
+        validate=validate,
+    )
+    pages = (k_pages, v_pages, block_table, seq_lens)
+    return attend_pages(decode, q, *pages, cu_seqlens_q, max_seqlen_q, max_seqlen_k, window, validate)
+
+
+def attend_pages(
+    decode: Decode,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    window: int | None,
+    validate: bool = False,
+) -> Tensor:
+    """Any attention's ``decode`` over pages: requests of one new row together, the others one by one."""
+    check_pages(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, validate)
+    requests = seq_lens.shape[0]
+    single = partial(attend_rows, decode, k_pages, v_pages, window=window)
+    if max_seqlen_q == 1 and q.shape[0] == requests:
+        return single(q[:, :, None], block_table, seq_lens, max_seqlen_k)[:, :, 0]
+    ends, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
+    out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
+    alone = [b for b in range(requests) if ends[b + 1] - ends[b] == 1]
+    if alone:
+        index = torch.tensor(alone, device=q.device)
+        rows = torch.tensor([ends[b] for b in alone], device=q.device)
+        longest = max(lengths[b] for b in alone)
+        out[rows] = single(q[rows][:, :, None], block_table[index], seq_lens[index], longest)[:, :, 0]
+    for b in range(requests):
+        begin, end = ends[b], ends[b + 1]
+        if end - begin > 1:
+            own = q[begin:end].transpose(0, 1)[None]
+            out[begin:end] = single(own, block_table[b : b + 1], seq_lens[b : b + 1], lengths[b])[0].transpose(0, 1)
+    return out
+
+
+def attend_rows(
+    decode: Decode,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    q: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    longest: int,
+    *,
+    window: int | None,
+) -> Tensor:
+    """q (B, H, T_q, D): every request has as many new rows. The pages that they see are copied beside each other."""
+    page, rows = k_pages.shape[2], q.shape[2]
+    columns = max(1, -(-longest // page))
+    if window is not None and (seen := (window + rows - 2) // page + 2) < columns:
+        first = (seq_lens - rows - window + 1).clamp(min=0) // page
+        table = block_table.gather(
+            1, (first[:, None] + torch.arange(seen, device=q.device)).clamp(max=columns - 1).to(torch.int64)
+        )
+        # A page that is read twice lies beyond the request's end.
+        seq_lens = seq_lens - (first * page).to(seq_lens.dtype)
+    else:
+        table = block_table[:, :columns]
+    beyond = torch.arange(table.shape[1], device=q.device) * page >= seq_lens[:, None]
+    table = table.masked_fill(beyond, 0)  # what stands in an unused place of the table may be no page at all
+    return decode(q, beside(k_pages, table), beside(v_pages, table), seq_lens, window=window)
+
+
+def beside(pages: Tensor, table: Tensor) -> Tensor:
+    """(pages, H, page, D) by a table (B, n) -> (B, H, n * page, D), one copy."""
+    found = pages.transpose(0, 1)[:, table.to(torch.int64)]
+    return found.flatten(2, 3).transpose(0, 1)
+
+
+def check_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    validate: bool,
+) -> None:
+    if not isinstance(q, Tensor) or q.dim() != 3:
+        check.fail("q", "a tensor (total, H, D)", check.described(q) if isinstance(q, Tensor) else type(q).__name__)
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if not isinstance(pages, Tensor) or pages.dim() != 4 or pages.shape[:3] != k_pages.shape[:3]:
+            got = check.described(pages) if isinstance(pages, Tensor) else type(pages).__name__
+            check.fail(name, "a tensor (pages, H_kv, page, D), alike in its first three for keys and values", got)
+    if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.is_floating_point():
+        got = check.described(block_table) if isinstance(block_table, Tensor) else type(block_table).__name__
+        check.fail("block_table", "an int32 tensor (B, blocks)", got)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
+            check.fail(name, "an int >= 1", repr(value))
+    check.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], max_seqlen_q, q.device, validate)
+    requests = cu_seqlens_q.numel() - 1
+    check.check_cache_lengths("seq_lens", seq_lens, requests, 1, max_seqlen_k, q.device, validate)
+    if block_table.shape[0] != requests:
+        check.fail("block_table", f"a row for each of the {requests} requests", check.described(block_table))
+    if max_seqlen_k > block_table.shape[1] * k_pages.shape[2]:
+        most = f"at most the {block_table.shape[1]} pages of {k_pages.shape[2]} keys that `block_table` has"
+        check.fail("max_seqlen_k", most, max_seqlen_k)

@@ -1,0 +1,123 @@
+"""Caches in pages: what servers ask for, against each request alone in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import randn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_paged
+
+HEADS, KV_HEADS, D, D_V = 4, 2, 12, 10
+
+
+class Batch:
+    """Requests with ``lengths`` keys and ``new`` rows, in shuffled pages; every place that holds no key is NaN."""
+
+    def __init__(self, lengths: list[int], new: list[int], page: int, dtype: torch.dtype = torch.float64) -> None:
+        self.lengths, self.new = lengths, new
+        self.q = [randn(1, HEADS, t, D, seed=i, dtype=dtype) for i, t in enumerate(new)]
+        self.k = [randn(1, KV_HEADS, n, D, seed=50 + i, dtype=dtype) for i, n in enumerate(lengths)]
+        self.v = [randn(1, KV_HEADS, n, D_V, seed=90 + i, dtype=dtype) for i, n in enumerate(lengths)]
+        blocks = [-(-n // page) for n in lengths]
+        free = torch.randperm(sum(blocks) + 3, generator=torch.Generator().manual_seed(0)).tolist()
+        # Keys are stored (D, page) within a page: any strides do.
+        self.k_pages = torch.full((len(free), KV_HEADS, D, page), torch.nan, dtype=dtype).mT
+        self.v_pages = torch.full((len(free), KV_HEADS, page, D_V), torch.nan, dtype=dtype)
+        self.table = torch.full((len(lengths), max(blocks) + 1), 10**6, dtype=torch.int32)
+        for b, n in enumerate(lengths):
+            for block in range(blocks[b]):
+                own = self.table[b, block] = free.pop()
+                begin, end = block * page, min((block + 1) * page, n)
+                self.k_pages[own, :, : end - begin] = self.k[b][0, :, begin:end]
+                self.v_pages[own, :, : end - begin] = self.v[b][0, :, begin:end]
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        self.cu = torch.tensor([0, *torch.tensor(new).cumsum(0).tolist()], dtype=torch.int32)
+
+    def paged(self, **options: Any) -> Tensor:
+        q = torch.cat(self.q, 2)[0].transpose(0, 1)
+        return softplus_attention_paged(
+            q, self.k_pages, self.v_pages, self.table, self.seq_lens, self.cu, max(self.new), max(self.lengths),
+            enable_gqa=True, **options,
+        )  # fmt: skip
+
+    def alone(self, impl: str = "reference", **options: Any) -> Tensor:
+        out = [
+            softplus_attention(q, k, v, is_causal=True, enable_gqa=True, impl=impl, **options)  # type: ignore[arg-type]
+            for q, k, v in zip(self.q, self.k, self.v, strict=True)
+        ]
+        return torch.cat(out, 2)[0].transpose(0, 1)
+
+
+POWERS = {
+    "none": None,
+    "15": 15,
+    "per head": torch.tensor([1.0, 3, 7.5, 15], dtype=torch.float64),
+    "by length": PowerByLength(3, slope=2, n0=8),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 64])
+@pytest.mark.parametrize("power", POWERS)
+def test_matches_each_request_alone(power: str, window: int | None) -> None:
+    """Prefill, a chunk of one, decode and several speculated rows in one batch."""
+    batch = Batch([40, 17, 23, 1, 31], [40, 1, 7, 1, 3], page=7)
+    options = {"power": POWERS[power], "window": window}
+    torch.testing.assert_close(batch.paged(**options), batch.alone(**options), rtol=1e-10, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    decode = data.draw(st.booleans())
+    new = [1 if decode else data.draw(st.integers(1, n)) for n in lengths]
+    batch = Batch(lengths, new, page=data.draw(st.integers(1, 9)))
+    window = data.draw(st.none() | st.integers(1, 20))
+    torch.testing.assert_close(batch.paged(window=window), batch.alone(window=window), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_change_no_number(dtype: torch.dtype) -> None:
+    """What ``softplus_attention_decode`` gives over the same caches in one piece."""
+    batch = Batch([70, 70], [1, 1], page=16, dtype=dtype)
+    q, k, v = (torch.cat(part) for part in (batch.q, batch.k, batch.v))
+    expected = softplus_attention_decode(q, k, v, batch.seq_lens, enable_gqa=True)
+    torch.testing.assert_close(batch.paged(), expected[:, :, 0])
+
+
+def test_requests_share_pages() -> None:
+    batch = Batch([20, 25], [3, 1], page=5)
+    batch.k[1][:, :, :15], batch.v[1][:, :, :15] = batch.k[0][:, :, :15], batch.v[0][:, :, :15]
+    batch.table[1, :3] = batch.table[0, :3]
+    torch.testing.assert_close(batch.paged(), batch.alone(), rtol=1e-10, atol=1e-12)
+
+
+def test_pages_before_a_window_are_not_read() -> None:
+    batch = Batch([40, 33], [1, 2], page=4)
+    expected = batch.paged(window=6)
+    batch.table[0, :8] = batch.table[1, :6] = -7
+    assert torch.equal(batch.paged(window=6), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_lens": torch.tensor([40, 99], dtype=torch.int32)}, "`seq_lens` must be from 1 to 40"),
+        ({"table": torch.zeros(3, 9, dtype=torch.int32)}, "`block_table` must be a row for each of the 2 requests"),
+        ({"cu": torch.tensor([0, 1], dtype=torch.int32)}, "`cu_seqlens_q` must be ending at the number of packed"),
+        ({"v_pages": torch.zeros(2, 2, 3, 4)}, "`v_pages` must be a tensor"),
+        ({"table": torch.zeros(2, 3, dtype=torch.int32)}, "`max_seqlen_k` must be at most the 3 pages of 4 keys"),
+    ],
+)
+def test_bad_input(changes: dict[str, Tensor], words: str) -> None:
+    batch = Batch([40, 33], [1, 2], page=4)
+    for name, value in changes.items():
+        setattr(batch, name, value)
+    with pytest.raises(ValueError, match=words):
+        batch.paged()
