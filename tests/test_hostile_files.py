@@ -70,7 +70,7 @@ def test_report_follows_no_links(tmp_path: Path) -> None:
     report_results.write(results, {"downstream--a.json": one, "demo.json": report_results.demo()})
     assert command("report", str(results), "--output", str(tmp_path / "elsewhere.html")).returncode == 0
     names = [path.name for path in (tmp_path / "elsewhere-files").iterdir()]
-    assert len(names) == 5
+    assert len(names) == 8
     before = plant(results / "report-files", tmp_path / "outside", names)
     (tmp_path / "outside" / "page").write_text("Made by softplus-attention, once")
     (results / "report.html").symlink_to(tmp_path / "outside" / "page")

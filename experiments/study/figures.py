@@ -28,7 +28,6 @@ from experiments.study.records import (
 )
 from experiments.study.sizes import OURS_WIDE, THEIRS_WIDE, parameters
 from softplus_attention.charts.draw import COLOURS, MARKERS, save
-from softplus_attention.report.evaluation_figures import figure_of, length_axis
 from softplus_attention.report.study import MIX, ROTARY
 from softplus_attention.utils.files import csv_text
 
@@ -156,6 +155,22 @@ def close_up(quantity: str, lines: Sequence[Line]) -> tuple[float, float] | None
     starts = [line.points[min(line.points)].mean for line in lines]
     top = max((start for start in starts if math.isfinite(start)), default=min(values)) + 0.15
     return (min(values) - 0.05, top) if max(values) > top + 0.3 else None
+
+
+def figure_of(width: float, height: float, rows: int, columns: int) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def length_axis(axes: Any, lengths: Sequence[int], trained: int) -> None:
+    axes.axvline(trained, color="#888888", alpha=0.4, linewidth=6, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [f"{length}\n{length / trained:.4g}x" for length in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel("length of the sequence (tokens, and times the training length)")
+    axes.grid(alpha=0.3)
 
 
 def draw(name: str, size: Size, lines: Sequence[Line], path: Path) -> None:

@@ -264,7 +264,8 @@ def test_a_model_that_fails_leaves_the_others(data, models, tmp_path, capsys):
 
 
 def test_the_figure_has_a_bar_for_each_model_and_task():
-    from softplus_attention.report.downstream_figure import downstream_figure
+    from softplus_attention.charts.draw import picture
+    from softplus_attention.evaluation.charts import charts_for
 
     def row(task: str, metric: str, value: float | None, asked: str | None = None) -> dict:
         error = None if value is None else value / 10
@@ -273,8 +274,10 @@ def test_the_figure_has_a_bar_for_each_model_and_task():
     first = [row("arc_easy", "acc", 0.5), row("arc_easy", "acc_norm", 0.6), row("summscreen", "rougeL", 12.0)]
     first += [row("mmlu", "acc", 0.3), row("mmlu_anatomy", "acc", 0.2, "mmlu"), row("ruler", "4096", 0.25)]
     second = [row("arc_easy", "acc", 0.4), row("lambada_openai", "perplexity", None)]
-    results = [{"model": {"name": name}, "results": {"tasks": rows}} for name, rows in (("a", first), ("b", second))]
-    axes = downstream_figure(results).axes[0]
+    models = {"a": first, "b": second}
+    results = [{"model": {"name": n}, "complete": True, "results": {"tasks": rows}} for n, rows in models.items()]
+    chart, table = charts_for("downstream", results)[:2]
+    axes = picture([chart]).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["arc_easy\nacc", "mmlu\nacc", "ruler\n4096"]
     heights = [[bar.get_height() for bar in bars] for bars in axes.containers if hasattr(bars, "patches")]
     assert heights == [[0.5, 0.3, 0.25], [0.4]]
@@ -282,4 +285,7 @@ def test_the_figure_has_a_bar_for_each_model_and_task():
     errors = axes.collections[0].get_segments() if errors is None else errors
     assert [(high[1] - low[1]) / 2 for low, high in errors] == pytest.approx([0.05, 0.03, 0.025])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
-    assert downstream_figure([{"model": {"name": "a"}, "results": {"tasks": []}}]) is None
+    assert chart.table()[1][0] == ["arc_easy acc", "0.5", "0.05", "0.4", "0.04"]
+    assert ["summscreen", "rougeL", "", "12 ± 1.2", ""] in table.body
+    without = charts_for("downstream", [{"model": {"name": "a"}, "complete": True, "results": {"tasks": []}}])
+    assert [type(block).__name__ for block in without] == ["Table"]

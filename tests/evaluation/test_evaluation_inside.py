@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from evaluation_cases import open_saved, saved_model
 from huggingface_models import small_model, token_rows
 
 from softplus_attention.catalog import attention
+from softplus_attention.charts.draw import picture
 from softplus_attention.evaluation import inside
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+from softplus_attention.evaluation.charts import charts_for
 from softplus_attention.evaluation.inside import (
-    WORDS,
     attention_maps,
     effective_keys,
     entropy,
@@ -27,7 +27,6 @@ from softplus_attention.evaluation.texts import text_documents
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.attention import visibility_of
 from softplus_attention.huggingface.loading import load_tokenizer
-from softplus_attention.report.evaluation_figures import inside_figure, maps_figure
 from softplus_attention.report.result_files import draw_folder
 
 WHOLE = slice(0, 4)
@@ -312,58 +311,11 @@ class TestFiles:
         }
         places = ("layer", "head", "query", "key")
         assert {(row["model"], *(int(row[place]) for place in places)): float(row["weight"]) for row in rows} == stored
-        figure = maps_figure([first, second])
-        assert [axes.get_ylabel() for axes in figure.axes] == ["layer 0", "", "layer 1", ""]
-        assert [len(axes.images) for axes in figure.axes] == [1, 1, 1, 1]
+        figure = picture(charts_for("maps", [first, second]))
+        heads = len({found["head"] for found in first["results"]["maps"]})
+        assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ["layer 0", "layer 1"] * 2
+        assert [len(axes.images) for axes in figure.axes] == [1] * 4 * heads
         assert "texts are NOT the same" in figure.get_suptitle()
         layer = [found["weights"] for found in first["results"]["maps"] if found["layer"] == 1]
-        square = figure.axes[2].images[0].get_array()
-        assert square[5, 3] == pytest.approx(sum(weights[5][3] for weights in layer) / len(layer))
-        one = maps_figure([first, second], head=1).axes[2].images[0].get_array()
-        assert one[5, 3] == pytest.approx(layer[1][5][3])
-
-
-class TestFigure:
-    """Made of result files alone: a model of full layers, one with a window in all, one that mixes."""
-
-    def result(self, name: str, windows: list[int | None]) -> dict[str, Any]:
-        rows = []
-        for length in (128, 512):
-            heads = []
-            for layer, window in enumerate(windows):
-                log_keys = math.log(min(length, window or length))
-                entropies = {word: log_keys - 0.5 for word in WORDS if "entropy" in word}
-                own = {word: 0.25 for word in WORDS if "entropy" not in word}
-                heads.append({"layer": layer, "head": 0, "log_keys": log_keys, **entropies, **own})
-            log_keys = sum(head["log_keys"] for head in heads) / len(heads)
-            rows.append({"length": length, "log_keys": log_keys, "heads": heads})
-        return {"model": {"name": name, "training_length": 128}, "results": {"lengths": rows}}
-
-    def lines(self, axes: Any) -> dict[str, list[float]]:
-        return {line.get_label(): list(line.get_ydata()) for line in axes.lines if not line.get_label().startswith("_")}
-
-    def test_equal_weights_of_each(self):
-        """No model lies above the line that is named after it, whichever comes first."""
-        figure = inside_figure([self.result("window", [32, 32]), self.result("full", [None, None])])
-        lines = self.lines(figure.axes[0])
-        assert lines["equal weights (log N): window"] == pytest.approx([math.log(32)] * 2)
-        assert lines["equal weights (log N): full"] == pytest.approx([math.log(128), math.log(512)])
-        assert all(own < equal for own, equal in zip(lines["full"], lines["equal weights (log N): full"], strict=True))
-        assert len(figure.axes) == 8
-
-    def test_local_layers_apart(self):
-        figure = inside_figure([self.result("mix", [32, 32, None]), self.result("full", [None, None])])
-        assert len(figure.axes) == 16
-        upper, lower = self.lines(figure.axes[0]), self.lines(figure.axes[8])
-        assert upper["mix, global layers"] == pytest.approx([math.log(n) - 0.5 for n in (128, 512)])
-        assert upper["equal weights (log N)"] == pytest.approx([math.log(128), math.log(512)])
-        assert lower["mix, local layers"] == pytest.approx([math.log(32) - 0.5] * 2)
-        assert not [name for name in lower if name.startswith("full")]
-
-    def test_log_n_against_log_n_frozen(self):
-        result = self.result("own", [None])
-        for row in result["results"]["lengths"]:
-            row["heads"][0]["stage1_entropy_frozen"] = row["log_keys"]
-        lines = self.lines(inside_figure([result]).axes[1])
-        assert lines["own"] == pytest.approx([1 - 0.5 / math.log(n) for n in (128, 512)])
-        assert lines["own, log N frozen"] == pytest.approx([1, 1])
+        key = max(range(6), key=lambda key: layer[1][5][key])
+        assert figure.axes[heads + 1].images[0].get_array()[5, key] == pytest.approx(layer[1][5][key])

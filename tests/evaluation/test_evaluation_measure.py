@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.data import prepare
 from softplus_attention.evaluation import length_measure, memory
+from softplus_attention.evaluation.charts import charts_for
 from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
 from softplus_attention.evaluation.lengths import losses_of
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
@@ -24,7 +25,6 @@ from softplus_attention.evaluation.models import request_of, requests_of, traini
 from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
-from softplus_attention.report.evaluation_figures import lengths_figure
 from softplus_attention.utils.results import file_name, plain, read, results_in
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
@@ -145,7 +145,7 @@ class TestLengths:
         assert entries[0]["loss"] > 0
         assert entries[1]["loss"] is None
         assert table_of([result]).count("no number") == 2
-        assert lengths_figure([result]) is not None
+        assert charts_for("lengths", [result])[0].series[0].y == [entries[0]["loss"], None]
 
     def test_a_model_that_gives_no_numbers_at_all(self, folder, documents, tmp_path):
         found = open_saved(folder)

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from softplus_attention.charts.draw import picture
 from softplus_attention.charts.model import LineChart, Series, percent_words
 from softplus_attention.cli import main
-from softplus_attention.report import build, document
-from softplus_attention.report.reading import find_results
+from softplus_attention.report import build
+from softplus_attention.report import page as html_page
+from softplus_attention.report.discovery import find_results
 from softplus_attention.utils.files import csv_text
 
 REPOSITORY = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_every_kind_is_shown(everything):
     page, problems = html_of(everything)
     assert problems == []
     for title in (
-        "Loss by length", "What the context beyond the window is worth", "Pass key: sharp", "Downstream tasks",
+        "Loss by length", "What the context beyond the window is worth", "Passkey: sharp", "Downstream tasks",
         "recall: answer tokens right", "Weight on the first token, by layer", "Entropy of stage 1, by length",
         "Attention explorer", "Newton from orbits: newton/cpu.json", "Runs and settings",
         "forward + backward: train, head dimension 64",
@@ -189,8 +190,8 @@ def test_problems_are_said_on_stderr(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "out.html")]) == 0
     captured = capsys.readouterr()
     assert "not shown: broken.json: not JSON" in captured.err
-    assert "1 result files, 1 figures and tables" in captured.out
-    assert (tmp_path / "out-files" / "01-downstream-tasks.csv").read_text().startswith("task,metric,samples,a\n")
+    assert "1 result files, 2 figures and tables" in captured.out
+    assert (tmp_path / "out-files" / "02-downstream-tasks.csv").read_text().startswith("task,metric,samples,a\n")
 
 
 @pytest.mark.parametrize(("make", "words"), [(False, "a folder with results"), (True, "at least one result file")])
@@ -244,7 +245,7 @@ def test_no_damage_crashes_it(data, tmp_path):
 
 def test_packed_weights_are_exact():
     rows = report_results.weights(1, 0, sharp=True)
-    packed = document.packed([*rows[:-1], [*rows[-1][:-1], 1e-50]])
+    packed = html_page.packed([*rows[:-1], [*rows[-1][:-1], 1e-50]])
     words = array("f", base64.b64decode(packed["weights"]))
     flat = [weight for row in rows for weight in row][:-1]
     assert len(words) == len(flat) + 1
@@ -264,7 +265,7 @@ def test_results_of_this_repository_are_shown():
     assert problems == []
     assert "NVIDIA H200" in page
     for kind in ("rotary positions in every layer", "mix of layers"):
-        assert f"Study, 10m: loss by length, {kind}" in page
+        assert f"Study, 30M, text A: loss by length, {kind}" in page
 
 
 def test_a_run_of_the_study(tmp_path):
@@ -304,7 +305,7 @@ def test_kinds_of_the_study_are_apart(tmp_path):
         "Study, 10m: what the far context is worth, mix of layers": mix,
     }
     for lines in charts.values():
-        assert len({(series.look % 8, series.dashed) for series in lines}) == len(lines)
+        assert len({(series.look % 8, series.look // 8 % 2) for series in lines}) == len(lines)
 
 
 def figures_of(folder: Path) -> dict[str, object]:
@@ -446,7 +447,7 @@ def test_texts_are_counted_for_each_model(tmp_path):
             )
         return figures_of(tmp_path)["Loss by length"].caption
 
-    assert caption(24, 24).endswith("Bars are standard errors. 24 sequences of 1024 tokens from 7 documents.")
+    assert caption(24, 24).endswith("all positions. 24 sequences of 1024 tokens from 7 documents.")
     words = caption(24, 3)
     assert "m0: 24 sequences of 1024 tokens from 7 documents. m1: 3 sequences of 1024" in words
 
@@ -473,7 +474,7 @@ def test_the_whole_study_is_shown(tmp_path):
     assert {series.name: series.y for series in changed.series} == {"as trained": [2.5, 2.6], "power=31": [2.75, 2.875]}
     table = charts["Study, 10m: changed at inference, rotary positions in every layer"]
     assert table.body[1] == ["lssar-p3, seed 3", "power=31", "2.75", "2.875", "0.05 ± 0.004"]
-    keys = charts["Study, 10m: pass keys, lssar-p3, seed 3"]
+    keys = charts["Study, 10m: passkeys, lssar-p3, seed 3"]
     assert keys.rows == ["10%", "50%"]
     assert keys.columns == ["32\n1x", "512\n16x"]
     assert keys.values == [[0.875, 0.875]] * 2
@@ -494,7 +495,7 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1, 2], ids=["light", "dark by the system", "dark by choice"])
 def test_colours_stand_out(theme):
     """WCAG's contrasts: 4.5 for text, 3 for lines of a figure."""
-    style = document.asset("report.css")
+    style = html_page.asset("report.css")
     block = [part for part in style.split("}") if "--paper:" in part][theme]
     colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block))
     paper = luminance(colours["paper"])

@@ -25,7 +25,7 @@ MOST_INCHES = 400.0
 DPI = 160
 
 
-def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 2) -> list[Path]:
+def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> list[Path]:
     """``path`` with .png and .svg; several figures are panels of one picture."""
     import matplotlib
 
@@ -53,11 +53,11 @@ def save(canvas: Any, path: Path) -> list[Path]:
     return [png, svg]
 
 
-def picture(figures: Sequence[Figure], columns: int = 2) -> Any:
+def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     """A canvas with a panel for each figure, in rows."""
     from matplotlib.figure import Figure as Canvas
 
-    columns = min(columns, len(figures))
+    columns = 2 if len(figures) == 4 else min(columns, len(figures))
     sizes = [size_of(figure) for figure in figures]
     widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
     heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
@@ -117,6 +117,8 @@ def lines(chart: LineChart, canvas: Any) -> None:
             axes.axvline(base, color="#888888", alpha=0.4, linewidth=6, zorder=0)
     elif places and all(x == int(x) for x in places):
         axes.set_xticks(thinned(places, 13))
+    if chart.baseline is not None:
+        axes.axhline(chart.baseline, color="#888888", linewidth=1, zorder=0)
     if chart.y_scale == "log":
         axes.set_yscale("log")
         # The usual labels are written in mathematics, which is not read here: names may hold a dollar.
@@ -143,6 +145,7 @@ def draw_series(axes: Any, series: Series) -> None:
         axes.plot(x, y, label=label(series.name), color="#777777", linestyle=style, linewidth=1.5)
         return
     colour = COLOURS[series.look % len(COLOURS)]
+    dashed = series.dashed or series.look // len(COLOURS) % 2 == 1
     errors = None if series.error is None else [max(series.error[place] or 0.0, 0.0) for place, _ in there]
     axes.errorbar(
         x,
@@ -150,9 +153,9 @@ def draw_series(axes: Any, series: Series) -> None:
         yerr=errors,
         label=label(series.name),
         color=colour,
-        linestyle="--" if series.dashed else STYLES[series.look % len(STYLES)],
+        linestyle="--" if dashed else STYLES[series.look % len(STYLES)],
         marker=MARKERS[series.look % len(MARKERS)],
-        markerfacecolor="none" if series.dashed else None,
+        markerfacecolor="none" if dashed else None,
         linewidth=2,
         capsize=3,
     )

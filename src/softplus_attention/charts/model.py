@@ -16,7 +16,9 @@ class Series:
     x: Sequence[float]
     y: Sequence[Number]
     error: Sequence[Number] | None = None
-    look: int = 0  # which colour and marker: one model has the same in every figure; of references, which dashes
+    # Which colour and marker: one model has the same in every figure. The second round of colours is dashed, with marks
+    # that are hollow. Of references, which dashes.
+    look: int = 0
     dashed: bool = False
     reference: bool = False  # a line to compare with, not a measurement
     band: tuple[Sequence[Number], Sequence[Number]] | None = None  # the lower and the upper end
@@ -49,6 +51,7 @@ class LineChart:
     y_scale: str = "linear"  # or "log"
     times_of: float | None = None  # the length that is 1x
     y_range: tuple[Number, Number] = (None, None)
+    baseline: Number = None  # a level to compare with, in sight always
     kind: str = field(default="lines", init=False)
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -120,8 +123,20 @@ class AttentionMaps:
         ]
 
 
+@dataclass(frozen=True)
+class Table:
+    title: str
+    head: Sequence[str]
+    body: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        return list(self.head), [list(row) for row in self.body]
+
+
 Chart = LineChart | BarChart | HeatMap
 Figure = Chart | AttentionMaps
+Block = Figure | Table | str  # a string is a note for the reader
 
 
 class SeriesStyles:
@@ -132,17 +147,6 @@ class SeriesStyles:
 
     def of(self, name: str) -> int:
         return self.places.setdefault(name.lower(), len(self.places))
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    head: Sequence[str]
-    body: Sequence[Sequence[str]]
-    caption: str = ""
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        return list(self.head), [list(row) for row in self.body]
 
 
 def shown(value: Number) -> str:

@@ -182,7 +182,7 @@ def write(
     from softplus_attention.charts.draw import draw
     from softplus_attention.charts.model import SeriesStyles
     from softplus_attention.report.build import write_report
-    from softplus_attention.report.other import demo_chart
+    from softplus_attention.report.runs import demo_chart
     from softplus_attention.utils import provenance
 
     losses = {name: curve.loss for name, curve in curves.items()}

@@ -49,6 +49,20 @@ def share_of_log_keys(row: Mapping[str, Any], group: LayerGroup, name: str) -> N
     return None if value is None or most is None or most <= 0 else value / most
 
 
+def middle_half(
+    rows: Sequence[Mapping[str, Any]], group: LayerGroup, name: str, is_share: bool = False
+) -> tuple[list[Number], list[Number]]:
+    """The ends between which the middle half of the heads lies, by length; of an entropy as a share where asked."""
+    ends: tuple[list[Number], list[Number]] = [], []
+    for row in rows:
+        most = log_keys(row, group) if is_share else 1.0
+        heads = [head.get(name) for head in heads_in(row, group)]
+        values = sorted(value / most for value in heads if value is not None and most)
+        for end, share in zip(ends, (0.25, 0.75), strict=True):
+            end.append(values[int(share * (len(values) - 1))] if values else None)
+    return ends
+
+
 def layer_groups(rows: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
     """By the number of keys at the longest length, the layers that see most first."""
     if not rows:

@@ -11,12 +11,14 @@ from pathlib import Path
 from softplus_attention import __version__
 from softplus_attention.charts.draw import draw
 from softplus_attention.charts.model import Figure, SeriesStyles, Table, slug
-from softplus_attention.report import document, measures, other
-from softplus_attention.report.reading import ResultSet, find_results
-from softplus_attention.report.sections import Section
+from softplus_attention.report import page as html_page
+from softplus_attention.report.benchmarks import speed_blocks
+from softplus_attention.report.discovery import ResultSet, find_results
+from softplus_attention.report.newton import newton_blocks
+from softplus_attention.report.runs import demo_blocks, run_records, training_blocks
+from softplus_attention.report.sections import Section, measure_sections
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import study_blocks
-from softplus_attention.report.training import training_blocks
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text, write_csv, write_whole
 from softplus_attention.validation import fail
@@ -66,14 +68,14 @@ def write_report(
 def all_sections(found: ResultSet) -> list[Section]:
     """The parts that have something to show. Reading them finds what is wrong with files."""
     styles = SeriesStyles()
-    demo = other.demo_blocks(found, styles)
-    parts = measures.sections(found, styles)
+    demo = demo_blocks(found, styles)
+    parts = measure_sections(found, styles)
     parts[0].blocks = [*demo, *parts[0].blocks]
     parts.insert(0, Section("The study", study_blocks(found, styles)))
     parts.append(Section("Training", training_blocks(found, styles)))
     parts.append(Section("Stability", stability_blocks(found, styles)))
-    parts.append(Section("Newton from orbits", other.newton_blocks(found, styles)))
-    parts.append(Section("Speed", other.speed_blocks(found)))
+    parts.append(Section("Newton from orbits", newton_blocks(found, styles)))
+    parts.append(Section("Speed", speed_blocks(found)))
     return [part for part in parts if part.blocks]
 
 
@@ -83,16 +85,16 @@ def file_names(sections: list[Section]) -> dict[int, tuple[str, Figure | Table]]
 
 
 def html_of(found: ResultSet, sections: list[Section], files: dict[int, str], beside: str) -> str:
-    content = document.Document(files, beside)
+    content = html_page.Document(files, beside)
     parts = [(section.title, content.section(section, place)) for place, section in enumerate(sections)]
-    records = document.runs(other.run_records(found))
-    parts.append(("Runs and settings", document.plain_section("Runs and settings", len(parts), records)))
+    records = html_page.runs(run_records(found))
+    parts.append(("Runs and settings", html_page.plain_section("Runs and settings", len(parts), records)))
     if found.problems or found.working_files:
-        body = document.problems(found.problems, found.working_files)
-        parts.append(("Files not shown", document.plain_section("Files not shown", len(parts), body)))
+        body = html_page.problems(found.problems, found.working_files)
+        parts.append(("Files not shown", html_page.plain_section("Files not shown", len(parts), body)))
     name = clean_text(found.folder.resolve().name) or "results"
     lead = f"{len(found.results)} result files from the folder {name}."
-    return document.page(f"Report: {name}", lead, parts, content, f"{MADE_BY} {__version__}.")
+    return html_page.page(f"Report: {name}", lead, parts, content, f"{MADE_BY} {__version__}.")
 
 
 def write_files(

@@ -53,15 +53,15 @@ def draw(folder: Path, measure: str, results: Sequence[dict[str, Any]]) -> list[
     """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
     if find_spec("matplotlib") is None:
         return []
-    from softplus_attention.charts.draw import save
-    from softplus_attention.report import evaluation_figures
-    from softplus_attention.report.downstream_figure import downstream_figure
+    from softplus_attention.charts.draw import draw
+    from softplus_attention.charts.model import LineChart, Table
+    from softplus_attention.evaluation.charts import charts_for
 
     shown = [r for r in results if r["results"].get("lengths", True) and r["results"].get("cells", True)]
-    if not shown:
-        return []
-    figure = (evaluation_figures.FIGURES | {"downstream": downstream_figure})[measure](shown)
-    return [] if figure is None else save(figure, folder / measure)
+    blocks = [block for block in charts_for(measure, shown) if not isinstance(block, Table | str)]
+    if measure == "inside":  # each head has its place in the report
+        blocks = [block for block in blocks if isinstance(block, LineChart)]
+    return draw(blocks, folder / measure) if blocks else []
 
 
 def draw_folder(folder: Path) -> list[Path]:

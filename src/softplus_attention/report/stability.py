@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from softplus_attention.charts.model import LineChart, Series, SeriesStyles
-from softplus_attention.report.reading import Result, ResultSet, UnreadableError, number_of, text_of, typed
+from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.report.sections import Block, checked
+from softplus_attention.utils.untrusted import UnreadableError, number_of, text_of, typed
 
 # Of the logged losses, how many at the end are averaged.
 LAST = 5

@@ -1,32 +1,24 @@
-"""The section of the runs that `experiments/study/run.py` writes."""
+"""The section of `experiments/study`: runs by their size, their training text and their kind of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from string import ascii_uppercase
+from typing import Any, NamedTuple
 
-from softplus_attention.charts.draw import COLOURS
-from softplus_attention.charts.model import (
-    HeatMap,
-    LineChart,
-    Number,
-    Series,
-    SeriesStyles,
-    Table,
-    percent_words,
-    shown,
-)
-from softplus_attention.evaluation.layers import mean
-from softplus_attention.report.inside import STEADY, STEADY_CAPTION, STEADY_HEAD, both, grown
-from softplus_attention.report.reading import Result, ResultSet, UnreadableError, count_of, mapping, rows_of, text_of
-from softplus_attention.report.reading import number_of as number
+from softplus_attention.charts.model import Number, Series, SeriesStyles, Table, percent_words, shown
+from softplus_attention.evaluation import layers
+from softplus_attention.evaluation.charts import inside, lengths, passkey
+from softplus_attention.evaluation.charts.results import LoadedResult, by_length, with_error
+from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.report.sections import Block, checked
+from softplus_attention.utils.untrusted import UnreadableError, count_of, mapping, number_of, rows_of, text_of
 
-LENGTH = "length (tokens)"
 ROTARY = "rotary positions in every layer"
 MIX = "mix of layers"
 KINDS = (ROTARY, MIX)
+Rows = list[dict[str, Any]]
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
@@ -34,242 +26,178 @@ def kind_of(config: Mapping[str, Any]) -> str:
     return MIX if config.get("global_every") else ROTARY
 
 
-GAIN = ("gain", "standard_error")
-Rows = list[dict[str, Any]]
+class Group(NamedTuple):
+    """What is compared in one chart; ``size`` is the record's word for model and text together."""
+
+    size: str
+    kind: str
+    parameters: str
+    data: str
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    size: str
-    kind: str
-    name: str
-    training_length: int
-    rows: Rows
-    passkey: dict[tuple[int, float], Number]
-    inside: Rows
-    variants: dict[str, Rows]  # what was changed at inference -> its rows
+    group: Group
+    lengths: LoadedResult
+    passkey: passkey.Cells
+    inside: LoadedResult
+    variants: dict[str, LoadedResult]  # what was changed at inference -> the losses then
 
-    def series(self, styles: SeriesStyles) -> Series:
-        return loss_series(self.name, self.rows, styles.of(self.name))
-
-    def gains(self, styles: SeriesStyles) -> Series:
-        rows = [row for row in self.rows if row.get("control") is not None]
-        lengths = [float(count_of(row, "length")) for row in rows]
-        controls = [mapping(row, "control") for row in rows]
-        gains, errors = ([number(control, word) for control in controls] for word in GAIN)
-        return drawn(self.name, lengths, gains, errors, styles.of(self.name))
-
-
-def drawn(name: str, x: Sequence[float], y: Sequence[Number], error: Sequence[Number] | None, look: int) -> Series:
-    # The second round of colours is dashed, with hollow marks: a chart of a kind can have more runs than colours.
-    return Series(name, x, y, error, look, dashed=look // len(COLOURS) % 2 == 1)
-
-
-def loss_series(name: str, rows: Rows, look: int) -> Series:
-    losses, errors = ([number(row, word) for row in rows] for word in ("loss", "standard_error"))
-    return drawn(name, [float(count_of(row, "length")) for row in rows], losses, errors, look)
+    @property
+    def name(self) -> str:
+        return self.lengths.name
 
 
 def read_run(result: Result) -> StudyRun:
     data = result.data
-    config = mapping(data, "config")
+    config, evaluation = mapping(data, "config"), mapping(data, "evaluation")
     length = count_of(config, "sequence_length")
     if not length:
         raise UnreadableError("`sequence_length` must be above 0")
-    evaluation = mapping(data, "evaluation")
-    rows = rows_of(mapping(evaluation, "lengths"), "lengths")
     name = f"{text_of(data, 'arm')}, seed {count_of(data, 'seed')}"
+
+    def loaded(content: Any, own: str = name) -> LoadedResult:
+        return LoadedResult(own, length, True, {}, {}, content)
+
     changed = mapping(evaluation, "variants") if "variants" in evaluation else {}
-    variants = {option: rows_of(mapping(changed, option), "lengths") for option in changed}
-    run = StudyRun(
-        text_of(data, "size"),
-        kind_of(config),
-        name,
-        length,
-        rows,
-        read_passkey(evaluation),
-        read_inside(evaluation),
-        variants,
+    measured = {option: lengths.read(mapping(changed, option)) for option in changed}
+    group = Group(text_of(data, "size"), kind_of(config), parameters_of(evaluation), str(data.get("data")))
+    return StudyRun(
+        group,
+        loaded(lengths.read(mapping(evaluation, "lengths"))),
+        passkey.cells_of(rows_of(evaluation, "passkey") if "passkey" in evaluation else [], share_found),
+        loaded(read_inside(evaluation)),
+        {option: loaded(rows, option) for option, rows in measured.items()},
     )
-    charts_of([run], SeriesStyles())  # reads every number: what is wrong is found while the file's name is known
-    return run
 
 
-def read_passkey(evaluation: dict[str, Any]) -> dict[tuple[int, float], Number]:
-    cells: dict[tuple[int, float], Number] = {}
-    for cell in rows_of(evaluation, "passkey") if "passkey" in evaluation else []:
-        depth, right, of = number(cell, "depth"), number(cell, "correct"), number(cell, "trials")
-        if depth is None:
-            raise UnreadableError("a cell without a `depth`")
-        cells[count_of(cell, "length"), depth] = right / of if right is not None and of else None
-    return cells
+def parameters_of(evaluation: dict[str, Any]) -> str:
+    """Rounded: what heads learn makes small differences between runs of one size."""
+    millions = (number_of(evaluation, "parameters") or 0) / 1e6
+    return f"{millions:.{0 if millions >= 1 else 1}f}M" if millions else ""
 
 
-INSIDE = (
-    ("log_keys", "log N"), ("stage1_entropy", "stage 1"), ("stage1_entropy_frozen", "stage 1, log N held"),
+def share_found(cell: dict[str, Any]) -> Number:
+    found, trials = number_of(cell, "correct"), number_of(cell, "trials")
+    return found / trials if found is not None and trials else None
+
+
+def read_inside(evaluation: dict[str, Any]) -> Rows:
+    """As `evaluate inside` has them, with one head for each group of layers, or for all where they are not apart."""
+    rows = []
+    for row in rows_of(evaluation, "inside") if "inside" in evaluation else []:
+        groups = rows_of(row, "groups") if "groups" in row else [row]
+        heads = [{**group, "layer": place, "head": 0} for place, group in enumerate(groups)]
+        rows.append({"length": row.get("length"), "log_keys": row.get("log_keys"), "heads": heads})
+    return inside.read({"lengths": rows})
+
+
+def study_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
+    """Charts of each size, apart for the texts that were trained on and for the kinds of layers."""
+    runs: list[StudyRun] = checked(found, "study", read_run)
+    groups = {run.group._replace(kind=kind): None for run in runs for kind in KINDS}
+    names, blocks = text_names([run.group for run in runs]), list[Block]()
+    for group in groups:
+        those = [run for run in runs if run.group == group]
+        if those:
+            blocks += charts(those, styles, "Study, " + title_of(group, names))
+    return blocks
+
+
+def text_names(groups: Sequence[Group]) -> dict[str, str]:
+    """A letter for each training text, where the runs of one number of parameters were trained on several."""
+    texts = list(dict.fromkeys(group.data for group in groups if group.parameters))
+    return dict(zip(texts, ascii_uppercase, strict=False)) if len(texts) > 1 else {}
+
+
+def title_of(group: Group, names: Mapping[str, str]) -> str:
+    text = f", text {names[group.data]}" if group.data in names else ""
+    return f"{group.parameters or group.size}{text}"
+
+
+def charts(runs: Sequence[StudyRun], styles: SeriesStyles, title: str) -> list[Block]:
+    kind, base = runs[0].group.kind, runs[0].lengths.training_length
+    members = [run.lengths for run in runs]
+    gains = [lengths.gain_series(m, styles) for m in members]
+    blocks: list[Block] = [
+        by_length(
+            f"{title}: loss by length, {kind}",
+            "mean loss (nats)",
+            [lengths.loss_series(m, styles) for m in members],
+            "The same documents cut to each length.",
+            base,
+        ),
+        by_length(
+            f"{title}: what the far context is worth, {kind}",
+            "gain (nats)",
+            gains,
+            "The loss of the same tokens with the last training length alone, minus that with everything before.",
+            base,
+            baseline=0,
+        ),
+        *variant_blocks([run for run in runs if run.variants], title),
+    ]
+    practised = [run for run in runs if run.passkey]
+    if practised:
+        places = sorted({length for run in practised for length, _ in run.passkey})
+        means = [passkey.mean_series(run.name, run.passkey, places, styles.of(run.name)) for run in practised]
+        blocks.append(passkey.means_chart(f"{title}: passkeys found, by length, {kind}", means, base))
+        blocks += [passkey.depth_map(f"{title}: passkeys, {r.name}", r.passkey, places, base) for r in practised]
+    return blocks + inside_tables([run.inside for run in runs if run.inside.content], title, kind)
+
+
+def variant_blocks(runs: Sequence[StudyRun], title: str) -> list[Block]:
+    """Each run that was also evaluated with something changed at inference."""
+    curves = {run.name: {"as trained": run.lengths, **run.variants} for run in runs}
+    blocks: list[Block] = []
+    for name, those in curves.items():
+        series = [Series(words, *lengths.loss_points(m), None, look) for look, (words, m) in enumerate(those.items())]
+        heading = f"{title}: {name}, changed at inference"
+        caption = "The same weights on the same documents."
+        blocks.append(by_length(heading, "mean loss (nats)", series, caption, runs[0].lengths.training_length))
+    if not blocks:
+        return []
+    places = sorted({row["length"] for those in curves.values() for m in those.values() for row in m.content})
+    body = [[name, words, *cells(m, places)] for name, those in curves.items() for words, m in those.items()]
+    head = ["run", "at inference", *(f"loss at {length}" for length in places), f"gain at {places[-1]}"]
+    caption = "In nats; the gain is what the far context is worth, with its standard error."
+    return [*blocks, Table(f"{title}: changed at inference, {runs[0].group.kind}", head, body, caption)]
+
+
+def cells(m: LoadedResult, places: Sequence[int]) -> list[str]:
+    rows = {row["length"]: row for row in m.content}
+    losses = [shown(number_of(rows[length], "loss")) if length in rows else "" for length in places]
+    control = rows.get(places[-1], {}).get("control") or {}
+    return [*losses, with_error(control.get("gain"), control.get("standard_error"))]
+
+
+COLUMNS = (
+    ("log_keys", "log N"), ("stage1_entropy", "stage 1"), (inside.HELD, "stage 1, log N held"),
     ("entropy", "final"), ("sink", "first token, %"), ("effective_keys", "effective keys"), ("zeros", "zeros, %"),
     ("empty_tiles", "empty tiles, %"),
 )  # fmt: skip
 SHARES = {"sink", "zeros", "empty_tiles"}
 
 
-def read_inside(evaluation: dict[str, Any]) -> Rows:
-    rows = rows_of(evaluation, "inside") if "inside" in evaluation else []
-    for row in rows:
-        count_of(row, "length")
-        for name, _ in INSIDE:
-            number(row, name)
-    return sorted(rows, key=lambda row: row["length"])
-
-
-def study_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
-    """Charts of each size, apart for the kinds of layers."""
-    runs = list(checked(found, "study", read_run))
-    groups = [
-        [run for run in runs if (run.size, run.kind) == (size, kind)]
-        for size in dict.fromkeys(run.size for run in runs)
-        for kind in KINDS
-    ]
-    return [block for group in groups if group for block in charts_of(group, styles)]
-
-
-def charts_of(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
-    size, kind = runs[0].size, runs[0].kind
-    words: dict[str, Any] = {"x_scale": "log2", "times_of": runs[0].training_length}
-    return [
-        LineChart(
-            f"Study, {size}: loss by length, {kind}",
-            LENGTH,
-            "mean loss (nats)",
-            [run.series(styles) for run in runs],
-            "The same documents cut to each length. Bars are standard errors over texts, which all arms share.",
-            **words,
-        ),
-        LineChart(
-            f"Study, {size}: what the far context is worth, {kind}",
-            LENGTH,
-            "gain (nats)",
-            [run.gains(styles) for run in runs],
-            "The loss of the same tokens with the last training length alone, minus that with everything before.",
-            **words,
-        ),
-        *variant_blocks([run for run in runs if run.variants], words),
-        *passkey_blocks([run for run in runs if run.passkey], styles, words),
-        *inside_blocks([run for run in runs if run.inside]),
-    ]
-
-
-def variant_blocks(runs: Sequence[StudyRun], words: dict[str, Any]) -> list[Block]:
-    """Each run that was also evaluated with something changed at inference."""
-    curves = [(run, {"as trained": run.rows, **run.variants}) for run in runs]
-    blocks: list[Block] = [
-        LineChart(
-            f"Study, {run.size}: {run.name}, changed at inference",
-            LENGTH,
-            "mean loss (nats)",
-            [loss_series(name, rows, look) for look, (name, rows) in enumerate(those.items())],
-            "The same weights on the same documents.",
-            **words,
-        )
-        for run, those in curves
-    ]
-    if not blocks:
+def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> list[Block]:
+    parts = [inside.Part(m, group) for m in members for group in layers.layer_groups(m.content)]
+    if not parts:
         return []
-    lengths = sorted({count_of(row, "length") for _, those in curves for rows in those.values() for row in rows})
-    body = [[run.name, name, *variant_cells(rows, lengths)] for run, those in curves for name, rows in those.items()]
-    head = [
-        "run",
-        "at inference",
-        *(f"loss at {length}" for length in lengths),
-        *(f"gain at {n}" for n in lengths[-1:]),
-    ]
-    caption = "In nats; the gain is what the far context is worth, with its standard error."
-    return [*blocks, Table(f"Study, {runs[0].size}: changed at inference, {runs[0].kind}", head, body, caption)]
-
-
-def variant_cells(rows: Rows, lengths: Sequence[int]) -> list[str]:
-    found = {count_of(row, "length"): row for row in rows}
-    losses = [shown(number(found[length], "loss")) if length in found else "" for length in lengths]
-    gains = []
-    for length in lengths[-1:]:
-        control = found.get(length, {}).get("control")
-        gain, error = ([number(mapping(found[length], "control"), n) for n in GAIN]) if control else (None, None)
-        gains.append(shown(gain) + (f" ± {shown(error)}" if error is not None else ""))
-    return losses + gains
-
-
-def passkey_blocks(runs: Sequence[StudyRun], styles: SeriesStyles, words: dict[str, Any]) -> list[Block]:
-    if not runs:
-        return []
-    lengths = sorted({length for run in runs for length, _ in run.passkey})
-    depths = sorted({depth for run in runs for _, depth in run.passkey})
-    means = [[mean([run.passkey.get((length, depth)) for depth in depths]) for length in lengths] for run in runs]
-    blocks: list[Block] = [
-        LineChart(
-            f"Study, {runs[0].size}: pass keys found, by length, {runs[0].kind}",
-            LENGTH,
-            "accuracy, mean over depths",
-            [
-                drawn(run.name, lengths, values, None, styles.of(run.name))
-                for run, values in zip(runs, means, strict=True)
-            ],
-            "Exact match of the whole key.",
-            y_range=(0, 1),
-            **words,
-        )
-    ]
-    for run in runs:
-        blocks.append(
-            HeatMap(
-                f"Study, {run.size}: pass keys, {run.name}",
-                LENGTH,
-                "depth of the key",
-                [f"{length}\n{length / run.training_length:g}x" for length in lengths],
-                [f"{depth:.0%}" for depth in depths],
-                [[run.passkey.get((length, depth)) for length in lengths] for depth in depths],
-                "accuracy",
-                0,
-                1,
-                "0% is the beginning of the text, 100% its end.",
-                percent=True,
-            )
-        )
-    return blocks
-
-
-def inside_blocks(runs: Sequence[StudyRun]) -> list[Block]:
-    if not runs:
-        return []
-    means = "Means over rows, layers and heads"
-    if runs[0].kind == MIX:
-        means += ", local layers and global ones together: a run of `evaluate inside` tells them apart"
     body = [
-        [run.name, shown(row["length"]), *(inside_cell(row, name) for name, _ in INSIDE)]
-        for run in runs
-        for row in run.inside
+        [part.name, shown(row["length"]), *(inside_cell(row, part.group, name) for name, _ in COLUMNS)]
+        for part in parts
+        for row in part.rows
     ]
-    where = f"Study, {runs[0].size}: "
-    head = ["run", "length", *(words for _, words in INSIDE)]
-    table = Table(f"{where}inside the attention, {runs[0].kind}", head, body, f"Entropies in nats. {means}.")
-    steady = []
-    for run in runs:
-        first, last = run.inside[0], run.inside[-1]
-        names = ("log_keys", "stage1_entropy", "stage1_entropy_frozen")
-        if first is not last:
-            ends = [[number(row, name) for row in (first, last)] for name in names]
-            shares = [[share_of(value, most) for value, most in zip(pair, ends[0], strict=True)] for pair in ends[1:]]
-            changes = [*(grown(*pair) for pair in ends), *(both(*pair) for pair in shares)]
-            steady.append([run.name, shown(first["length"]), shown(last["length"]), *changes])
-    if not steady:
-        return [table]
-    title = f"{where}{STEADY[0].lower()}{STEADY[1:]}, {runs[0].kind}"
-    return [table, Table(title, STEADY_HEAD, steady, f"{STEADY_CAPTION} {means}.")]
+    means = "Means over rows, layers and heads"
+    if kind == MIX and any(not part.group.words for part in parts):
+        means += ", local layers and global ones together where they are not named"
+    head = ["run", "length", *(words for _, words in COLUMNS)]
+    table = Table(f"{title}: inside the attention, {kind}", head, body, f"Entropies in nats. {means}.")
+    steady = inside.steady_table(parts, "")
+    heading = f"{title}: {steady.title[0].lower()}{steady.title[1:]}, {kind}"
+    return [table, Table(heading, steady.head, steady.body, f"{steady.caption} {means}.")] if steady.body else [table]
 
 
-def share_of(value: Number, most: Number) -> Number:
-    return None if value is None or most is None or most <= 0 else value / most
-
-
-def inside_cell(row: dict[str, Any], name: str) -> str:
-    value = number(row, name)
+def inside_cell(row: dict[str, Any], group: layers.LayerGroup, name: str) -> str:
+    value = layers.mean_of(row, group, name)
     return percent_words(value) if name in SHARES else shown(value)

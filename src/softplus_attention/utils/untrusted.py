@@ -1,4 +1,4 @@
-"""Reading files that strangers may have made: regular files, up to a size; JSON up to a depth."""
+"""Reading files that strangers may have made: regular files, up to a size; JSON up to a depth, field by field."""
 
 from __future__ import annotations
 
@@ -76,3 +76,57 @@ def items_of(data: Any) -> Iterable[Any]:
     if isinstance(data, dict):
         return data.values()
     return data if isinstance(data, list) else ()
+
+
+class UnreadableError(ValueError):
+    """The content of a file is not what it must be."""
+
+
+# Fields of JSON, of a type; the error names the field.
+def mapping(data: Any, name: str) -> dict[str, Any]:
+    return typed(data, name, dict, "an object")
+
+
+def rows_of(data: Any, name: str) -> list[dict[str, Any]]:
+    rows = typed(data, name, list, "a list")
+    if not all(isinstance(row, dict) for row in rows):
+        raise UnreadableError(f"`{name}` must be a list of objects")
+    return rows
+
+
+def numbers_of(data: Any, name: str) -> list[float | None]:
+    return [number(value, name) for value in typed(data, name, list, "a list")]
+
+
+def text_of(data: Any, name: str) -> str:
+    return typed(data, name, str, "text")
+
+
+def number_of(data: dict[str, Any], name: str) -> float | None:
+    """The number, or None where the file says null or nothing."""
+    return number(data.get(name), name)
+
+
+def count_of(data: dict[str, Any], name: str) -> int:
+    value = number_of(data, name)
+    if value is None or value != int(value) or not 0 <= value < 1e15:
+        raise UnreadableError(f"`{name}` must be a whole number, got {short(data.get(name))}")
+    return int(value)
+
+
+def number(value: Any, name: str) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise UnreadableError(f"`{name}` must be a number, got {short(value)}")
+    return value
+
+
+def typed(data: Any, name: str, kind: type, words: str) -> Any:
+    if not isinstance(data, dict) or not isinstance(data.get(name), kind):
+        got = data.get(name) if isinstance(data, dict) else data
+        raise UnreadableError(f"`{name}` must be {words}, got {short(got)}")
+    return data[name]
+
+
+def short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

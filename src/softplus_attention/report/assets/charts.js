@@ -40,6 +40,7 @@ function limits(figure, visible) {
     (series.band || []).forEach((end) => values.push(...end.filter((value) => value !== null)));
   }
   if (figure.places) values.push(0);
+  if (figure.baseline !== undefined) values.push(figure.baseline);
   const usable = figure.y_scale === 'log' ? values.filter((value) => value > 0) : values;
   let low = usable.length ? Math.min(...usable) : 0;
   let high = usable.length ? Math.max(...usable) : 1;
@@ -58,9 +59,13 @@ function seriesColour(series) {
   return series.reference ? 'var(--reference)' : `var(--s${series.look % LOOKS})`;
 }
 
+function isHollow(series) {
+  return series.dashed || Math.floor(series.look / LOOKS) % 2 === 1;
+}
+
 function seriesDash(series) {
   if (series.reference) return REFERENCES[series.look % REFERENCES.length];
-  return series.dashed ? '4 4' : DASHES[series.look % LOOKS];
+  return isHollow(series) ? '4 4' : DASHES[series.look % LOOKS];
 }
 
 function lineChart(holder, figure) {
@@ -160,6 +165,9 @@ function lineChart(holder, figure) {
     svg.append(shape('text', { class: 'axis-title', x: left + (width - left - right) / 2, y: height - 5, 'text-anchor': 'middle' }, figure.x_label));
     const middle = top + (height - top - bottom) / 2;
     svg.append(shape('text', { class: 'axis-title', transform: `translate(13,${middle}) rotate(-90)`, 'text-anchor': 'middle' }, figure.y_label));
+    if (figure.baseline !== undefined) {
+      svg.append(shape('line', { class: 'baseline', x1: left, x2: width - right, y1: scaleY(figure.baseline), y2: scaleY(figure.baseline) }));
+    }
     svg.append(shape('g', { class: 'cursor', visibility: 'hidden' }, shape('line', { x1: 0, x2: 0, y1: top, y2: height - bottom })));
     visible.forEach((series, number) => {
       const wide = 0.8 * slot / visible.length;
@@ -196,7 +204,7 @@ function lineChart(holder, figure) {
 
 function mark(series, x, y) {
   const path = shape('path', { d: MARKS[series.look % LOOKS](x, y) });
-  path.style.fill = series.dashed ? 'var(--paper)' : seriesColour(series);
+  path.style.fill = isHollow(series) ? 'var(--paper)' : seriesColour(series);
   path.style.stroke = seriesColour(series);
   return path;
 }

@@ -1,17 +1,17 @@
-"""The section of `evaluate inside`: entropy, sink, keys, zeros and tiles, by length, layer and head."""
+"""Inside the attention: entropy, sink, keys, zeros and tiles, by length, layer and head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from softplus_attention.charts.model import HeatMap, LineChart, Number, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import Block, HeatMap, LineChart, Number, Series, SeriesStyles, Table, shown
 from softplus_attention.evaluation import layers
+from softplus_attention.evaluation.charts.results import LENGTH, LoadedResult, base_of, by_length, length_names, notes
 from softplus_attention.evaluation.layers import LayerGroup
-from softplus_attention.report.reading import ResultSet, count_of, number_of, rows_of
-from softplus_attention.report.sections import Block, LoadedResult, base_of, groups, measured, notes, where
+from softplus_attention.utils.untrusted import count_of, number_of, rows_of
 
-LENGTH = "length (tokens)"
+TITLE = "Inside the attention"
 
 
 class Quantity(NamedTuple):
@@ -36,7 +36,7 @@ HELD_WORDS = ", log N held"
 HELD_CAPTION = "Hollow marks: the same queries and keys with log N held at that of the training length."
 
 
-def read_inside(results: dict[str, Any]) -> list[dict[str, Any]]:
+def read(results: dict[str, Any]) -> list[dict[str, Any]]:
     rows = rows_of(results, "lengths")
     for row in rows:
         count_of(row, "length"), number_of(row, "log_keys")
@@ -62,94 +62,76 @@ class Part(NamedTuple):
     def name(self) -> str:
         return self.member.label + (f", {self.group.words}" if self.group.words else "")
 
-    def by_length(self, name: str, styles: SeriesStyles, words: str = "", is_share: bool = False) -> Series:
+    def series(self, name: str, styles: SeriesStyles, words: str = "", is_share: bool = False) -> Series:
         value = layers.share_of_log_keys if is_share else layers.mean_of
         values = [value(row, self.group, name) for row in self.rows]
-        lengths = [row["length"] for row in self.rows]
-        return Series(self.name + words, lengths, values, None, styles.of(self.member.name), dashed=bool(words))
+        band = None if words else layers.middle_half(self.rows, self.group, name, is_share)
+        lengths, look = [row["length"] for row in self.rows], styles.of(self.member.name)
+        return Series(self.name + words, lengths, values, None, look, dashed=bool(words), band=band)
 
     def has(self, name: str) -> bool:
         return any(layers.mean_of(row, self.group, name) is not None for row in self.rows)
 
 
-def inside_section(found: ResultSet, styles: SeriesStyles) -> list[Block]:
-    folders = groups([m for m in measured(found, "inside", read_inside) if m.content])
-    blocks: list[Block] = []
-    for group, members in folders.items():
-        folder = where(group, len(folders) > 1)
-        parts = [[Part(m, layer_group) for layer_group in layers.layer_groups(m.content)] for m in members]
-        widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
-        blocks += by_length_blocks(widest, styles, f"{', global layers' if narrower else ''}{folder}", base_of(members))
-        if narrower:
-            blocks += by_length_blocks(narrower, styles, f", local layers{folder}", base_of(members))
-        steady = steady_table([part for own in parts for part in own], folder)
-        blocks += [steady] if steady.body else []
-        for quantity in (STAGE1, ENTROPY, SINK):
-            limits = (0, None) if quantity.is_share else (None, None)
-            lines = [series_by_layer(m, quantity.name, styles) for m in members]
-            caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
-            if quantity is STAGE1:
-                held = [series_by_layer(m, HELD, styles, HELD_WORDS) for m in members]
-                lines += [line for line in held if any(value is not None for value in line.y)]
-                caption += f" {HELD_CAPTION}"
-            title = f"{quantity.title}, by layer{folder}"
-            blocks.append(LineChart(title, "layer", quantity.label, lines, caption, y_range=limits))
-        for m in members:
-            blocks += share_maps(m, folder)
-            blocks += [head_map(m, quantity, members, folder) for quantity in head_quantities(m)]
-        blocks += notes(members)
+def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
+    measured = [m for m in members if m.content]
+    if not measured:
+        return [*notes(members)]
+    parts = [[Part(m, layer_group) for layer_group in layers.layer_groups(m.content)] for m in measured]
+    widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
+    base = base_of(measured)
+    blocks = by_length_charts(widest, styles, f"{', global layers' if narrower else ''}{folder}", base)
+    if narrower:
+        blocks += by_length_charts(narrower, styles, f", local layers{folder}", base)
+    steady = steady_table([part for own in parts for part in own], folder)
+    blocks += [steady] if steady.body else []
+    blocks += [by_layer_chart(measured, quantity, styles, folder) for quantity in (STAGE1, ENTROPY, SINK)]
+    for m in measured:
+        blocks += share_maps(m, folder)
+        blocks += [head_map(m, quantity, measured, folder) for quantity in head_quantities(m)]
+    return blocks + notes(members)
+
+
+def by_layer_chart(members: Sequence[LoadedResult], quantity: Quantity, styles: SeriesStyles, folder: str) -> LineChart:
+    lines = [series_by_layer(m, quantity.name, styles) for m in members]
+    caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
+    if quantity is STAGE1:
+        held = [series_by_layer(m, HELD, styles, HELD_WORDS) for m in members]
+        lines += [line for line in held if any(value is not None for value in line.y)]
+        caption += f" {HELD_CAPTION}"
+    limits = (0, None) if quantity.is_share else (None, None)
+    return LineChart(f"{quantity.title}, by layer{folder}", "layer", quantity.label, lines, caption, y_range=limits)
+
+
+def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, words: str, base: float | None) -> list[Block]:
+    told_apart = any(part.group.words for part in parts)
+    means = f"Mean over {'these layers and their' if told_apart else 'layers and'} heads"
+    means += ", the middle half of the heads as a band"
+    equal = equal_series(parts)
+    held = [part for part in parts if part.has(HELD)]
+    titles = [f"Entropy of stage 1{share}, by length{words}" for share in ("", " / log N")]
+    entropies = [stage1_series(parts, held, styles, is_share) for is_share in (False, True)]
+    captions = [f"{means}, before re-weighting.", f"1 is the entropy of equal weights. {means}."]
+    captions = [f"{caption} {HELD_CAPTION}" if held else caption for caption in captions]
+    blocks: list[Block] = [
+        by_length(titles[0], STAGE1.label, [*entropies[0], *equal], captions[0], base),
+        by_length(titles[1], "entropy / log N", entropies[1], captions[1], base, y_range=(0, 1), baseline=1),
+    ]
+    for quantity in BY_LENGTH:
+        series = [part.series(quantity.name, styles) for part in parts]
+        if all(value is None for line in series for value in line.y):
+            continue
+        scale = "log" if quantity.name == "effective_keys" and all_positive(series) else "linear"
+        lines = [*series, *equal] if quantity is ENTROPY else series
+        limits = (0, None) if quantity.is_share else (None, None)
+        title = f"{quantity.title}, by length{words}"
+        blocks.append(by_length(title, quantity.label, lines, f"{means}.", base, y_scale=scale, y_range=limits))
     return blocks
 
 
-def by_length_blocks(parts: Sequence[Part], styles: SeriesStyles, words: str, base: float | None) -> list[Block]:
-    told_apart = any(part.group.words for part in parts)
-    means = f"Mean over {'these layers and their' if told_apart else 'layers and'} heads"
-    equal = equal_series(parts)
-    held = [part for part in parts if part.has(HELD)]
-    charts = [
-        LineChart(
-            f"Entropy of stage 1, by length{words}",
-            LENGTH,
-            STAGE1.label,
-            [*stage1_series(parts, held, styles, is_share=False), *equal],
-            f"{means}, before re-weighting. {HELD_CAPTION}",
-            x_scale="log2",
-            times_of=base,
-        ),
-        LineChart(
-            f"Entropy of stage 1 / log N, by length{words}",
-            LENGTH,
-            "entropy / log N",
-            stage1_series(parts, held, styles, is_share=True),
-            f"1 is the entropy of equal weights. {means}. {HELD_CAPTION}",
-            x_scale="log2",
-            times_of=base,
-            y_range=(0, 1),
-        ),
-    ]
-    for quantity in BY_LENGTH:
-        series = [part.by_length(quantity.name, styles) for part in parts]
-        if all(value is None for line in series for value in line.y):
-            continue
-        charts.append(
-            LineChart(
-                f"{quantity.title}, by length{words}",
-                LENGTH,
-                quantity.label,
-                [*series, *equal] if quantity is ENTROPY else series,
-                f"{means}.",
-                x_scale="log2",
-                y_scale="log" if quantity.name == "effective_keys" and all_positive(series) else "linear",
-                times_of=base,
-                y_range=(0, None) if quantity.is_share else (None, None),
-            )
-        )
-    return list(charts)
-
-
 def stage1_series(parts: Sequence[Part], held: Sequence[Part], styles: SeriesStyles, is_share: bool) -> list[Series]:
-    growing = [part.by_length(STAGE1.name, styles, is_share=is_share) for part in parts]
-    return growing + [part.by_length(HELD, styles, HELD_WORDS, is_share) for part in held]
+    growing = [part.series(STAGE1.name, styles, is_share=is_share) for part in parts]
+    return growing + [part.series(HELD, styles, HELD_WORDS, is_share) for part in held]
 
 
 def equal_series(parts: Sequence[Part]) -> list[Series]:
@@ -224,7 +206,7 @@ def share_maps(m: LoadedResult, folder: str) -> list[HeatMap]:
     """Stage 1's entropy / log N of each layer by length: with log N, and where the scores have it, with log N held."""
     numbers = sorted({layer for row in m.content for layer in layer_numbers(row)})
     lengths = [row["length"] for row in m.content]
-    names = [f"{n}" + (f"\n{n / m.training_length:g}x" if m.training_length else "") for n in lengths]
+    names = length_names(lengths, m.training_length)
     found = []
     for name, words in ((STAGE1.name, ""), (HELD, HELD_WORDS)):
         values = [[layers.share_of_log_keys(row, one_layer(layer), name) for row in m.content] for layer in numbers]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.results import FORMAT, LARGEST_FILE, MEASURES, VERSION
+from softplus_attention.utils.untrusted import UnreadableError, short
 
 LARGEST_NUMBER = 1e100
 # What models, tokenizers, prepared data, training and the stages of `newton` leave beside their results.
@@ -21,10 +21,6 @@ WORKING_FILES = re.compile(
     r"|(chat_template|.*\.index|trainer_state|index|plan|manifest|position)\.json"
     r"|(experiment|pretrain|probes|tune|long|laws|seed\d+)\.json"
 )
-
-
-class UnreadableError(ValueError):
-    """A file that is not what it says it is."""
 
 
 @dataclass(frozen=True)
@@ -137,53 +133,3 @@ def cleaned(value: Any) -> Any:
     if isinstance(value, bool) or value is None:
         return value
     return value if abs(value) < LARGEST_NUMBER else None
-
-
-def short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-# Reading fields of a kind: each says which field is not as it should be.
-def mapping(data: Any, name: str) -> dict[str, Any]:
-    return typed(data, name, dict, "an object")
-
-
-def rows_of(data: Any, name: str) -> list[dict[str, Any]]:
-    rows = typed(data, name, list, "a list")
-    if not all(isinstance(row, dict) for row in rows):
-        raise UnreadableError(f"`{name}` must be a list of objects")
-    return rows
-
-
-def numbers_of(data: Any, name: str) -> list[float | None]:
-    return [number(value, name) for value in typed(data, name, list, "a list")]
-
-
-def text_of(data: Any, name: str) -> str:
-    return typed(data, name, str, "text")
-
-
-def number_of(data: dict[str, Any], name: str) -> float | None:
-    """The number, or None where the file says null or nothing."""
-    return number(data.get(name), name)
-
-
-def count_of(data: dict[str, Any], name: str) -> int:
-    value = number_of(data, name)
-    if value is None or value != int(value) or not 0 <= value < 1e15:
-        raise UnreadableError(f"`{name}` must be a whole number, got {short(data.get(name))}")
-    return int(value)
-
-
-def number(value: Any, name: str) -> float | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise UnreadableError(f"`{name}` must be a number, got {short(value)}")
-    return value
-
-
-def typed(data: Any, name: str, kind: type, words: str) -> Any:
-    if not isinstance(data, dict) or not isinstance(data.get(name), kind):
-        got = data.get(name) if isinstance(data, dict) else data
-        raise UnreadableError(f"`{name}` must be {words}, got {short(got)}")
-    return data[name]

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from softplus_attention.charts.model import AttentionMaps, Chart, Table, to_json
-from softplus_attention.report.other import RunRecord
+from softplus_attention.report.runs import RunRecord
 from softplus_attention.report.sections import Block, Explorer, Picture, Section
 
 SCRIPTS = ("common.js", "charts.js", "explorer.js")

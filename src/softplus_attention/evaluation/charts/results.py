@@ -1,0 +1,110 @@
+"""Result files as charts take them, and what charts of all measures share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from softplus_attention.charts.model import LineChart, Number, Series, shown
+from softplus_attention.utils.untrusted import mapping, number_of, text_of
+
+LENGTH = "length (tokens)"
+
+
+@dataclass(frozen=True)
+class LoadedResult:
+    """A result of `evaluate`, read and checked."""
+
+    name: str
+    training_length: float | None
+    complete: bool
+    settings: dict[str, Any]
+    results: dict[str, Any]
+    content: Any  # what the measure's own ``read`` made of ``results``
+    group: str = ""  # the folder: what lies in one was measured together
+
+    @property
+    def label(self) -> str:
+        return self.name if self.complete else f"{self.name} (not finished)"
+
+
+def load(data: dict[str, Any], read: Callable[[dict[str, Any]], Any], group: str = "") -> LoadedResult:
+    model, results = mapping(data, "model"), mapping(data, "results")
+    return LoadedResult(
+        text_of(model, "name") or "(no name)",
+        number_of(model, "training_length"),
+        data.get("complete") is True,
+        data["settings"] if isinstance(data.get("settings"), dict) else {},
+        results,
+        read(results),
+        group,
+    )
+
+
+def base_of(members: Sequence[LoadedResult]) -> float | None:
+    """The training length, where all have the same."""
+    lengths = {member.training_length for member in members}
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def by_length(
+    title: str, y_label: str, series: Sequence[Series], caption: str, base: float | None, **kwargs: Any
+) -> LineChart:
+    return LineChart(title, LENGTH, y_label, series, caption, x_scale="log2", times_of=base, **kwargs)
+
+
+def columns_by_length(rows: Sequence[dict[str, Any]], *names: str) -> tuple[list[float], list[list[Number]]]:
+    """The lengths, and each named number at them."""
+    return [row["length"] for row in rows], [[number_of(row, name) for row in rows] for name in names]
+
+
+def length_names(lengths: Sequence[float], training_length: float | None) -> list[str]:
+    """Of the columns of a heat map."""
+    return [f"{n}" + (f"\n{n / training_length:g}x" if training_length else "") for n in lengths]
+
+
+def with_error(value: Number, error: Number) -> str:
+    return shown(value) + (f" ± {shown(error)}" if error is not None else "")
+
+
+# What a comparison is about, and what leaves the numbers as they are: no reason to compare with care.
+COMPARED = {"attention", "local_attention", "power", "power_rounding", "power_growth", "score_scale"}
+WITHOUT_EFFECT = {
+    "compile", "device", "evaluate_every", "evaluate_sequences", "gradient_checkpointing", "keep", "log_every", "loss",
+    "micro_batch_size", "parallel", "peak_tflops", "save_every", "workers",
+}  # fmt: skip
+
+
+def flat_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        if before and name in COMPARED | WITHOUT_EFFECT:
+            continue
+        found |= flat_settings(value, f"{before}{name}: ") if isinstance(value, dict) else {before + name: repr(value)}
+    return found
+
+
+def differing_settings(members: Sequence[LoadedResult]) -> str:
+    """Names of settings that are not the same for all: such curves are not to be compared without a thought."""
+    settings = [flat_settings(member.settings) for member in members]
+    names = {name for found in settings for name in found}
+    return ", ".join(sorted(name for name in names if len({found.get(name) for found in settings}) > 1))
+
+
+def notes(members: Sequence[LoadedResult]) -> list[str]:
+    """What a reader must know of these results: lengths left out, settings that differ, results not finished."""
+    found = []
+    for member in members:
+        skipped = member.results.get("skipped")
+        if isinstance(skipped, list) and skipped:
+            rows = [row for row in skipped if isinstance(row, dict)]
+            reasons = "; ".join(f"{row.get('length', row.get('task'))}: {row.get('reason')}" for row in rows)
+            found.append(f"{member.name}, not measured: {reasons}.")
+    unequal = differing_settings(members)
+    if unequal:
+        found.append(f"Measured with different settings ({unequal}): compare with care.")
+    unfinished = [member.name for member in members if not member.complete]
+    if unfinished:
+        found.append(f"Not finished: {', '.join(unfinished)}.")
+    return found
