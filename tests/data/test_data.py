@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -61,7 +62,9 @@ class TestNothingIsLost:
     ) -> None:
         folder = tmp_path_factory.mktemp("data")
         source = write_jsonl(folder / "a.jsonl", documents)
-        kept = [document for document in documents if document.strip()]
+        # Line ends are those of Unix; of a single document the end is validation, which has a test of its own.
+        kept = [document.replace("\r\n", "\n") for document in documents if document.strip()]
+        fraction = round(fraction) if len(kept) == 1 else fraction
         options = {"tokenizer": "bytes", "seed": seed, "validation_fraction": fraction, "shard_tokens": shard}
         if not kept:
             with pytest.raises(DataError, match="at least one document that is not empty"):
@@ -83,6 +86,7 @@ class TestNothingIsLost:
         assert not set(expected["train"]) & set(expected["validation"])
         assert index.counts["documents"] == len(kept)
         assert index.counts["empty"] == len(documents) - len(kept)
+        assert index.counts["crlf"] == sum(document.count("\r\n") for document in documents if document.strip())
         assert index.counts["bytes"] == sum(len(document.encode()) for document in kept)
         verify(folder / "out")
 
@@ -141,7 +145,62 @@ class TestNothingIsLost:
         assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [1, 69_999, 65_536, 70_000]
 
 
+class TestSingleDocument:
+    """Is split at its tail, at the end of a line: one's own book has a validation split."""
+
+    @pytest.mark.parametrize("fraction", [0.005, 0.25, 0.0])
+    def test_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], fraction: float) -> None:
+        text = builtin_text()[1][3].replace("\n", "\r\n")
+        (tmp_path / "my book.md").write_text(text, newline="")
+        words = ["data", "prepare", str(tmp_path / "my book.md"), "--output", str(tmp_path / "out"), "--workers", "1"]
+        assert main([*words, "--tokenizer", "bytes", "--validation-fraction", str(fraction)]) == 0
+        said = capsys.readouterr().out
+        parts = [texts_of(tmp_path / "out", split) for split in SPLITS]
+        assert "".join(itertools.chain(*parts)) == text.replace("\r\n", "\n")
+        assert f"{text.count(chr(13)):,} CRLF became LF" in said
+        assert "1 documents" in said
+        if fraction == 0:
+            assert parts[1] == []
+            return
+        (train,), (validation,) = parts
+        expected = 0.1 if fraction == 0.005 else fraction
+        assert len(validation) == pytest.approx(expected * len(train + validation), rel=0.01)
+        assert train.endswith("\n")
+        assert f"a single document: its last {expected:.0%} are the validation split" in said
+
+    def test_bpe_learns_nothing_of_the_tail(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("ab " * 300 + "\n" + "zq" * 40)
+        prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bpe", vocabulary_size=270, workers=1)
+        learned = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["merges"]
+        assert learned
+        assert not any("q" in part for merge in learned for part in merge)
+
+    def test_tokens_and_too_short_ones(self, tmp_path: Path) -> None:
+        prepare([write_jsonl(tmp_path / "a.jsonl", [" ", "x"])], tmp_path / "short", tokenizer="bytes", workers=1)
+        assert [texts_of(tmp_path / "short", split) for split in SPLITS] == [["x"], []]
+        np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+        prepare([tmp_path / "a.npy"], tmp_path / "out", tokenizer=str(tmp_path / "short"), workers=1)
+        found = [TokenDataset.open(tmp_path / "out", split).document(0).tolist() for split in SPLITS]
+        assert found == [[*range(90), 256], [*range(90, 100), 256]]
+
+
 class TestTokenizers:
+    def test_gpt2_comes_with_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The default needs no network; its ids are those that its authors and transformers document."""
+        import huggingface_hub.constants
+
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        index = prepare([write_jsonl(tmp_path / "a.jsonl", ["Hello world"] * 2)], tmp_path / "out", workers=1)
+        assert (index.vocabulary_size, index.end_of_document) == (50_257, 50_256)
+        assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [15496, 995, 50_256]
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+        for text in ("Replace me by any text you'd like.", "naïve 日本 😀\t\n\n  x"):
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        ids = [3041, 5372, 502, 416, 597, 2420, 345, 1549, 588, 13]
+        assert tokenizer("Replace me by any text you'd like.")["input_ids"] == ids
+
     @pytest.mark.parametrize("name", ["bytes", "bpe"])
     def test_transformers_loads_what_was_written(self, tmp_path: Path, name: str) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -208,15 +267,15 @@ class TestTokenizers:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
         revision = "0123456789abcdef0123456789abcdef01234567"
-        cached = tmp_path / "hub" / "models--gpt2"
+        cached = tmp_path / "hub" / "models--known"
         (cached / "snapshots" / revision).mkdir(parents=True)
         (cached / "refs").mkdir()
         (cached / "refs" / "main").write_text(revision)
         bytes_tokenizer().save(str(cached / "snapshots" / revision / "tokenizer.json"))
         source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
-        prepare([source], tmp_path / "out", validation_fraction=0, workers=1)
+        prepare([source], tmp_path / "out", tokenizer="known", validation_fraction=0, workers=1)
         assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [97, 98, 99, 256]
-        with pytest.raises(DataError, match=r"`--tokenizer` must be .*got 'no-such-one', which the hub did not give: "):
+        with pytest.raises(DataError, match=r"tokenizer 'no-such-one' is not on the Hugging Face Hub, or the Hub was"):
             prepare([source], tmp_path / "other", tokenizer="no-such-one", workers=1)
 
 
@@ -236,7 +295,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
-            (["--tokenizer", "missing.json"], "`--tokenizer` must be bytes, bpe.*got 'missing.json', which is no file"),
+            (["--tokenizer", "missing.json"], "missing.json: no such file. --tokenizer takes gpt2, bytes, bpe"),
             (["--vocabulary-size", "300"], "`--vocabulary-size` must be given only with --tokenizer bpe, got 300"),
             (["--tokenizer", "bpe", "--vocabulary-size", "20"], "`--vocabulary-size` must be at least 257.*got 20"),
             (["--tokenizer", "bytes", "--validation-fraction", "2"], "`--validation-fraction` must be from 0 to 1"),
@@ -262,15 +321,18 @@ class TestErrors:
 
     def test_sources(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         out = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
-        (tmp_path / "notes.md").write_text("x")
+        (tmp_path / "notes.md").write_bytes(b"x\0")
+        (tmp_path / "wide.md").write_text("x", encoding="utf-16")
+        (tmp_path / "a.json").write_text("[]")
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty.jsonl").write_text("")
         np.save(tmp_path / "t.npy", np.arange(3, dtype=np.uint16))
-        assert "'nowhere.txt', which does not exist" in self.refused(capsys, "nowhere.txt", *out)
-        unsupported = self.refused(capsys, tmp_path / "notes.md", *out)
-        assert "`SOURCE` must be files or folders of .txt, .jsonl" in unsupported
-        assert "notes.md" in unsupported
-        assert "which holds none of these files" in self.refused(capsys, tmp_path / "empty", *out)
+        assert self.refused(capsys, "nowhere.txt", *out) == "softplus-attention: nowhere.txt: no such file or folder"
+        assert "(hub:nowhere is a dataset of the" in self.refused(capsys, "nowhere", *out)
+        for name, reason in (("notes.md", "a binary file"), ("wide.md", "UTF-16, convert it"), ("a.json", "JSON, not")):
+            assert f"{tmp_path / name}: {reason}" in self.refused(capsys, tmp_path / name, *out)
+        assert f"{tmp_path}/empty: a folder without text. SOURCE" in self.refused(capsys, tmp_path / "empty", *out)
+        assert "/dev/null: not a regular file. SOURCE takes" in self.refused(capsys, "/dev/null", *out)
         assert "at least one document that is not empty" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
         assert "either text or token files" in self.refused(capsys, source, tmp_path / "t.npy", *out)
         assert "named once" in self.refused(capsys, source, source, *out)
@@ -354,5 +416,5 @@ class TestDamage:
         with pytest.raises(DataError, match=r"`directory` must be of format .*version 1, got .*version 99"):
             TokenDataset.open(folder, "train")
         (folder / "index.json").unlink()
-        with pytest.raises(DataError, match=r"`directory` must be a folder written by"):
+        with pytest.raises(DataError, match=r"out has no index.json: `directory` takes a folder written by"):
             TokenDataset.open(folder, "train")

@@ -220,9 +220,9 @@ def test_prepare_follows_no_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", ["assembled.npz", "piece-00000000.npz"])
 @pytest.mark.parametrize("content", [b"", b"PK\x05\x06" + bytes(18), b"[1]"])
 def test_a_damaged_state_of_prepare(tmp_path: Path, state: str, content: bytes) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n{')
+    (tmp_path / "a.jsonl").write_text('{"text": "some text"}\n' * 2 + "{")
     words = ("data", "prepare", str(tmp_path / "a.jsonl"), "--tokenizer", "bytes", "--output", str(tmp_path / "out"))
-    assert "line 2" in main_refused(*words, "--workers", "1")
+    assert "line 3" in main_refused(*words, "--workers", "1")
     work = tmp_path / "out" / ".partial"
     (work / state).write_bytes(content)
     assert main_refused(*words, "--workers", "1").endswith("start again")

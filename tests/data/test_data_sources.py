@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import resource
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from softplus_attention.cli import main
 from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare
 from softplus_attention.data.options import PrepareOptions
 from softplus_attention.data.sources import Source, find
@@ -142,10 +144,22 @@ class TestEveryKind:
     def test_a_folder_in_the_order_of_its_paths(self, tmp_path: Path) -> None:
         (tmp_path / "sub").mkdir()
         (tmp_path / ".hidden").mkdir()
-        for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden/d.txt", "notes.md"):
+        for name in ("b.txt", "a.txt", "sub/c.py", ".hidden/d.txt", "notes.md"):
             (tmp_path / name).write_text(name)
-        found = find([str(tmp_path)], PrepareOptions(), Path("/nowhere"))
-        assert [document for source in found for document in source.documents(None)] == ["a.txt", "b.txt", "sub/c.txt"]
+        (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+
+        def documents() -> list[Any]:
+            found = find([str(tmp_path)], PrepareOptions(), Path("/nowhere"))
+            return [document for source in found for document in source.documents(None)]
+
+        assert documents() == ["a.txt", "b.txt", "notes.md", "sub/c.py"]
+        (tmp_path / "c.jsonl").write_bytes(jsonl(["c"]))  # beside records other files are notes
+        assert documents() == ["a.txt", "b.txt", "c"]
+
+    @pytest.mark.parametrize("name", ["a.md", "a.py", "a.csv", "a.tex", "a", "a.txt", "a.md.gz", "a.xz"])
+    def test_text_by_content(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / name).write_bytes(COMPRESS.get(Path(name).suffix, bytes)("größer".encode()))
+        assert read(tmp_path / name) == ["größer"]
 
 
 class TestOddText:
@@ -159,6 +173,22 @@ class TestOddText:
         ):
             read(path)
         assert read(path, errors="replace") == [data + "\ufffd latin"]
+
+    def test_separators_of_lines_match_those_of_windows(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_bytes(b"a\r\nb\r\n\r\nc\n\nd\r\n\ne")
+        assert read(tmp_path / "a.txt", separator="\n\n") == ["a\r\nb", "c", "d", "e"]
+
+    def test_separators_with_escapes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "a.txt").write_bytes(b"a\n\nb\\nc")
+        words = ["data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--validation-fraction", "0"]
+        for place, (separator, count) in enumerate({r"\n\n": 2, r"\\n": 2, r"\x0a": 2, r"\u000A": 2, r"\d": 1}.items()):
+            output = str(tmp_path / str(place))
+            assert main([*words, "--separator", separator, "--output", output]) == 0
+            said = capsys.readouterr().out
+            assert f"text         {count} documents" in said
+            again = shlex.split(said.splitlines()[-1].removeprefix("made by"))
+            assert main(again[1:]) == 0
+            assert capsys.readouterr().out == said
 
     def test_not_utf8_behind_a_separator(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"one|two|t\xffree")

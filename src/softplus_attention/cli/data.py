@@ -38,8 +38,8 @@ def add_prepare(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="files or folders of .txt, .jsonl (also .xz, .gz, .zst), .parquet, or token files .npy and .bin; "
-        "fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] to stream from the Hugging Face hub; builtin, the training "
+        help="files or folders of text, .jsonl (both also .xz, .gz, .zst), .parquet, or token files .npy and .bin; "
+        "fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] to stream from the Hugging Face Hub; builtin, the training "
         "text of the package",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")

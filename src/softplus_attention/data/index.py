@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.data import DataError
-from softplus_attention.data.options import TOKEN_DTYPES
+from softplus_attention.data.options import TOKEN_DTYPES, escaped, flag
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import sha256
 from softplus_attention.validation import fail
@@ -64,8 +64,10 @@ class Index:
         if not path.exists():
             if (folder / PARTIAL).is_dir():
                 raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
-            found = f"{str(folder)!r}, which " + (f"has no {INDEX}" if folder.is_dir() else "is no folder")
-            fail(argument, "a folder written by `softplus-attention data prepare`", found, DataError)
+            reason = f"has no {INDEX}" if folder.is_dir() else "is no folder"
+            raise DataError(
+                f"{folder} {reason}: `{argument}` takes a folder written by `softplus-attention data prepare`"
+            )
         try:
             return cls.parsed(folder, untrusted.read_json(path, LARGEST_INDEX), argument)
         except DataError:
@@ -156,16 +158,18 @@ class Index:
             f"{self.end_of_document} ends a document",
             f"text         {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['empty']:,} empty",
         ]
+        if counts.get("crlf"):
+            lines.append(f"line ends    {counts['crlf']:,} CRLF became LF")
         if counts["forced_cuts"]:
             lines.append(f"cut          {counts['forced_cuts']:,} times inside runs without a word boundary")
         for name, split in self.splits.items():
             size = f"{split.tokens:,} tokens, {split.documents:,} documents"
             lines.append(f"{name:<13}{size}, {self.dtype.name}, shards: {len(split.shards)}")
             if not split.documents:
-                remedy = "for documents in {}, change --validation-fraction"
-                if counts["documents"] == 1:
-                    remedy = "one document is not divided; add others, or part it with --separator"
-                lines.append(f"             none: {remedy.format(name)}")
+                lines.append(f"             none: for documents in {name}, change --validation-fraction")
+        if counts["documents"] == 1 and all(split.documents for split in self.splits.values()):
+            share = self.splits["validation"].tokens / sum(split.tokens for split in self.splits.values())
+            lines.append(f"             a single document: its last {share:.0%} are the validation split")
         return [*lines, f"made by      {command_of(self.plan, self.folder)}"]
 
     def remedy(self) -> str:
@@ -194,7 +198,7 @@ def command_of(plan: Mapping[str, Any], output: Path) -> str:
     words = ["softplus-attention", "data", "prepare", *plan["sources"], "--output", str(output)]
     for name, value in plan["options"].items():
         if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            words += [flag(name), escaped(value) if name == "separator" and isinstance(value, str) else str(value)]
     return shlex.join(words)
 
 

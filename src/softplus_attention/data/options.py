@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,24 @@ from softplus_attention.validation import fail
 
 TOKEN_DTYPES = ("uint16", "uint32")
 ERRORS = ("strict", "replace")
+DEFAULT_VALIDATION = 0.005
+SINGLE_VALIDATION = 0.1  # of the tokens of a single document
 DEFAULT_VOCABULARY = 8192
 SMALLEST_VOCABULARY = 257
 
 
-def option(text: str, default: Any, kind: type = str, metavar: str | None = None, choices: Any = None) -> Any:
+def unescaped(text: str) -> str:
+    r"""Of \n, \r, \t, \\, \xNN and \uNNNN the characters that they stand for, as in Python."""
+    escapes = r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"
+    return re.sub(escapes, lambda found: found[0].encode().decode("unicode_escape"), text)
+
+
+def escaped(text: str) -> str:
+    r"""What ``unescaped`` makes ``text`` of, in one line."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\\]", lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def option(text: str, default: Any, kind: Any = str, metavar: str | None = None, choices: Any = None) -> Any:
     """A field with its type and words in ``--help``."""
     metadata = {"help": text, "type": kind, "metavar": metavar, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
@@ -24,16 +38,28 @@ def option(text: str, default: Any, kind: type = str, metavar: str | None = None
 @dataclass(frozen=True)
 class PrepareOptions:
     tokenizer: str = option(
-        "a name on the Hugging Face hub, a tokenizer.json file, bytes, or bpe to train one", "gpt2", metavar="NAME"
+        "gpt2 (in the package), bytes, bpe to train one, a tokenizer.json file, or a name on the Hugging Face Hub",
+        "gpt2",
+        metavar="NAME",
     )
     vocabulary_size: int | None = option(f"tokens of a trained BPE (default: {DEFAULT_VOCABULARY})", None, int, "N")
     end_of_document: str | None = option("default: <|endoftext|> or what the tokenizer has", None, metavar="TOKEN")
-    validation_fraction: float = option("share of the documents held out for validation", 0.005, float, "F")
+    validation_fraction: float = option(
+        "fraction of the documents held out for validation; of a single document the end, and 0.1 by default",
+        DEFAULT_VALIDATION,
+        float,
+        "F",
+    )
     seed: int = option("of the split", 0, int, "N")
     shard_tokens: int = option("tokens of a shard", 100_000_000, int, "N")
     errors: str = option("what to do with text that is not UTF-8", "strict", choices=ERRORS)
     text_field: str = option("field of JSON lines, column of parquet files", "text", metavar="NAME")
-    separator: str | None = option("between the documents of a text file (default: one each)", None, metavar="TEXT")
+    separator: str | None = option(
+        r"between the documents of a text file, such as '\n\n' or '<|endoftext|>' (default: one document each)",
+        None,
+        unescaped,
+        "TEXT",
+    )
     token_dtype: str = option("of raw .bin files", "uint16", choices=TOKEN_DTYPES)
     limit: int | None = option("stop after N documents", None, int, "N")
 
@@ -62,6 +88,11 @@ class PrepareOptions:
             fail("--separator", "some text", "an empty one", DataError)
         if self.limit is not None and self.limit < 1:
             fail("--limit", "at least 1", self.limit, DataError)
+
+    @property
+    def single_validation(self) -> float:
+        """The fraction of a single document."""
+        return SINGLE_VALIDATION if self.validation_fraction == DEFAULT_VALIDATION else self.validation_fraction
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import sys
@@ -29,8 +30,10 @@ from softplus_attention.data.shards import (
     Worker,
     WorkerSettings,
     is_begun,
+    is_blank,
     is_validation,
     one_thread,
+    split_tail,
     start_worker,
     write_in_worker,
 )
@@ -247,13 +250,17 @@ def run(
     piece_characters: int,
     progress: Progress,
 ) -> None:
-    tokenizer = saved_tokenizer(sources, output, options, progress)
+    holds_tokens = sources[0].holds_tokens
+    tail = None if holds_tokens else tail_of(sources, options)
+    tokenizer = saved_tokenizer(sources, output, options, progress, tail)
     vocabulary = tokenizers.vocabulary_size(tokenizer)
     end_id: int = tokenizer.get_vocab(with_added_tokens=True)[tokenizers.saved_end(output)]
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
     for source in sources:
         if isinstance(source, TokenFile):
             source.bind(end_id, vocabulary)
+    if holds_tokens:
+        tail = tail_of(sources, options)
     settings = WorkerSettings(
         work=output / PARTIAL,
         tokenizer=output / TOKENIZER,
@@ -262,6 +269,7 @@ def run(
         end_id=end_id,
         seed=options.seed,
         validation_fraction=options.validation_fraction,
+        tail=tail,
     )
     assembler = Assembler(output, settings.work, dtype, options.shard_tokens)
     assembler.resume()
@@ -294,7 +302,9 @@ def run(
     progress.end(assembler)
 
 
-def saved_tokenizer(sources: list[Source], output: Path, options: PrepareOptions, progress: Progress) -> Tokenizer:
+def saved_tokenizer(
+    sources: list[Source], output: Path, options: PrepareOptions, progress: Progress, tail: float | None
+) -> Tokenizer:
     """The tokenizer in the output folder: made or fetched once, so that a continued run has the same."""
     path = output / TOKENIZER
     if not path.is_file():
@@ -303,19 +313,32 @@ def saved_tokenizer(sources: list[Source], output: Path, options: PrepareOptions
         elif options.tokenizer == "bpe":
             size = options.vocabulary_size or DEFAULT_VOCABULARY
             progress.say(f"training a BPE of {size} tokens")
-            made = tokenizers.train(training_texts(sources, options), size)
+            made = tokenizers.train(training_texts(sources, options, tail), size)
         else:
             made = tokenizers.load(options.tokenizer, options.end_of_document)
         tokenizers.save(made, output, tokenizers.end_token(made, options.end_of_document))
     return Tokenizer.from_file(str(path))
 
 
-def training_texts(sources: list[Source], options: PrepareOptions) -> Iterator[str]:
+def tail_of(sources: list[Source], options: PrepareOptions) -> float | None:
+    """What is validation of a single document; None if there are more."""
+    if not 0 < options.single_validation < 1:
+        return None
+    read = itertools.chain.from_iterable(source.documents(None) for source in sources)
+    found = (document for document in itertools.islice(read, options.limit) if not is_blank(document))
+    return options.single_validation if len(list(itertools.islice(found, 2))) == 1 else None
+
+
+def training_texts(sources: list[Source], options: PrepareOptions, tail: float | None) -> Iterator[str]:
     """Training documents only: the tokenizer learns nothing of validation."""
     size = records = 0
     for source in sources:
         for document in source.documents(None):
             assert isinstance(document, str)
+            document = document.replace("\r\n", "\n")
+            if tail is not None and not is_blank(document):
+                yield str((split_tail(document, tail) or [document])[0])
+                return
             content = document.encode()
             if not is_validation(content, options.seed, options.validation_fraction):
                 size += len(content)

@@ -30,7 +30,7 @@ from softplus_attention.data.tokenizer import Encoder
 from softplus_attention.utils.files import replacing
 
 STATE = "assembled.npz"
-COUNTS = ("records", "documents", "empty", "bytes", "forced_cuts")
+COUNTS = ("records", "documents", "empty", "bytes", "forced_cuts", "crlf")
 PARALLELISM = "TOKENIZERS_PARALLELISM"
 Array = np.ndarray[Any, Any]
 
@@ -91,6 +91,7 @@ class WorkerSettings:
     end_id: int
     seed: int
     validation_fraction: float
+    tail: float | None  # of a single document, the share at its end that is validation
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,20 @@ def is_validation(content: bytes, seed: int, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2**64
 
 
+def is_blank(document: Document) -> bool:
+    return not len(document) or (isinstance(document, str) and document.isspace())
+
+
+def split_tail(document: Document, share: float) -> tuple[Document, Document] | None:
+    """A document in two, a text at the end of a line if there is one near; None if one of them would be blank."""
+    place = round(len(document) * (1 - share))
+    if isinstance(document, str):
+        line, word = (document.find(sign, place, place + len(document) // 20) for sign in "\n ")
+        place = next((found + 1 for found in (line, word) if found >= 0), place)
+    parts = document[:place], document[place:]
+    return None if any(map(is_blank, parts)) else parts
+
+
 class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -116,34 +131,41 @@ class Worker:
         held_out: list[bool] = []
         texts: list[str] = []
         given: list[Array] = []
-        size = 0
+        size = crlf = blank = 0
         for document in piece.documents:
+            if is_blank(document):
+                blank += 1
+                continue
             if isinstance(document, str):
-                if not document or document.isspace():
-                    continue
-                content = document.encode()
-                texts.append(document)
-            else:
-                if not len(document):
-                    continue
-                content = document.astype("<u4").tobytes()
-                given.append(document.astype(self.settings.dtype))
-            size += len(content)
-            held_out.append(is_validation(content, self.settings.seed, self.settings.validation_fraction))
+                crlf += document.count("\r\n")
+                document = document.replace("\r\n", "\n")
+            parts = None if self.settings.tail is None else split_tail(document, self.settings.tail)
+            for part in parts or [document]:
+                if isinstance(part, str):
+                    content = part.encode()
+                    texts.append(part)
+                else:
+                    content = part.astype("<u4").tobytes()
+                    given.append(part.astype(self.settings.dtype))
+                size += len(content)
+                held_out.append(is_validation(content, self.settings.seed, self.settings.validation_fraction))
+            if self.settings.tail is not None:
+                held_out = [False, True] if parts else [False]
         encoded, forced = self.encoder.encode(texts) if texts else (given, 0)
         counts = {
             "records": len(piece.documents),
-            "documents": len(held_out),
-            "empty": len(piece.documents) - len(held_out),
+            "documents": len(piece.documents) - blank,
+            "empty": blank,
             "bytes": size,
             "forced_cuts": forced,
+            "crlf": crlf,
         }
         arrays: dict[str, Array] = {}
         end = np.array([self.settings.end_id], self.settings.dtype)
         for name in SPLITS:
             own = [tokens for tokens, held in zip(encoded, held_out, strict=True) if held == (name == SPLITS[1])]
-            parts = [part for tokens in own for part in (tokens, end)]
-            arrays[name] = np.concatenate(parts) if parts else np.empty(0, self.settings.dtype)
+            ended = [tokens_or_end for tokens in own for tokens_or_end in (tokens, end)]
+            arrays[name] = np.concatenate(ended) if ended else np.empty(0, self.settings.dtype)
             arrays[f"{name}_lengths"] = np.array([len(tokens) + 1 for tokens in own], np.int64)
         meta = {"counts": counts, "position": piece.position}
         write_arrays(piece_path(self.settings.work, piece.number), meta, arrays)

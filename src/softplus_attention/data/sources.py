@@ -12,6 +12,7 @@ import io
 import json
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,18 +35,20 @@ Position = Any
 COMPRESSIONS = (".xz", ".gz", ".zst")
 BLOCK = 1 << 20
 ZSTANDARD_BLOCK = 1 << 10  # 32 MiB of text at the most: 4 bytes can stand for 128 KiB
-TEXTS = (".txt", ".jsonl")
+TEXTS = (".txt", *(".txt" + packed for packed in COMPRESSIONS))
+JSON_LINES = (".jsonl", ".ndjson")
 TOKENS = (".npy", ".bin")
-SUFFIXES = (*TEXTS, *(text + packed for text in TEXTS for packed in COMPRESSIONS), ".parquet", *TOKENS)
+RECORDS = (*JSON_LINES, *(name + packed for name in JSON_LINES for packed in COMPRESSIONS), ".parquet", *TOKENS)
 BUILTIN = "builtin"
 HUB = "hub:"
 FINEWEB = "fineweb"
 FINEWEB_DATASET = "HuggingFaceFW/fineweb"
 FINEWEB_SAMPLE = "sample-10BT"
 EXPECTED = (
-    f"files or folders of {', '.join(SUFFIXES)}, {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for a dataset of "
-    f"the Hugging Face hub, or {BUILTIN} for the training text of the package"
+    f"files or folders of text, .jsonl, .parquet, .npy or .bin, {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for "
+    f"a dataset of the Hugging Face Hub, or {BUILTIN} for the training text of the package"
 )
+SAMPLE = 1 << 13
 # Enough of a file's ends to notice that it is another file, without reading it all.
 FINGERPRINT = 1 << 16
 
@@ -89,25 +92,44 @@ def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: 
 
 
 def files_of(name: str, output: Path, argument: str) -> list[Path]:
+    """A file, or the files of a folder: those of records or tokens, or else every text."""
     path = Path(name)
     if not path.exists():
-        fail(argument, EXPECTED, f"{name!r}, which does not exist", DataError)
+        hint = "" if path.suffix else f" ({HUB}{name} is a dataset of the Hugging Face Hub)"
+        raise DataError(f"{name}: no such file or folder{hint}")
     if path.is_file():
-        if not path.name.endswith(SUFFIXES):
-            fail(argument, EXPECTED, f"{name!r}", DataError)
+        if path.name.endswith(".json"):
+            raise DataError(
+                f"{name}: JSON, not JSON Lines. Convert it to .jsonl, one object a line, or rename it to .txt"
+            )
+        if not path.name.endswith(RECORDS) and (reason := no_text(path)):
+            raise DataError(f"{name}: {reason}. {argument} takes {EXPECTED}")
         return [path]
+    if not path.is_dir():
+        raise DataError(f"{name}: not a regular file. {argument} takes {EXPECTED}")
     if output.resolve().is_relative_to(path.resolve()):
         fail("--output", f"outside the folder that is read, {name!r}", f"{str(output)!r}", DataError)
     files = sorted(
         file
         for file in path.rglob("*")
-        if file.name.endswith(SUFFIXES)
-        and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        and file.is_file()
+        if not any(part.startswith(".") for part in file.relative_to(path).parts) and file.is_file()
     )
-    if not files:
-        fail(argument, EXPECTED, f"the folder {name!r}, which holds none of these files", DataError)
-    return files
+    if any(file.name.endswith(RECORDS) for file in files):
+        found = [file for file in files if file.name.endswith((*RECORDS, *TEXTS))]
+    else:
+        found = [file for file in files if not no_text(file)]
+    if not found:
+        raise DataError(f"{name}: a folder without text. {argument} takes {EXPECTED}")
+    return found
+
+
+def no_text(path: Path) -> str:
+    """Why the beginning of a file cannot be of a text; "" if it can."""
+    with opened(path) as file:
+        sample = file.read(SAMPLE)
+    if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return "UTF-16, convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"
+    return "a binary file" if b"\0" in sample or sample.startswith(b"%PDF") else ""
 
 
 def file_source(path: Path, options: PrepareOptions) -> Source:
@@ -117,8 +139,7 @@ def file_source(path: Path, options: PrepareOptions) -> Source:
         return TokenFile(path, options)
     if path.suffix == ".parquet":
         return ParquetFile(path, options)
-    bare = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    return TextFile(path, options) if bare.suffix == ".txt" else JsonLinesFile(path, options)
+    return (JsonLinesFile if path.name.endswith(RECORDS) else TextFile)(path, options)
 
 
 def file_identity(path: Path) -> str:
@@ -239,12 +260,14 @@ class TextFile(FileSource):
         if self.options.separator is None:
             yield offset, rest + file.read()
             return
-        separator = self.options.separator.encode()
+        separator = re.compile(re.escape(self.options.separator.encode()).replace(b"\\\n", b"\r?\n"))
         while block := file.read(16 * BLOCK):
-            *records, rest = (rest + block).split(separator)
-            for record in records:
-                yield offset, record
-                offset += len(record) + len(separator)
+            rest += block
+            begin = 0
+            for found in separator.finditer(rest):
+                yield offset + begin, rest[begin : found.start()]
+                begin = found.end()
+            offset, rest = offset + begin, rest[begin:]
         yield offset, rest
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,11 @@ KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BYTE_VALUES = 256
 # Characters given to the tokenizer at a time: bounds what its results hold in memory.
 AT_ONCE = 1 << 20
-EXPECTED = "bytes, bpe, a tokenizer.json file or its folder, or the name of a tokenizer on the Hugging Face hub"
+EXPECTED = "gpt2, bytes, bpe, a tokenizer.json file or its folder, or the name of a tokenizer on the Hugging Face Hub"
 
 
 def load(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of that file, folder or hub name, with its end-of-document token marked as special."""
+    """The tokenizer of that file, folder or Hub name, with its end-of-document token marked as special."""
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -32,15 +34,20 @@ def load(name: str, end: str | None) -> Tokenizer:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:
-            fail("--tokenizer", EXPECTED, f"{name!r}, which tokenizers cannot read: {error}", DataError)
-    elif path.suffix == ".json" or name.count("/") > 1:
-        fail("--tokenizer", EXPECTED, f"{name!r}, which is no file", DataError)
+            raise DataError(f"{path} is no tokenizer ({error}). --tokenizer takes {EXPECTED}") from None
+    elif name == "gpt2":
+        tokenizer = gpt2_tokenizer()
+    elif path.suffix == ".json" or name.count("/") > 1 or Path(name).exists():
+        raise DataError(f"{path}: no such file. --tokenizer takes {EXPECTED}")
     else:
         try:
             tokenizer = Tokenizer.from_pretrained(name)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            fail("--tokenizer", EXPECTED, f"{name!r}, which the hub did not give: {reason}", DataError)
+            raise DataError(
+                f"tokenizer {name!r} is not on the Hugging Face Hub, or the Hub was not reached ({reason}). gpt2, "
+                "bytes and bpe need no network"
+            ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.num_special_tokens_to_add(False):
@@ -79,6 +86,20 @@ def bytes_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     mark_end(tokenizer, END)
+    return tokenizer
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """From the merges in the package: the vocabulary is the bytes, what each merge makes, and the end of a document."""
+    packed = files(__package__).joinpath("gpt2", "merges.txt.xz").read_bytes()
+    merges = [(left, right) for left, right in map(str.split, lzma.decompress(packed).decode().splitlines())]
+    characters = byte_characters()
+    own = [byte for byte in range(BYTE_VALUES) if ord(characters[byte]) == byte]
+    others = [byte for byte in range(BYTE_VALUES) if ord(characters[byte]) != byte]
+    words = [*(characters[byte] for byte in own + others), *(left + right for left, right in merges), END]
+    tokenizer = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

@@ -66,7 +66,8 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
         for found in find([name], PrepareOptions(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
                 fail("--text", "text (tokens are read by --data)", repr(found.name))
-            texts += [text for text in found.documents(None) if isinstance(text, str) and text]
+            # Line ends as ``data prepare`` makes them.
+            texts += [text.replace("\r\n", "\n") for text in found.documents(None) if isinstance(text, str) and text]
     if not texts:
         fail("--text", "at least one document that is not empty", list(sources))
     return texts
