@@ -47,17 +47,6 @@ def test_the_module_is_the_command() -> None:
     assert usage.startswith("usage: softplus-attention ")
 
 
-def test_nobody_is_told_to_install_it_by_name() -> None:
-    """It is not on PyPI: by name pip would fetch nothing, or what somebody else puts there."""
-    folders = ("src", "docs", "examples", "experiments", "checkpoints")
-    places = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh")]
-    places += [*ROOT.glob("*.md")]
-    by_name = re.compile(r"pip\s+install\s+(?:-\S+\s+)*['\"]?softplus[-_]attention")
-    assert by_name.search("`pip install\n'softplus-attention[baselines]'`")
-    assert len(places) > 100
-    assert [str(path) for path in places if by_name.search(path.read_text(encoding="utf-8"))] == []
-
-
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
     "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "paged", "attentions",
