@@ -26,7 +26,7 @@ from softplus_attention.report.stability import final_loss
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import METRICS
-from softplus_attention.training.run_record import RUN
+from softplus_attention.training.run_folder import RUN
 from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).parents[1]

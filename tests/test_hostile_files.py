@@ -247,6 +247,28 @@ def test_train_rejects_altered_tensors(stopped: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("trainer_state.json", b'{"global_step": 8, "mine": 1}'),
+        ("trainer_state.json", b'{"global_step": 8, "log_history": 5}'),
+        ("trainer_state.json", b"[" * 100_000),
+        ("position.json", b"[]"),
+        ("scheduler.pt", b"mine"),
+        ("rng_state.pth", b"mine"),
+    ],
+    ids=["other names", "other types", "deep", "position", "scheduler", "random state"],
+)
+def test_train_names_foreign_files(stopped: Run, tmp_path: Path, name: str, content: bytes) -> None:
+    run, checkpoint = copy_of(stopped, tmp_path)
+    (checkpoint / name).write_bytes(content)
+    seal(checkpoint)
+    run.start()
+    assert run.wait() == 2, run.words()
+    assert f"is not a checkpoint that training wrote: {name.partition('.')[0]}" in run.words()
+    assert "Traceback" not in run.words()
+
+
 @pytest.mark.parametrize("change", ["nothing listed", "a file too many", "a link"])
 def test_manifest_lists_every_file(stopped: Run, tmp_path: Path, change: str) -> None:
     run, checkpoint = copy_of(stopped, tmp_path)
@@ -268,19 +290,27 @@ def test_manifest_lists_every_file(stopped: Run, tmp_path: Path, change: str) ->
     assert "the run starts again at step 0" in run.words()
 
 
-def test_synthetic_runs_no_pickle(tmp_path: Path) -> None:
+def test_synthetic_alone_and_without_pickles(tmp_path: Path) -> None:
     words = ["evaluate", "synthetic", "lssa", "--task", "copy", "--output", str(tmp_path / "out")]
-    words += ["--layers", "2", "--width", "16", "--heads", "1", "--steps", "400", "--train-length", "16"]
+    words += ["--layers", "2", "--width", "16", "--heads", "1", "--steps", "4000", "--train-length", "16"]
     started = subprocess.Popen([sys.executable, "-m", "softplus_attention", *words], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not (found := list((tmp_path / "out").glob("synthetic-models/*/checkpoint-100"))):
+    end = time.monotonic() + 180
+    while not (found := list((tmp_path / "out").glob("synthetic-models/*/metrics.jsonl"))):
+        assert time.monotonic() < end
+        assert started.poll() is None
+        time.sleep(0.01)
+    second = command(*words)
+    assert second.returncode == 1
+    assert "another process is training in" in second.stderr
+    checkpoint = found[0].with_name("checkpoint-1000")
+    while not checkpoint.exists():
         assert time.monotonic() < end
         assert started.poll() is None
         time.sleep(0.01)
     started.kill()
     started.wait()
-    with_bytes_entry(found[0] / "state", tmp_path / "mark")
-    seal(found[0])
+    with_bytes_entry(checkpoint / "state", tmp_path / "mark")
+    seal(checkpoint)
     done = command(*words)
     assert done.returncode == 2
     assert "BytesStorageMetadata has no place in an index of tensors" in done.stderr

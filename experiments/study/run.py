@@ -43,7 +43,7 @@ from softplus_attention.huggingface.loading import load_tokenizer
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.training import TrainConfig, train
 from softplus_attention.training.metrics import METRICS
-from softplus_attention.training.run_record import RUN
+from softplus_attention.training.run_folder import RUN
 from softplus_attention.utils import provenance
 
 

@@ -77,7 +77,7 @@ def test_end_to_end(small, tmp_path, capsys, monkeypatch):
     assert main(words) == 1
     said = capsys.readouterr().err
     assert "--again to begin anew" in said
-    assert "--accept-changes" not in said
+    assert "--allow-config-changes" not in said
 
     # Begun anew, it takes away what a demo wrote and nothing else that lies in the folder.
     mine = [tmp_path / "d" / name for name in ("data.csv", "runs/mine.txt", "runs/softmax-mine/run.txt", "text/a.txt")]

@@ -47,8 +47,10 @@ def text_folder(folder: Path, seed: int = 0) -> Path:
     return folder / "data"
 
 
-def child(arguments: list[str], log: str, environment: dict[str, str], file_size: int | None) -> None:
-    """The process of a run: the command line, its words in a file."""
+def child(
+    arguments: list[str], log: str, environment: dict[str, str], file_size: int | None, memory: int | None
+) -> None:
+    """The process of a run: the command line, its words in a file. ``memory``: bytes it may add to what it has."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
@@ -60,6 +62,9 @@ def child(arguments: list[str], log: str, environment: dict[str, str], file_size
     from softplus_attention.cli import main
 
     torch.set_num_threads(1)
+    if memory is not None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground, wherever the tests run
     sys.exit(main(["train", *arguments]))
 
@@ -86,13 +91,20 @@ class Run:
     def log(self) -> Path:
         return self.output.with_name(self.output.name + ".log")
 
-    def start(self, *extra: str, processes: int = 1, file_size: int | None = None, **changes: Any) -> None:
+    def start(
+        self,
+        *extra: str,
+        processes: int = 1,
+        file_size: int | None = None,
+        memory: int | None = None,
+        **changes: Any,
+    ) -> None:
         self.log.write_text("")
         self.processes = []
         together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         for rank in range(processes):
             place = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            words = (self.arguments(list(extra), **changes), str(self.log), place, file_size)
+            words = (self.arguments(list(extra), **changes), str(self.log), place, file_size, memory)
             process = SERVER.Process(target=child, args=words)
             process.start()
             self.processes.append(process)

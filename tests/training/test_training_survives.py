@@ -274,18 +274,70 @@ class TestFullDisk:
         assert run.checkpoints()
 
 
+class TestProcessesThatReadData:
+    """The run ends with the first error, not when its readers do."""
+
+    @pytest.mark.parametrize("what", ["a reader is killed", "a shard is cut", "no memory"])
+    def test_end_with_the_run(self, run: Run, data: Path, tmp_path: Path, what: str) -> None:
+        shutil.copytree(data, tmp_path / "data")
+        words: dict[str, Any] = {"data": tmp_path / "data", "workers": 2, "steps": 9000, "save_every": 9000}
+        if what == "no memory":
+            words |= {"batch_size": 8192, "micro_batch_size": 8192}
+        run.start(**words, memory=600 << 20 if what == "no memory" else None)
+        if what != "no memory":
+            assert run.wait_until(lambda: run.last_step() >= 3), run.words()
+            readers = children_of(run.processes[0].pid)
+            if what == "a reader is killed":
+                os.kill(readers[0], signal.SIGKILL)
+            else:
+                (tmp_path / "data" / "train-00000.npy").write_bytes(b"")
+        begun = time.monotonic()
+        assert run.wait(60 if what == "no memory" else 20) == 1
+        assert time.monotonic() - begun < 60
+        reason = {"no memory": "out of memory"}.get(what, "a process that reads data was killed")
+        assert reason in run.words()
+        assert "the same command again" in run.words()
+        assert "Traceback" not in run.words()
+
+    def test_end_with_a_loss_that_is_no_number(self, run: Run) -> None:
+        run.start(learning_rate=1e30, clip=0, warmup=0, workers=2)
+        assert run.wait(30) == 1
+        assert "NaN or infinite" in run.words()
+
+
+class TestTokenizer:
+    def test_is_loaded_before_the_first_step(self, run: Run, data: Path, tmp_path: Path) -> None:
+        shutil.copytree(data, tmp_path / "data")
+        (file,) = (tmp_path / "data").rglob("tokenizer.json")
+        file.write_bytes(file.read_bytes().replace(b'"', b"'"))
+        run.start(data=tmp_path / "data")
+        assert run.wait() == 2
+        assert "the tokenizer in" in run.words()
+        assert "Traceback" not in run.words()
+        assert run.last_step() == 0
+
+    def test_of_the_data_is_needed_at_the_start_alone(self, run: Run, data: Path, tmp_path: Path) -> None:
+        shutil.copytree(data, tmp_path / "data")
+        run.start(data=tmp_path / "data", steps=60)
+        assert run.wait_until(lambda: run.last_step() >= 1)
+        (file,) = (tmp_path / "data").rglob("tokenizer.json")
+        file.write_text("{}")
+        assert run.wait() == 0, run.words()
+        assert len((run.output / "model" / "tokenizer.json").read_bytes()) > 100
+
+
 class TestLossThatIsNoNumber:
     def test_stops_saves_nothing_and_can_go_on(self, run: Run, uninterrupted: Run) -> None:
         run.start()
         assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
         before = run.checkpoints()
-        run.start("--accept-changes", learning_rate=1e30, clip=0)
+        run.start("--allow-config-changes", learning_rate=1e30, clip=0)
         assert run.wait() == 1
         assert "NaN or infinite" in run.words()
         assert "--learning-rate" in run.words()
         assert "Traceback" not in run.words()
         assert run.checkpoints() == before
-        run.finish("--accept-changes")
+        run.finish("--allow-config-changes")
         assert run.losses() == uninterrupted.losses()
 
     def test_before_the_first_checkpoint(self, run: Run) -> None:
@@ -304,6 +356,15 @@ class TestLossThatIsNoNumber:
         assert "`power`" not in run.words()
 
 
+def test_unfinished_folders_of_others_stay(run: Run) -> None:
+    run.start()
+    assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
+    for name in ("data.partial", "checkpoint-best.partial", "checkpoint-99.partial"):
+        (run.output / name).mkdir()
+    run.finish()
+    assert sorted(path.name for path in run.output.glob("*.partial")) == ["checkpoint-best.partial", "data.partial"]
+
+
 class TestFolderThatIsNoRun:
     def test_is_left_as_it_is(self, run: Run) -> None:
         own = run.output / "checkpoint-2" / "mine.txt"
@@ -311,7 +372,7 @@ class TestFolderThatIsNoRun:
         own.write_text("mine")
         run.start()
         assert run.wait() == 1
-        assert "holds checkpoints and no run.json" in run.words()
+        assert "contains checkpoints but no run.json" in run.words()
         assert own.read_text() == "mine"
 
     def test_metrics_of_others_are_left_too(self, run: Run) -> None:
@@ -320,10 +381,10 @@ class TestFolderThatIsNoRun:
         own.write_text('{"step": 99, "mine": 1}\nnot json\n')
         run.start()
         assert run.wait() == 1
-        assert "holds metrics.jsonl and no run.json" in run.words()
+        assert "contains metrics.jsonl but no run.json" in run.words()
         assert own.read_text() == '{"step": 99, "mine": 1}\nnot json\n'
 
-    @pytest.mark.parametrize("content", ["{}", "[]", '{"config": {}}', '{"config"'])
+    @pytest.mark.parametrize("content", ["{}", "[]", '{"config": {}}', '{"config"', '{"config": [], "data": ""}'])
     def test_a_record_that_is_none(self, run: Run, content: str) -> None:
         run.output.mkdir(parents=True)
         (run.output / "run.json").write_text(content)
@@ -357,10 +418,10 @@ class TestChangedSettings:
         assert run.wait() == 1
         assert "width was 32 and is 64" in run.words()
         assert "power was '3,7@0.25,15@0.5' and is '3,15@0.5'" in run.words()
-        assert "--accept-changes" not in run.words()  # the weights of another width cannot go on
+        assert "--allow-config-changes" not in run.words()  # the weights of another width cannot go on
         run.start(power="3,15@0.5")
         assert run.wait() == 1
-        assert "--accept-changes" in run.words()
+        assert "--allow-config-changes" in run.words()
         run.finish(keep=1, micro_batch_size=4, save_every=5)
         assert run.checkpoints() == [24]
         assert run.losses() == uninterrupted.losses()
@@ -376,7 +437,7 @@ class TestChangedSettings:
             ({"width": 64}, "are not those of a model with these settings"),
             ({"power": "learned"}, "raw_power, missing there and (2,) now"),
         ):
-            run.start("--accept-changes", **{"steps": 6, "save_every": 4, **changes})
+            run.start("--allow-config-changes", **{"steps": 6, "save_every": 4, **changes})
             assert run.wait() == 1
             assert words in run.words()
             assert "Traceback" not in run.words()
@@ -386,7 +447,7 @@ class TestChangedSettings:
         run.finish(steps=4, save_every=4)
         shutil.rmtree(run.output / "checkpoint-4")
         before = weights(run), (run.output / "metrics.jsonl").read_bytes(), (run.output / "run.json").read_bytes()
-        run.start("--accept-changes", steps=6)
+        run.start("--allow-config-changes", steps=6)
         assert run.wait() == 1
         assert "no whole checkpoint to continue from" in run.words()
         assert before == (
@@ -413,7 +474,7 @@ class TestChangedSettings:
         run.start(steps=12, power="3")
         assert run.wait() == 1
         assert "steps was 8 and is 12" in run.words()
-        run.finish("--accept-changes", steps=12, power="3")
+        run.finish("--allow-config-changes", steps=12, power="3")
         assert {step: loss for step, loss in run.losses().items() if step <= 8} == first
         assert max(run.losses()) == 12
         assert len(json.loads((run.output / "run.json").read_text())["starts"]) == 2

@@ -50,8 +50,11 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--preset", metavar="NAME", help=f"the settings to start from: {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help=".json or .yaml file of settings")
     parser.add_argument(
-        "--accept-changes", action="store_true", help="continue a run although its settings or its data changed"
+        "--allow-config-changes",
+        action="store_true",
+        help="continue a run although its settings or its data changed",
     )
+    parser.add_argument("--accept-changes", action="store_true", dest="allow_config_changes", help=argparse.SUPPRESS)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in dataclasses.fields(TrainConfig):
         name = field.metadata["group"]
@@ -104,7 +107,7 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             warnings.simplefilter("always", RunWarning)
             warnings.showwarning = show
-            train(config, accept_changes=options.accept_changes)
+            train(config, accept_changes=options.allow_config_changes)
     except RunStopped as stopped:
         if parallel.is_first():
             print(f"softplus-attention: {clean_text(str(stopped))}", file=sys.stderr)

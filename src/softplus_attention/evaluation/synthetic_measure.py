@@ -26,11 +26,13 @@ from softplus_attention.huggingface.loading import load_weights
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
-from softplus_attention.training.metrics import METRICS, keep_until
+from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.training.run_folder import RunFolder
 from softplus_attention.utils.files import write_whole
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
+from softplus_attention.utils.untrusted import read_json
 
 # Streams that never meet: what is tested was not trained on.
 TRAINING, TESTING = 0, 1
@@ -70,14 +72,18 @@ def training_config(
 
 def trained_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]]:
     """The folder of the model and what its training took. One that was stopped goes on, a finished one stands."""
-    run = Path(config.output)
-    record = run / TRAINED
+    run = RunFolder(Path(config.output))
+    with run.locked():
+        return run.model, train_in(run, task, config)
+
+
+def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
+    record = run.path / TRAINED
     if record.exists():
-        return run / "model", json.loads(record.read_text())
+        return dict(read_json(record))
     task.check(config.sequence_length)
-    run.mkdir(parents=True, exist_ok=True)
     arguments = training_arguments(config)
-    checkpoint = checkpoints.newest_whole(run, lambda words: None)
+    checkpoint = run.newest_checkpoint()
     step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
     set_seed(config.seed)
     model = SoftplusGPTForCausalLM(model_config(config, task.vocabulary, None))
@@ -86,23 +92,19 @@ def trained_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]
     trainer = trainer_of(config, arguments, model, dataset)
     if checkpoint is not None:
         checkpoints.check_fits(checkpoint, trainer.model)
-    keep_until(run, step)
+    run.rewind(checkpoint)
     started = time.perf_counter()
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     seconds = time.perf_counter() - started
-    partial = run / "model.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    save_trained(trainer.model, partial)
-    shutil.rmtree(run / "model", ignore_errors=True)
-    partial.replace(run / "model")
-    losses = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    run.save(lambda place: save_trained(trainer.model, place))
+    losses = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
     final = next((entry["loss"] for entry in reversed(losses) if "loss" in entry), None)
     found = {"length": config.sequence_length, "steps": config.steps, "final_loss": final, "seconds": round(seconds, 1)}
     found |= {"steps_in_that_time": config.steps - step}
     write_whole(record, json.dumps(found) + "\n")
-    for leftover in checkpoints.checkpoints(run):
+    for leftover in checkpoints.checkpoints(run.path):
         shutil.rmtree(leftover)
-    return run / "model", found
+    return found
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ A checkpoint is written as ``checkpoint-200.partial``, flushed to the disk and r
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import json
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from transformers import TrainerState
 
 from softplus_attention.training import parallel
 from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
@@ -49,6 +51,7 @@ PARTIAL = ".partial"
 DAMAGED = ".damaged"
 WRITER = re.compile(r"(?:__|rng_state_)(\d+)")
 NAME = re.compile(r"checkpoint-(\d+)")
+UNFINISHED = re.compile(r"checkpoint-\d+(\.old)?" + re.escape(PARTIAL))
 # What a checkpoint cannot do without.
 PARTS = (f"{STATE}/{METADATA}", f"{STATE}/__*.distcp", TRAINER_STATE, SCHEDULER, POSITION, "rng_state*.pth")
 
@@ -179,8 +182,9 @@ def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
 
 def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is as it was written; each newer one that is not is named in a warning."""
-    for leftover in run.glob(f"*{PARTIAL}"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in run.glob(f"checkpoint-*{PARTIAL}"):
+        if UNFINISHED.fullmatch(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
     found = checkpoints(run)
     for checkpoint in found:
         wrong = damage(checkpoint)
@@ -265,8 +269,43 @@ def refused(checkpoint: Path, reason: str) -> CheckpointRefused:
     )
 
 
+@contextmanager
+def refusing(checkpoint: Path, name: str) -> Iterator[None]:
+    """A file that training did not write can fail in any way."""
+    try:
+        yield
+    except Exception as error:
+        raise refused(checkpoint, f"{name}: {described(error)}") from error
+
+
+def check_trainer_state(found: Any, step: int) -> None:
+    known = dataclasses.asdict(TrainerState())
+    for name, value in found.items():
+        expected = known[name]
+        kinds: Any = (list, dict) if isinstance(expected, list | dict) else (int, float, str, type(None))
+        if isinstance(expected, int | float):
+            kinds = (int, float, type(None))
+        if not isinstance(value, kinds):
+            raise ValueError(f"{name} is of type {type(value).__name__}")
+    if found["global_step"] != step:
+        raise ValueError(f"global_step is {found['global_step']}")
+
+
+def position(checkpoint: Path) -> dict[str, Any]:
+    """Where in the data, and losses not logged yet."""
+    with refusing(checkpoint, POSITION):
+        found = read_json(checkpoint / POSITION)
+        losses, last = found["pending_losses"], found["last_logged_step"]
+        if not losses or not all(isinstance(loss, int | float) for loss in losses) or type(last) is not int:
+            raise ValueError("pending_losses or last_logged_step is no number")
+        return found
+
+
 def check_fits(folder: Path, model: nn.Module) -> None:
     """Refuses weights that are not those of ``model``, before anything of the run is changed."""
+    with refusing(folder, TRAINER_STATE):
+        check_trainer_state(read_json(folder / TRAINER_STATE), step_of(folder))
+    position(folder)
     sizes = state_reader(folder).sizes
     saved = {name: tuple(size) for name, size in sizes.items() if name.startswith(WEIGHT)}
     own = {name: tuple(value.shape) for name, value in weights_by_name(model).items()}

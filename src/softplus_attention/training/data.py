@@ -97,7 +97,14 @@ class Folder:
         if not places:
             return None
         (place,) = places
-        return AutoTokenizer.from_pretrained(place)
+        try:
+            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        # tokenizers raises plain Exceptions for files that are none of its own.
+        except Exception as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"the tokenizer in {place} cannot be loaded ({reason}): prepare the data again, or restore its files"
+            ) from error
 
 
 def padded_vocabulary(size: int) -> int:

@@ -15,8 +15,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from softplus_attention.training.errors import RunStopped, is_disk_full
 from softplus_attention.utils.files import append_line, write_whole
+from softplus_attention.utils.untrusted import MIB, read_text
 
 METRICS = "metrics.jsonl"
+LIMIT = 1024 * MIB
 # Dense bfloat16 TFLOP/s by the makers' data sheets; the first name that is part of the device's counts.
 PEAKS = (
     ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("H800", 989),
@@ -70,13 +72,13 @@ def keep_until(run: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in read_text(path, LIMIT).splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+            if entry.get("step", 0) <= step:
+                kept.append(line + "\n")
+        except (ValueError, TypeError, AttributeError, RecursionError):
             continue
-        if entry.get("step", 0) <= step:
-            kept.append(line + "\n")
     write_whole(path, "".join(kept))
 
 

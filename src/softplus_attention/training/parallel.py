@@ -53,6 +53,13 @@ def from_first(make: Callable[[], Any]) -> Any:
     return told[0]
 
 
+def on_first(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, on the first process alone; its error is raised on all of them."""
+    made: list[Any] = []
+    from_first(lambda: made.append(make()))
+    return made[0] if made else None
+
+
 def shard(model: nn.Module, device: torch.device, bf16: bool) -> None:
     """FSDP2 by torch's ``fully_shard``, each layer its own unit. The parameters are DTensors from here on.
 

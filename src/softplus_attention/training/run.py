@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,175 +14,59 @@ from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCaus
 from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import quiet
 from softplus_attention.huggingface.saving import save_trained
-from softplus_attention.training import checkpoints, parallel, run_record
+from softplus_attention.training import checkpoints, parallel
 from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
-from softplus_attention.training.errors import OtherSettings, RunStopped, RunWarning, is_disk_full
+from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.metrics import (
-    METRICS,
-    Journal,
-    Progress,
-    Throughput,
-    flops_per_token,
-    keep_until,
-    peak_tflops,
-)
+from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, peak_tflops
 from softplus_attention.training.power_callback import PowerCallback
+from softplus_attention.training.run_folder import RunFolder, say, started
 from softplus_attention.training.termination import Termination
 from softplus_attention.training.trainer import SoftplusTrainer
-from softplus_attention.utils.files import clean_text
 from softplus_attention.validation import fail
-
-MODEL = "model"
-# These cannot change in a run. The place in the data is counted in sequences of one length and number, the saved state
-# is the optimizer's own, and weights of one shape load with any number of heads, but mean nothing with another.
-FIXED = ("batch_size", "sequence_length", "optimizer", "heads")
-SHAPE = ("layers", "width", "vocab_size", "bias")  # of the weights
-ACCEPT = ", or say --accept-changes to continue with the new ones"
-LOCK = ".lock"
 
 
 def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
     """Trains, or continues, and gives the folder of the saved model. Under torchrun every process calls it."""
-    run = Path(config.output)
+    run = RunFolder(Path(config.output))
     quiet()
     folder = Folder(Path(config.data))
     # The process group starts with these: from here on the processes can talk to each other.
     arguments = training_arguments(config)
-    device = arguments.device
-    with only_one(run):
-        record = opened(run, config, folder, accept_changes)
-        if record.get("finished") and (run / MODEL).is_dir():
-            say(f"{run} is finished: the model is in {run / MODEL}")
-            return run / MODEL
-        # What is no run of ours has no checkpoints of ours, however its folders are called.
-        ours = run_record.read(run) is not None
-        if not ours:
-            refuse_what_others_made(run)
-        checkpoint = parallel.from_first(lambda: checkpoints.newest_whole(run, warn) if ours else None)
+    with run.locked():
+        record = run.record_of(config, folder.fingerprint, accept_changes)
+        if record.get("finished") and run.model.is_dir():
+            say(f"{run.path} is finished: the model is in {run.model}")
+            return run.model
+        checkpoint = run.newest_checkpoint() if "starts" in record else None
         step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
         if step > config.steps:
             raise RunStopped(
-                f"{run} is at step {step} already, beyond the {config.steps} of --steps: ask for as many or more, or "
-                "choose another --output. Nothing was changed"
+                f"{run.path} is at step {step} already, beyond the {config.steps} of --steps: ask for as many or more, "
+                "or choose another --output. Nothing was changed"
             )
         # Before anything is written: settings that cannot be must not be those of a run.
         trainer = build(config, arguments, folder)
+        # Now, since a tokenizer that cannot be loaded must not cost a trained model.
+        tokenizer = parallel.on_first(folder.tokenizer)
+        run.check(checkpoint, trainer.model)
+        run.rewind(checkpoint)
+        record |= {"starts": [*record.get("starts", []), started(arguments.device, step)]}
+        run.write(record)
         if checkpoint is not None:
-            checkpoints.check_fits(checkpoint, trainer.model)
-        elif (run / MODEL).is_dir():
-            raise RunStopped(
-                f"{run} holds a trained model and no whole checkpoint to continue from: a new run would replace it. "
-                "Choose another --output. Nothing was changed"
-            )
-        if parallel.is_first():
-            if checkpoint is None:
-                checkpoints.keep_beside_damaged(run, METRICS)
-            keep_until(run, step)
-            starts = [*record.get("starts", []), run_record.start(device, parallel.world_size(), step)]
-            record |= {"starts": starts}
-            run_record.write(run, record)
-        if checkpoint is not None:
-            say(f"continuing {run} from step {step}")
+            say(f"continuing {run.path} from step {step}")
         termination = Termination()
         trainer.add_callback(termination)
         with termination.listening():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         termination.leave_if_asked(trainer.state.global_step, config.steps)
-        save_model(run, config, trainer, folder)
+        weights = parallel.whole_state(trainer.model)
         if parallel.is_first():
-            run_record.write(run, record | {"finished": True})
-        say(f"the model is in {run / MODEL}")
-    return run / MODEL
-
-
-def refuse_what_others_made(run: Path) -> None:
-    """In a folder that is no run of ours: what this run would remove or write over."""
-    found = "checkpoints" if checkpoints.checkpoints(run) else METRICS if (run / METRICS).exists() else None
-    if found is not None:
-        raise RunStopped(
-            f"{run} holds {found} and no {run_record.RUN} that says of which run: a new one would write over it in "
-            "time. Choose another --output. Nothing was changed"
-        )
-
-
-def opened(run: Path, config: TrainConfig, folder: Folder, accept_changes: bool) -> dict[str, Any]:
-    """The record of the run, new or found; refuses to continue another run than the one that is there."""
-
-    def compare() -> dict[str, Any]:
-        now: dict[str, Any] = {"config": config.as_dict(), "data": folder.fingerprint}
-        before = run_record.read(run)
-        if before is None:
-            return now
-        if not checkpoints.checkpoints(run) and not (run / MODEL).exists():
-            return before | now  # nothing was saved: it begins, with whatever settings
-        changed = config.changes(before["config"])
-        if before["data"] != now["data"]:
-            changed["data"] = f"the data in {config.data} is not what the run was started with"
-        if changed and not accept_changes:
-            can_go_on = not set(changed) & {*FIXED, *SHAPE}
-            raise OtherSettings(
-                f"{run} holds a run with other settings: {'; '.join(changed.values())}. Put them back to continue it, "
-                f"or choose another --output for a new run{ACCEPT if can_go_on else ''}. Nothing was changed"
-            )
-        fixed = [changed[name] for name in FIXED if name in changed]
-        if fixed:
-            raise RunStopped(
-                f"{run} cannot go on with these changes: {'; '.join(fixed)}. Its weights, its optimizer's state and "
-                "its place in the data are those of its own settings. Choose another --output. Nothing was changed"
-            )
-        if changed:
-            say(f"continuing with changes: {'; '.join(changed.values())}")
-            now["changes"] = [*before.get("changes", []), [*changed.values()]]
-            before.pop("finished", None)
-        return before | now
-
-    return parallel.from_first(compare)
-
-
-@contextmanager
-def only_one(run: Path) -> Iterator[None]:
-    """Two runs in one folder would overwrite each other. The lock ends with the process, however it ends."""
-
-    def taken() -> Any:
-        try:
-            run.mkdir(parents=True, exist_ok=True)
-            handle = os.open(run / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        except OSError as error:
-            fail("output", "a folder that can be written", f"{str(run)!r}: {error.strerror}")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            raise RunStopped(f"another process is training in {run}: wait for it, or choose another --output") from None
-        return handle
-
-    handle = parallel.from_first(taken)
-    try:
-        yield
-    except RunStopped:
-        raise
-    except Exception as error:
-        # safetensors and torch have errors of their own for it.
-        if not is_disk_full(error):
-            raise
-        raise RunStopped(
-            f"there is no room left on the disk to write to {run}. Make room there and run the same command again: "
-            "it continues from the last checkpoint"
-        ) from error
-    finally:
-        if parallel.is_first():
-            os.close(handle)
-
-
-def say(words: str) -> None:
-    if parallel.is_first():
-        print(clean_text(words), file=sys.stderr, flush=True)
-
-
-def warn(words: str) -> None:
-    warnings.warn(words, RunWarning, stacklevel=2)
+            run.save(lambda place: save_model(place, config, trainer, weights, tokenizer))
+        run.write(record | {"finished": True})
+        say(f"the model is in {run.model}")
+    return run.model
 
 
 # ---- the parts
@@ -364,22 +242,12 @@ def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
         model.linear_loss = torch.compile(model.linear_loss)
 
 
-def save_model(run: Path, config: TrainConfig, trainer: SoftplusTrainer, folder: Folder) -> None:
-    """The final model for ``from_pretrained``, with the tokenizer; whole or not there."""
-    weights = parallel.whole_state(trainer.model)
-    if not parallel.is_first():
-        return
+def save_model(place: Path, config: TrainConfig, trainer: SoftplusTrainer, weights: Any, tokenizer: Any) -> None:
+    """For ``from_pretrained``, with the tokenizer."""
     # Built anew: the trained one may be sharded or compiled. Its config holds the last power.
     saved = SoftplusGPTForCausalLM(trainer.model.config)
     saved.load_state_dict(weights)
     growth = config.growth()
     if growth is not None:
         set_power(saved, growth)
-    partial = run / (MODEL + checkpoints.PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    save_trained(saved, partial, folder.tokenizer())
-    for path in (*checkpoints.files_in(partial), partial):
-        checkpoints.flush(path)
-    shutil.rmtree(run / MODEL, ignore_errors=True)
-    partial.replace(run / MODEL)
-    checkpoints.flush(run)
+    save_trained(saved, place, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -17,10 +18,16 @@ from softplus_attention.training.errors import RunStopped
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def leave_signals_to_the_run(then: Callable[[int], None] | None, worker: int) -> None:
-    """For a process that reads data: a signal to the whole group must not take it from under the step."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+def leave_signals_to_the_run(leaving: Any, then: Callable[[int], None] | None, worker: int) -> None:
+    """For a process that reads data: a signal to the whole group must not take it from under the step. Once the run is
+    ``leaving`` it ends at SIGTERM, or Python would wait for it for ever."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if leaving.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if then is not None:
         then(worker)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ class SoftplusTrainer(Trainer):
             # Autocast and placement only: the model is already what accelerate would wrap it into.
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(Restore(self))
+        self.leaving = RawValue("b", 0)  # shared with the processes that read data
+
+    def train(self, *arguments: Any, **words: Any) -> Any:
+        try:
+            return super().train(*arguments, **words)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            stopped = explained(error, self.config)
+            raise error if stopped is None else stopped from error
+        finally:
+            self.leaving.value = 1
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -60,14 +71,17 @@ class SoftplusTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
+        return self.shielded(loader)
+
+    def shielded(self, loader: Any) -> Any:
         own: Any = getattr(loader, "base_dataloader", loader)  # inside accelerate's
-        own.worker_init_fn = functools.partial(leave_signals_to_the_run, own.worker_init_fn)
+        own.worker_init_fn = functools.partial(leave_signals_to_the_run, self.leaving, own.worker_init_fn)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         self.args.dataloader_drop_last = False
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            return self.shielded(super().get_eval_dataloader(eval_dataset))
         finally:
             self.args.dataloader_drop_last = True
 
@@ -115,8 +129,9 @@ class SoftplusTrainer(Trainer):
         run = Path(self.args.output_dir)
         before = checkpoints.checkpoints(run)
         intact = (
-            f"the checkpoint of step {checkpoints.step_of(before[0])} is intact: run the same command with another "
-            f"--learning-rate (now {self.config.learning_rate:g}) or --clip and --accept-changes to go on from there"
+            f"the checkpoint of step {checkpoints.step_of(before[0])} is intact: to continue from it, run the same "
+            f"command with another --learning-rate (now {self.config.learning_rate:g}) or --clip, and "
+            "--allow-config-changes"
             if before
             else f"no checkpoint was written yet: start again with a lower --learning-rate "
             f"(now {self.config.learning_rate:g}) or a longer --warmup"
@@ -170,9 +185,14 @@ class SoftplusTrainer(Trainer):
             return
         folder = Path(checkpoint)
         checkpoints.load_state(folder, self.model, bare(self.optimizer))
-        self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
-        resume_rates(self.lr_scheduler, bare(self.optimizer))
-        self.pending = json.loads((folder / POSITION).read_text())
+        with checkpoints.refusing(folder, SCHEDULER):
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+            resume_rates(self.lr_scheduler, bare(self.optimizer))
+        self.pending = checkpoints.position(folder)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with checkpoints.refusing(Path(checkpoint or ""), "rng_state"):
+            super()._load_rng_state(checkpoint)
 
 
 class Restore(TrainerCallback):
@@ -194,6 +214,25 @@ class Restore(TrainerCallback):
         same = len(losses) == parallel.world_size()
         trainer._tr_loss += losses[parallel.rank()] if same else sum(losses) / len(losses)
         trainer._globalstep_last_logged = pending["last_logged_step"]
+
+
+def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
+    """What stopped the run, where the error is not from its own code; None where it may be."""
+    words = str(error)
+    again = "run the same command again: it continues from the last checkpoint"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
+        if parallel.world_size() > 1:  # the others do not stop with a sentence
+            return None
+        first = words.splitlines()[0] if words else "MemoryError"
+        return RunStopped(
+            f"out of memory ({first}): lower --micro-batch-size (now {config.micro_batch_size}), or use "
+            f"--loss chunked or --gradient-checkpointing, and {again}"
+        )
+    if words.startswith("DataLoader worker"):
+        return RunStopped(f"a process that reads data was killed ({words.splitlines()[0].rstrip('. ')}): {again}")
+    if words.startswith("Caught ") and "in DataLoader worker" in words:
+        return RunStopped(f"a sequence cannot be read ({words.rstrip().splitlines()[-1]}). Mend the data and {again}")
+    return None
 
 
 def bare(optimizer: Any) -> torch.optim.Optimizer:

@@ -111,7 +111,7 @@ def remove_temporary(folder: Path) -> None:
 def lock(path: Path) -> Iterator[None]:
     """Held by one process at a time; a second gets ``LockedError``. However the process ends, the system releases it;
     child processes do not inherit it."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     with os.fdopen(handle, "wb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
