@@ -179,7 +179,7 @@ def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("words", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])
 def test_launches_are_those_of_triton(words: list[str]) -> None:
     """In a process of their own, as below."""
-    script = Path(__file__).with_name("launches_without_gpu.py")
+    script = Path(__file__).parents[1] / "launches_without_gpu.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
@@ -239,7 +239,7 @@ def test_what_the_compiler_is_told() -> None:
     memory would be used for something else while they count as barriers."""
     names = ["hopper-forward", "hopper-forward-again", "hopper-dq", "hopper-dq-again", "hopper-dkv", "hopper-dkv-again"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "benchmarks")
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
     run = subprocess.run([sys.executable, "-c", OUTPUT, *names], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 
@@ -253,7 +253,7 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
     ]
     code = "import sys, instructions\nfor words in sys.argv[1:]:\n    assert instructions.main(words.split()) == 0"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "benchmarks")
+    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
     run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # are not hurried
