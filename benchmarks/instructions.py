@@ -23,28 +23,26 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from softplus_attention.kernels import (
-    gluon_dkv,
-    gluon_dq,
-    gluon_forward,
-    gluon_forward_again,
-    gluon_launch,
-    triton_backward,
-    triton_forward,
-    triton_launch,
-)
-from softplus_attention.kernels.gluon_tiles import type_of_tiles
+from softplus_attention.kernels.hopper import dkv as hopper_dkv
+from softplus_attention.kernels.hopper import dq as hopper_dq
+from softplus_attention.kernels.hopper import forward as hopper_forward
+from softplus_attention.kernels.hopper import forward_fallback as hopper_fallback
+from softplus_attention.kernels.hopper import launch as hopper_launch
+from softplus_attention.kernels.hopper.tiles import type_of_tiles
+from softplus_attention.kernels.triton import backward as triton_backward
+from softplus_attention.kernels.triton import forward as triton_forward
+from softplus_attention.kernels.triton import launch as triton_launch
 
 KERNELS = {
     "forward": triton_forward.forward_kernel,
     "dq": triton_backward.dq_kernel,
     "dkv": triton_backward.dkv_kernel,
-    "hopper-forward": gluon_forward.gluon_forward_kernel,
-    "hopper-forward-again": gluon_forward_again.gluon_forward_again_kernel,
-    "hopper-dq": gluon_dq.gluon_dq_kernel,
-    "hopper-dq-again": gluon_dq.gluon_dq_kernel,
-    "hopper-dkv": gluon_dkv.gluon_dkv_kernel,
-    "hopper-dkv-again": gluon_dkv.gluon_dkv_kernel,
+    "hopper-forward": hopper_forward.gluon_forward_kernel,
+    "hopper-forward-again": hopper_fallback.gluon_forward_again_kernel,
+    "hopper-dq": hopper_dq.gluon_dq_kernel,
+    "hopper-dq-again": hopper_dq.gluon_dq_kernel,
+    "hopper-dkv": hopper_dkv.gluon_dkv_kernel,
+    "hopper-dkv-again": hopper_dkv.gluon_dkv_kernel,
 }
 TILED = ("Q", "K", "V", "GradOut")  # descriptors in the Hopper kernels
 FLOATS = ("score_scale",)
@@ -56,10 +54,10 @@ HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "Gra
 
 def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     if name.startswith("hopper-dkv"):
-        return triton_launch.Blocks(gluon_launch.DKV_ROWS[d], gluon_launch.ROWS, 4, 2)
+        return triton_launch.Blocks(hopper_launch.DKV_ROWS[d], hopper_launch.ROWS, 4, 2)
     if name.startswith("hopper"):
-        keys, registers = (gluon_launch.FORWARD_TILES if "forward" in name else gluon_launch.DQ_TILES)[d]
-        return triton_launch.Blocks(gluon_launch.ROWS, keys, 4, 2, None if name.endswith("again") else registers)
+        keys, registers = (hopper_launch.FORWARD_TILES if "forward" in name else hopper_launch.DQ_TILES)[d]
+        return triton_launch.Blocks(hopper_launch.ROWS, keys, 4, 2, None if name.endswith("again") else registers)
     if name == "forward":
         return triton_launch.forward_blocks(d, False, sharpen)
     return (triton_launch.dq_blocks if name == "dq" else triton_launch.dkv_blocks)(d, False)
@@ -83,7 +81,7 @@ def signature(
     bounds = torch.empty(1, 4096, dtype=torch.int32, device="meta") if ranges else None
     options = (bounds, bounds, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
     given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
-    given |= {"HAS_REST": True, "BLOCK": gluon_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
+    given |= {"HAS_REST": True, "BLOCK": hopper_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
     given |= {"POWER_GRAD": power_gradient, "AGAIN": name.endswith("again")}
     types: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}

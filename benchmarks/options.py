@@ -29,7 +29,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
 from softplus_attention import softplus_attention, softplus_attention_varlen
-from softplus_attention.kernels import gluon_launch
+from softplus_attention.kernels.hopper import launch as hopper_launch
 from softplus_attention.power import power_by_log
 
 ROOT = Path(__file__).parents[1]
@@ -125,7 +125,7 @@ def contender(option: Option, kind: str) -> Contender:
 
 
 def choose_kernels(kind: str) -> None:
-    gluon_launch.available = lambda device: kind == "hopper"
+    hopper_launch.available = lambda device: kind == "hopper"
 
 
 def wrong(option: Option, kind: str, inputs: Inputs, head_dim: int) -> str:
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--commit", help="the commit of this source, where there is no git to ask")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "options.json", help="the JSON to write")
     chosen = parser.parse_args()
-    if not (torch.cuda.is_available() and gluon_launch.available(torch.device("cuda", 0))):
+    if not (torch.cuda.is_available() and hopper_launch.available(torch.device("cuda", 0))):
         sys.exit("for a GPU of compute capability 9.0 and a Triton that the Hopper kernels know")
     began, found = time.monotonic(), list(cases(chosen.words, chosen.head_dims))
     torch._functorch.config.donated_buffer = False  # the backward is timed on a retained graph

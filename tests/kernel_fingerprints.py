@@ -28,7 +28,9 @@ from triton import knobs
 from triton.runtime import driver
 
 from softplus_attention import softplus_attention, softplus_attention_decode, softplus_attention_varlen
-from softplus_attention.kernels import gluon_launch, triton_decode_launch, triton_relaunch, triton_replay
+from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels.hopper import launch as hopper_launch
+from softplus_attention.kernels.triton import decode_launch
 
 FILE = Path(__file__).parent / "kernels" / "fingerprints.json"
 BATCH, HEADS, LENGTH = 2, 4, 256
@@ -94,7 +96,7 @@ def numbered(address: int, addresses: list[int]) -> int:
 
 def launches(call: Callable[[], object]) -> Iterator[str]:
     """Those of a call, by Triton's own launcher."""
-    for remembered in (triton_relaunch._binaries, triton_relaunch._relaunches, triton_replay._calls, launched):
+    for remembered in (launch_cache._binaries, launch_cache._relaunches, launch_cache._calls, launched):
         remembered.clear()
     call()
     for _, (x, y, z, _stream, function, *others) in launched:
@@ -156,7 +158,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
                 yield f"{name} {power}", partial(decode, dtype, d, power, False, None)
             yield f"{name} window p=15 unit keys", partial(decode, dtype, d, "p=15", True, 50)
             rows = torch.zeros(BATCH, HEADS, LENGTH, d, dtype=dtype)
-            yield f"{name} unit vectors", partial(triton_decode_launch.unit_vectors, rows)
+            yield f"{name} unit vectors", partial(decode_launch.unit_vectors, rows)
 
 
 def main() -> int:
@@ -173,7 +175,7 @@ def main() -> int:
         knobs.cache.dir = folder
         for name, call in cases():
             if all(word in name for word in options.words):
-                gluon_launch.available = lambda device, name=name: name.startswith("hopper")
+                hopper_launch.available = lambda device, name=name: name.startswith("hopper")
                 found[name] = list(launches(call))
                 print(f"{name}: {len(found[name])} launches", flush=True)
     if options.write:

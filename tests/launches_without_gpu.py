@@ -20,7 +20,8 @@ from triton.knobs import HookChain
 from triton.runtime import driver
 
 from softplus_attention import functional, softplus_attention
-from softplus_attention.kernels import gluon_launch, triton_relaunch, triton_replay
+from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels.hopper import launch as hopper_launch
 
 asked: list[str] = []  # kernels whose launch Triton itself prepared
 launched: list[tuple[str, tuple[Any, ...]]] = []
@@ -147,7 +148,7 @@ BACKWARD = ["gluon_dq_kernel", "gluon_dq_kernel", "gluon_dkv_kernel", "gluon_dkv
 
 def allow_cpu_tensors() -> None:
     """The op takes them as if they were on a Hopper GPU."""
-    gluon_launch.available = lambda device: True
+    hopper_launch.available = lambda device: True
     functional.check_for_triton = lambda q: None
 
 
@@ -165,9 +166,9 @@ def main() -> None:
         compare(forward_of_lssa, FORWARD, remembered=1)
         one_tensor_twice()
         plain_kernels_every_time()
-        triton_relaunch._relaunches.clear()
-        triton_replay._calls.clear()
-        triton_relaunch.KNOWN_LAUNCHERS = ()  # as with another version, by Triton's own launcher
+        launch_cache._relaunches.clear()
+        launch_cache._calls.clear()
+        launch_cache.KNOWN_LAUNCHERS = ()  # as with another version, by Triton's own launcher
         one_tensor_twice()
     print("as Triton launches them")
 
@@ -197,7 +198,7 @@ def compare(call: Callable[[int], None], kernels: list[str], remembered: int, kn
     whole; ``known`` are the kernels that an earlier one has made."""
     new = [x for x in kernels if x not in known]
     asked.clear()
-    triton_replay._calls.clear()
+    launch_cache._calls.clear()
 
     def launches(length: int) -> list[tuple[str, tuple[Any, ...]]]:
         launched.clear()
@@ -207,7 +208,7 @@ def compare(call: Callable[[int], None], kernels: list[str], remembered: int, kn
     theirs, ours = launches(256), launches(256)
     assert [name for name, _ in theirs] == [name for name, _ in ours] == kernels, ours
     assert asked == new, "one binary of each"
-    assert len(triton_replay._calls) == remembered
+    assert len(launch_cache._calls) == remembered
     for (name, first), (_, again) in zip(theirs, ours, strict=True):
         assert len(first) == len(again), name
         for place, (x, y) in enumerate(zip(first, again, strict=True)):

@@ -408,7 +408,7 @@ def chunked_decode(
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
-    from softplus_attention.kernels import chunked_decode  # noqa: F401  registers the op
+    from softplus_attention.kernels.cpu import decode as chunked_decode  # noqa: F401  registers the op
 
     return torch.ops.softplus_attention.chunked_decode(
         q, k, v, *visibility.ranges(), *power, score_scale, normalized_keys
@@ -475,9 +475,9 @@ def triton_decode(
 @functools.cache
 def decode_launches() -> ModuleType:
     """Imported where it is first needed, and an import takes a microsecond also when it is there."""
-    from softplus_attention.kernels import triton_decode_launch
+    from softplus_attention.kernels.triton import decode_launch
 
-    return triton_decode_launch
+    return decode_launch
 
 
 def unit_keys(k: Tensor) -> Tensor:

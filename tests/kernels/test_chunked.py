@@ -21,8 +21,8 @@ from softplus_attention import (
     softplus_attention_decode,
     softplus_attention_varlen,
 )
-from softplus_attention.kernels import chunked
-from softplus_attention.kernels.parallel import for_each
+from softplus_attention.kernels.cpu import chunked
+from softplus_attention.kernels.cpu.threads import for_each
 from softplus_attention.nn import SoftplusAttention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from softplus_attention import PowerByLength, softplus_attention_decode
-from softplus_attention.kernels.chunked_decode import SMALL
+from softplus_attention.kernels.cpu.decode import SMALL
 
 POWERS = {
     "lssa": None,

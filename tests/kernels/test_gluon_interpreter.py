@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from softplus_attention.kernels.gluon_tiles import Tiles
+from softplus_attention.kernels.hopper.tiles import Tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
-from softplus_attention.kernels import triton_launch
-from softplus_attention.kernels.triton_launch import Problem
+from softplus_attention.kernels.triton import launch as triton_launch
+from softplus_attention.kernels.triton.launch import Problem
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"

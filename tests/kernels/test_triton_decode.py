@@ -32,9 +32,13 @@ if INTERPRETED or torch.cuda.is_available():
     import triton
     import triton.language as tl
 
-    from softplus_attention.kernels import triton_decode_launch, triton_decode_ops, triton_relaunch  # noqa: F401  registers the op
-    from softplus_attention.kernels.triton_decode import careful_squares, squares_by_product
-    from softplus_attention.kernels.triton_relaunch import all_aligned, launch
+    from softplus_attention.kernels import (
+        launch_cache,
+        triton_decode_ops,  # noqa: F401  registers the op
+    )
+    from softplus_attention.kernels.launch_cache import all_aligned, launch
+    from softplus_attention.kernels.triton import decode_launch
+    from softplus_attention.kernels.triton.decode import careful_squares, squares_by_product
 
     @triton.jit
     def squares_kernel(K, Inverse, Square, n_high, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr):
@@ -169,15 +173,15 @@ class TestAgainstTheReference:
         q, k, v = caches(torch.float32, t_q=3, t_max=300)
         lengths = torch.tensor([300, 65])
         many = decode(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
-        monkeypatch.setattr(triton_decode_launch, "splits_for", lambda *_: splits)
-        monkeypatch.setattr(triton_decode_launch, "plan_for", triton_decode_launch.plan_for.__wrapped__)
+        monkeypatch.setattr(decode_launch, "splits_for", lambda *_: splits)
+        monkeypatch.setattr(decode_launch, "plan_for", decode_launch.plan_for.__wrapped__)
         few = assert_agrees(q, k, v, lengths, cache_starts=torch.tensor([37, 0]))
         assert torch.allclose(many, few, atol=1e-5)
 
     @pytest.mark.parametrize("power", [15, torch.tensor([2.0, 3.0, 5.0, 9.0])], ids=["15", "per head"])
     def test_more_sequences_than_a_grid_takes(self, power: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (torch.cat([x, x.flip(2) * 0.5, x + 1]) for x in caches(torch.float32, t_q=2, t_max=70))
-        monkeypatch.setattr(triton_decode_launch, "MOST_ON_AXIS", 2 * k.shape[1])
+        monkeypatch.setattr(decode_launch, "MOST_ON_AXIS", 2 * k.shape[1])
         lengths, starts = torch.tensor([70, 21, 3, 44, 70, 2]), torch.tensor([0, 5, 0, 40, 1, 0])
         assert_agrees(q, k, v, lengths, cache_starts=starts, power=power)
 
@@ -270,15 +274,15 @@ class TestTheOp:
 
     def test_the_grid_follows_from_shapes(self) -> None:
         device = torch.device("cpu")
-        assert triton_decode_launch.splits_for(2048, 8, device) == 198
-        assert triton_decode_launch.splits_for(2048, 64, device) == 24, "25 would be 4 waves and 16 programs"
-        assert triton_decode_launch.splits_for(2048, 800, device) == 2, "1 would be 2 waves and 8 programs"
-        assert triton_decode_launch.splits_for(2048, 1, device) == 256
-        assert triton_decode_launch.splits_for(3, 8, device) == 3
-        assert triton_decode_launch.splits_for(2048, 5000, device) == 1
-        assert triton_decode_launch.splits_for(128, 64, device) == 12, "24 would leave a program 5 tiles"
-        assert triton_decode_launch.splits_for(64, 256, device) == 6, "a program has 10 tiles"
-        assert triton_decode_launch.splits_for(3000, 4, device) == 256, "with the most that there are it has 11"
+        assert decode_launch.splits_for(2048, 8, device) == 198
+        assert decode_launch.splits_for(2048, 64, device) == 24, "25 would be 4 waves and 16 programs"
+        assert decode_launch.splits_for(2048, 800, device) == 2, "1 would be 2 waves and 8 programs"
+        assert decode_launch.splits_for(2048, 1, device) == 256
+        assert decode_launch.splits_for(3, 8, device) == 3
+        assert decode_launch.splits_for(2048, 5000, device) == 1
+        assert decode_launch.splits_for(128, 64, device) == 12, "24 would leave a program 5 tiles"
+        assert decode_launch.splits_for(64, 256, device) == 6, "a program has 10 tiles"
+        assert decode_launch.splits_for(3000, 4, device) == 256, "with the most that there are it has 11"
 
     @DTYPES
     def test_without_lengths_all_keys_are_seen(self, dtype: torch.dtype) -> None:
@@ -426,7 +430,7 @@ class TestLaunch:
     """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
 
     def test_the_binary_of_a_key_is_kept_and_takes_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(triton_relaunch, "KNOWN_BINARIES", True)
+        monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
         kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)
         binary = kernel.binary
@@ -451,7 +455,7 @@ class TestLaunch:
         if why == "hooks":
             monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [print])
         else:
-            monkeypatch.setattr(triton_relaunch, "KNOWN_BINARIES", False)
+            monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", False)
         launch(kernel, (2, 1, 1), (x,), (7,), {"num_warps": 2}, key, None)
         [(grid, (tensor, number), options)] = kernel.binary.calls
         assert tensor is x
@@ -473,7 +477,7 @@ class TestLaunch:
             dtypes = [x.dtype for x in tensors]
             seen.setdefault(key, []).append((numbers[len(numbers) - len(constants) :], dtypes, options))
 
-        monkeypatch.setattr(triton_decode_launch, "launch", kept)
+        monkeypatch.setattr(decode_launch, "launch", kept)
         powers = [15, 3, None, 2.5, PowerByLength(3.0, 1.0, 8), torch.tensor(3.0), torch.ones(4), torch.ones(1, 1, 1)]
         for dtype in (torch.float32, torch.float16):
             q, k, v = caches(dtype)

@@ -20,8 +20,12 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 
 from softplus_attention.cli import info
-from softplus_attention.kernels import gluon_common, gluon_launch, triton_common, triton_launch, triton_relaunch
-from softplus_attention.kernels.triton_relaunch import kinds
+from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels.hopper import common as hopper_common
+from softplus_attention.kernels.hopper import launch as hopper_launch
+from softplus_attention.kernels.launch_cache import kinds
+from softplus_attention.kernels.triton import common as triton_common
+from softplus_attention.kernels.triton import launch as triton_launch
 
 
 def problem(
@@ -59,84 +63,84 @@ def test_info_says_which_kernels(
 
 
 def test_a_triton_that_the_kernels_were_not_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_launch.triton, "__version__", "3.9.0")
-    assert gluon_launch.unavailable((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
+    monkeypatch.setattr(hopper_launch.triton, "__version__", "3.9.0")
+    assert hopper_launch.unavailable((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
 
 
 def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not gluon_launch.fits(problem())  # on a CPU
-    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
-    assert gluon_launch.fits(problem())
-    assert gluon_launch.fits(problem(128, torch.float16, is_causal=False, sharpen=False))
-    assert not gluon_launch.fits(problem(32))
-    assert not gluon_launch.fits(problem(dtype=torch.float32))
-    assert not gluon_launch.fits(problem(offset=False))
-    assert not gluon_launch.fits(problem(length=1))
-    assert not gluon_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
+    assert not hopper_launch.fits(problem())  # on a CPU
+    monkeypatch.setattr(hopper_launch, "available", lambda device: True)
+    assert hopper_launch.fits(problem())
+    assert hopper_launch.fits(problem(128, torch.float16, is_causal=False, sharpen=False))
+    assert not hopper_launch.fits(problem(32))
+    assert not hopper_launch.fits(problem(dtype=torch.float32))
+    assert not hopper_launch.fits(problem(offset=False))
+    assert not hopper_launch.fits(problem(length=1))
+    assert not hopper_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
     odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
-    assert not gluon_launch.fits(problem(), odd)
+    assert not hopper_launch.fits(problem(), odd)
 
 
 def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     bounds = torch.zeros(1, 70, dtype=torch.int32)
     ranges = problem(start=bounds, end=bounds + 70)
     found = [problem(window=8), problem(power=1.0), problem(power=2.5), ranges]
     found += [problem(power_by_length=[3.0, 2.0, 16.0]), problem(power_rows=torch.full((2, 4, 70), 3.0))]
-    assert all(gluon_launch.fits(one) for one in found)
+    assert all(hopper_launch.fits(one) for one in found)
     assert problem(window=2**40).window == 70  # which is an int32
-    monkeypatch.setattr(gluon_launch, "MOST_KEYS_WITH_RANGES", 69)
-    assert not gluon_launch.fits(ranges)
-    assert gluon_launch.fits(problem())
+    monkeypatch.setattr(hopper_launch, "MOST_KEYS_WITH_RANGES", 69)
+    assert not hopper_launch.fits(ranges)
+    assert hopper_launch.fits(problem())
 
 
 def test_grids_that_are_too_large_are_left_to_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     many = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16).expand(2, 24_000, 70, 64)
-    assert not gluon_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
+    assert not hopper_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
     few = many[:, :20_000]
-    assert gluon_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
+    assert hopper_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
     short = problem().q[:, :, :64]
-    monkeypatch.setattr(gluon_launch, "MOST_OF_A_GRID", 1)  # and 70 rows or keys are two blocks
-    assert gluon_launch.fits(problem(length=64))
-    assert not gluon_launch.fits(problem())
-    assert not gluon_launch.fits(dataclasses.replace(problem(), q=short))
+    monkeypatch.setattr(hopper_launch, "MOST_OF_A_GRID", 1)  # and 70 rows or keys are two blocks
+    assert hopper_launch.fits(problem(length=64))
+    assert not hopper_launch.fits(problem())
+    assert not hopper_launch.fits(dataclasses.replace(problem(), q=short))
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096), st.integers(1, 1 << 34))
 def test_a_grid_has_heads_together_that_read_about_what_the_cache_holds(heads: int, length: int, size: int) -> None:
-    together, blocks, rest = gluon_launch.grid_of(length, heads, size)
+    together, blocks, rest = hopper_launch.grid_of(length, heads, size)
     assert together * rest == heads
     assert (blocks - 1) * 64 < length <= blocks * 64
-    distance = abs(math.log(together * size / gluon_launch.NEARBY))
+    distance = abs(math.log(together * size / hopper_launch.NEARBY))
     divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    assert all(distance <= abs(math.log(n * size / gluon_launch.NEARBY)) for n in divisors)
+    assert all(distance <= abs(math.log(n * size / hopper_launch.NEARBY)) for n in divisors)
 
 
 def test_keys_that_many_heads_share() -> None:
     q, k = (torch.zeros(1, heads, 2, 64, dtype=torch.bfloat16) for heads in (2048, 1))
     shared = dataclasses.replace(problem(), q=q, k=k, v=k)
-    assert gluon_launch.bytes_of_keys(shared) == 0.25
-    assert gluon_launch.grid_of(2, 2048, gluon_launch.bytes_of_keys(shared)) == (2048, 1, 1)
+    assert hopper_launch.bytes_of_keys(shared) == 0.25
+    assert hopper_launch.grid_of(2, 2048, hopper_launch.bytes_of_keys(shared)) == (2048, 1, 1)
 
 
 def test_heads_that_are_many_are_together() -> None:
-    assert gluon_launch.grid_of(64, 12 * 65535, 1 << 40) == (12, 1, 65535)
+    assert hopper_launch.grid_of(64, 12 * 65535, 1 << 40) == (12, 1, 65535)
 
 
 @given(st.integers(1, 1 << 15).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, ((1 << 30) - 1) // n))))
 def test_a_product_in_place_of_a_division(numbers: tuple[int, int]) -> None:
     heads, n = numbers
-    assert n * gluon_launch.inverse_of(heads) >> triton_common.INVERSE_BITS.value == n // heads
-    assert gluon_launch.inverse_of(heads) < 1 << 31
+    assert n * hopper_launch.inverse_of(heads) >> triton_common.INVERSE_BITS.value == n // heads
+    assert hopper_launch.inverse_of(heads) < 1 << 31
 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
 def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(power: int) -> None:
     assert triton_launch.needs_long_polynomial(power, torch.float16)
     short = not triton_launch.needs_long_polynomial(power, torch.bfloat16)
-    assert gluon_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
-    assert gluon_common.fineness(gl.float16, power) == triton_common.LONG
+    assert hopper_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
+    assert hopper_common.fineness(gl.float16, power) == triton_common.LONG
 
 
 def specialised(x: Any) -> Any:
@@ -169,9 +173,9 @@ def kinds_of_one(x: torch.Tensor) -> Any:
 
 
 def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_relaunch, "MOST_KINDS", 3)
+    monkeypatch.setattr(launch_cache, "MOST_KINDS", 3)
     found = [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
-    assert len(triton_relaunch._kinds) <= 3
+    assert len(launch_cache._kinds) <= 3
     assert found == [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
     assert len(set(found)) == 3  # 1, multiples of 16, others
 

@@ -24,25 +24,23 @@ from triton.experimental.gluon import language as gl
 from triton_cases import Case, assert_case
 
 from softplus_attention import functional, softplus_attention
-from softplus_attention.kernels import (
-    gluon_dkv,
-    gluon_dq,
-    gluon_forward,
-    gluon_forward_again,
-    gluon_launch,
-    triton_common,
-)
-from softplus_attention.kernels.gluon_common import own_place
-from softplus_attention.kernels.gluon_forward import least_mean, softplus_above, terms_above
-from softplus_attention.kernels.triton_common import softplus2
+from softplus_attention.kernels.hopper import dkv as hopper_dkv
+from softplus_attention.kernels.hopper import dq as hopper_dq
+from softplus_attention.kernels.hopper import forward as hopper_forward
+from softplus_attention.kernels.hopper import forward_fallback as hopper_fallback
+from softplus_attention.kernels.hopper import launch as hopper_launch
+from softplus_attention.kernels.hopper.common import own_place
+from softplus_attention.kernels.hopper.forward import least_mean, softplus_above, terms_above
+from softplus_attention.kernels.triton import common as triton_common
+from softplus_attention.kernels.triton.common import softplus2
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
 
 KERNELS = (
-    (gluon_forward, "gluon_forward_kernel"),
-    (gluon_forward_again, "gluon_forward_again_kernel"),
-    (gluon_dq, "gluon_dq_kernel"),
-    (gluon_dkv, "gluon_dkv_kernel"),
+    (hopper_forward, "gluon_forward_kernel"),
+    (hopper_fallback, "gluon_forward_again_kernel"),
+    (hopper_dq, "gluon_dq_kernel"),
+    (hopper_dkv, "gluon_dkv_kernel"),
 )
 
 
@@ -52,7 +50,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[lis
     kernels = [InterpretedKernel(getattr(module, name), late_products, ran) for module, name in KERNELS]
     for (module, name), kernel in zip(KERNELS, kernels, strict=True):
         monkeypatch.setattr(module, name, kernel)
-    monkeypatch.setattr(gluon_launch, "available", lambda device: True)
+    monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     monkeypatch.setattr(functional, "check_for_triton", lambda q: None)
     return ran, kernels
 
@@ -238,7 +236,7 @@ def test_programs_start_with_the_longest_blocks_of_heads_that_are_together(toget
     heads, batch, blocks = 4, 3, 2
     grid = (together, blocks, heads * batch // together)
     places = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
-    InterpretedKernel(places_kernel, late_products=False)[grid](places, heads, gluon_launch.inverse_of(heads), 4)
+    InterpretedKernel(places_kernel, late_products=False)[grid](places, heads, hopper_launch.inverse_of(heads), 4)
     found = places.tolist()
     assert sorted(found) == [[x, y, z] for x in range(blocks) for y in range(heads) for z in range(batch)]
     for first in range(0, len(found), together):  # neighbours are of one length, and of neighbouring heads
@@ -252,9 +250,9 @@ def test_programs_start_with_the_longest_blocks_of_heads_that_are_together(toget
 def test_grids_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of queries reads its part of the keys that it shares; a head of keys all queries that share it."""
     kernels = interpret(monkeypatch, late_products=False)[1]
-    monkeypatch.setattr(gluon_launch, "NEARBY", 4 * 70 * 64 * 2)  # four times the keys, or values, of a head
+    monkeypatch.setattr(hopper_launch, "NEARBY", 4 * 70 * 64 * 2)  # four times the keys, or values, of a head
     # What it remembers is of another NEARBY.
-    monkeypatch.setattr(gluon_launch, "heads_together", gluon_launch.heads_together.__wrapped__)
+    monkeypatch.setattr(hopper_launch, "heads_together", hopper_launch.heads_together.__wrapped__)
     q, k, v = (randn(2, heads, 70, 64, seed=seed).bfloat16() for seed, heads in enumerate((8, 2, 2)))
     given = [x.requires_grad_() for x in (q, k, v)]
     out = softplus_attention(*given, is_causal=True, enable_gqa=True, impl="triton")
@@ -275,7 +273,7 @@ def test_heads_in_another_order(
     v[1, 1, 20, 3] += bad
 
     def outcome(together: int) -> list[Tensor]:
-        monkeypatch.setattr(gluon_launch, "heads_together", lambda heads, size: together)
+        monkeypatch.setattr(hopper_launch, "heads_together", lambda heads, size: together)
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         out = softplus_attention(*given, is_causal=True, enable_gqa=True, impl="triton")
         return [out, *torch.autograd.grad(out, given, grad)]
@@ -374,7 +372,7 @@ def test_softplus_above(which: str, fine: int) -> None:
     """Right above the mean that it is for, and not above that mean where the right one is not."""
     t, found = torch.linspace(-60, 60, 4096), torch.empty(4096)
     t[:2048] = torch.linspace(-1, 3, 2048)
-    terms = gluon_forward.OWN.value if which == "own" else terms_above(fine, which == "far")
+    terms = hopper_forward.OWN.value if which == "own" else terms_above(fine, which == "far")
     InterpretedKernel(softplus_kernel, late_products=False)[1, 1, 1](t, found, terms, fine, 4)
     right, least = torch.logaddexp2(t.double(), torch.zeros(())), least_mean(terms)
     above = right >= least

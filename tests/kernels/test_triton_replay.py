@@ -12,16 +12,15 @@ from stub_kernel import Kernel, Launcher
 from torch import Tensor
 
 pytest.importorskip("triton")
-from softplus_attention.kernels import triton_relaunch, triton_replay
-from softplus_attention.kernels.triton_relaunch import launch
-from softplus_attention.kernels.triton_replay import Scratch, key_of, replay
+from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels.launch_cache import Scratch, key_of, launch, replay
 
 
 @pytest.fixture(autouse=True)
 def known_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (triton_relaunch, triton_replay):
+    for module in (launch_cache, launch_cache):
         monkeypatch.setattr(module, "KNOWN_BINARIES", True)
-    monkeypatch.setattr(triton_replay, "_calls", {})
+    monkeypatch.setattr(launch_cache, "_calls", {})
 
 
 class Caller:
@@ -95,7 +94,7 @@ def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.Monk
     if why == "memory of their own":
         monkeypatch.setattr(Launcher, "profile_scratch_size", 128)
     else:
-        monkeypatch.setattr(triton_relaunch, "KNOWN_LAUNCHERS", ())
+        monkeypatch.setattr(launch_cache, "KNOWN_LAUNCHERS", ())
     call = Caller()
     call(*tensors())
     q, out = tensors()
@@ -110,11 +109,11 @@ def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.Monk
 
 
 def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_replay, "MOST_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "MOST_CALLS", 3)
     call = Caller()
     for length in range(1, 12):
         call(torch.zeros(4, 16 * length), torch.zeros(3, 16))
-    assert 1 <= len(triton_replay._calls) <= 3
+    assert 1 <= len(launch_cache._calls) <= 3
 
 
 def test_a_failed_call_leaves_nothing_behind() -> None:
@@ -123,8 +122,8 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
 
     with pytest.raises(ValueError, match="no"):
         replay("key", tensors(), fail)
-    assert getattr(triton_relaunch._of_thread, "launches", None) is None
-    assert not triton_replay._calls
+    assert getattr(launch_cache._of_thread, "launches", None) is None
+    assert not launch_cache._calls
 
 
 OPTIONS: tuple[Any, ...] = (None, None, None, True, None, True, 15.0, None, [1.0, 2.0, 3.0], True, 4.0, False, False)

@@ -172,7 +172,7 @@ def check_launches_again() -> None:
 
 def check_unit_vectors(device: str, dtypes: Sequence[torch.dtype]) -> None:
     """Every size, layout and head dimension to a rounding; zero stays zero, what is not finite spoils its own alone."""
-    from softplus_attention.kernels.triton_decode_launch import unit_vectors
+    from softplus_attention.kernels.triton.decode_launch import unit_vectors
 
     for dtype in dtypes:
         for d in (64, 5, 100, 256):

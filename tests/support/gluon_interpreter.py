@@ -31,7 +31,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import ConstexprFunction
 
-from softplus_attention.kernels.gluon_tiles import Tiles
+from softplus_attention.kernels.hopper.tiles import Tiles
 
 NAN = float("nan")
 GARBAGE = 777.0

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 def kernels_of(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
     """Which of the GPU kernels a call of that shape without a mask runs, and why."""
-    from softplus_attention.kernels.gluon_launch import unavailable, unfit
+    from softplus_attention.kernels.hopper.launch import unavailable, unfit
 
     here = torch.cuda.is_available()
     reason = unfit(width, tokens, dtype)

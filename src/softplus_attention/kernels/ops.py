@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import chunked
+from softplus_attention.kernels.cpu import chunked
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import compute_dtype
 

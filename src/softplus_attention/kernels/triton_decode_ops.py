@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.triton_decode_launch import decode, empty_output
+from softplus_attention.kernels.triton.decode_launch import decode, empty_output
 
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 _library.define(

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import triton_launch
+from softplus_attention.kernels.launch_cache import Scratch, current_device, key_of, replay
 from softplus_attention.kernels.onlookers import traced_backward
 from softplus_attention.kernels.ops import no_double_backward
-from softplus_attention.kernels.triton_relaunch import current_device
-from softplus_attention.kernels.triton_replay import Scratch, key_of, replay
+from softplus_attention.kernels.triton import launch as triton_launch
 
 _library = torch.library.Library("softplus_attention", "FRAGMENT")
 
@@ -175,7 +174,7 @@ class EagerTriton(torch.autograd.Function):
 
 
 def eager(*inputs: Any) -> Tensor:
-    """The output of ``triton_forward`` for plain tensors."""
+    """The output of ``triton.forward`` for plain tensors."""
     return EagerTriton.apply(*inputs) if inputs[-1] else _triton_forward(*inputs, eagerly=True)[0]
 
 

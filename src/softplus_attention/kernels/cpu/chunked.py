@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.parallel import for_each, one_by_one
+from softplus_attention.kernels.cpu.threads import for_each, one_by_one
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 

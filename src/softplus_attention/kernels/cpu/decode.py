@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import chunked, ops
+from softplus_attention.kernels import ops
+from softplus_attention.kernels.cpu import chunked
 from softplus_attention.power import PowerByLength
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 

@@ -1,6 +1,6 @@
-"""What the two kernels of the Hopper backward share; the formulas are those of ``triton_backward``.
+"""What the two kernels of the Hopper backward share; the formulas are those of ``triton.backward``.
 
-``gluon_dq`` leaves terms of each row, which ``gluon_dkv`` reads. In both, tiles are copied ahead, and products run
+``hopper.dq`` leaves terms of each row, which ``hopper.dkv`` reads. In both, tiles are copied ahead, and products run
 beside arithmetic: that of the same warp group where it does not wait for them, and that of the others.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from softplus_attention.kernels.gluon_common import saturated
-from softplus_attention.kernels.triton_common import ROW_BLOCK, raised, softplus2, special_log2
+from softplus_attention.kernels.hopper.common import saturated
+from softplus_attention.kernels.triton.common import ROW_BLOCK, raised, softplus2, special_log2
 
 
 @gluon.jit

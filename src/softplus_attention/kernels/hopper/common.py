@@ -4,7 +4,7 @@ Tiles are brought by the copy engine (TMA), which knows a tensor from a descript
 beyond the tensor's last come as zeros, and a barrier in shared memory says when all is there. Copies that belong
 together have a number, s; of the two barriers ``copied`` theirs is s & 1.
 
-Names as in ``triton_common``; *_ring is shared memory for several tiles of keys or rows, *_tile for one.
+Names as in ``triton.common``; *_ring is shared memory for several tiles of keys or rows, *_tile for one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     INVERSE_BITS,
     LN2,
     LONG,
@@ -74,19 +74,19 @@ def note_trouble(Again, trouble):
 @gluon.constexpr_function
 def fineness(dtype, power):
     """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
-    Some powers show it, as ``triton_launch.needs_long_polynomial`` says."""
+    Some powers show it, as ``triton.launch.needs_long_polynomial`` says."""
     return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
 
 
 @gluon.jit
 def own_head():
-    """That of this program, among the heads of all sequences. The grid is ``gluon_launch.grid_of``."""
+    """That of this program, among the heads of all sequences. The grid is ``hopper.launch.grid_of``."""
     return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
 def own_place(heads, inverse):
-    """The block, head and sequence of this program; ``inverse`` is ``gluon_launch.inverse_of`` the heads, since a
+    """The block, head and sequence of this program; ``inverse`` is ``hopper.launch.inverse_of`` the heads, since a
     division at a program's start would take longer than its first loads."""
     bh = own_head()
     b = ((bh.to(gl.int64) * inverse) >> INVERSE_BITS).to(gl.int32)

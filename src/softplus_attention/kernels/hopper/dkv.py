@@ -1,4 +1,4 @@
-"""The gradients of keys and values for what ``gluon_forward`` computes, from what ``gluon_dq`` left of each row."""
+"""The gradients of keys and values for what ``hopper.forward`` computes, from what ``hopper.dq`` left of each row."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
-from softplus_attention.kernels.gluon_common import (
+from softplus_attention.kernels.hopper.backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
+from softplus_attention.kernels.hopper.common import (
     announce,
     arrived,
     barriers,
@@ -33,7 +33,7 @@ from softplus_attention.kernels.gluon_common import (
     store_tile,
     tile_of,
 )
-from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
+from softplus_attention.kernels.triton.common import AGAIN_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""The gradient of the queries for what ``gluon_forward`` computes, and the terms of each row for ``gluon_dkv``."""
+"""The gradient of the queries for what ``hopper.forward`` computes, and the terms of each row for ``hopper.dkv``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from softplus_attention.kernels.gluon_backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
-from softplus_attention.kernels.gluon_common import (
+from softplus_attention.kernels.hopper.backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
+from softplus_attention.kernels.hopper.common import (
     KeyTiles,
     RowScores,
     announce,
@@ -41,7 +41,7 @@ from softplus_attention.kernels.gluon_common import (
     store_tile,
     tile_of,
 )
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     AGAIN_PROGRAMS,
     LEAST_EXPONENT,
     LEAST_NORMAL,
@@ -92,7 +92,7 @@ def dq_gradient(g, steepness, b_delta, POWER: gl.constexpr):
 
 @gluon.jit
 def with_moments(moments, u, g, steepness, log_u):
-    """Three sums, as held by each thread: those of ``triton_backward.PowerMoments``."""
+    """Three sums, as held by each thread: those of ``triton.backward.PowerMoments``."""
     log_u = gl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
     return (
         moments[0] + gl.sum(by_thread(u * g * log_u), 1),

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from softplus_attention.kernels.gluon_common import (
+from softplus_attention.kernels.hopper.common import (
     KeyTiles,
     RowScores,
     RowWeights,
@@ -41,7 +41,7 @@ from softplus_attention.kernels.gluon_common import (
     tile_of,
     wrapped,
 )
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     EQUAL_SCORES,
     LONG,
     ROW_BLOCK,

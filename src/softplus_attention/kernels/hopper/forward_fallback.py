@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from softplus_attention.kernels.gluon_common import (
+from softplus_attention.kernels.hopper.common import (
     by_thread,
     fineness,
     load_columns,
@@ -20,7 +20,7 @@ from softplus_attention.kernels.gluon_common import (
     seen_keys,
     store_tile,
 )
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     AGAIN_PROGRAMS,
     ROW_BLOCK,
     raised,
@@ -36,7 +36,7 @@ def careful_pass(
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As ``triton_forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
+    """As ``triton.forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
     f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
     b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
     b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)

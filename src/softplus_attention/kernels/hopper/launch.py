@@ -13,12 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
-from softplus_attention.kernels.triton_common import AGAIN_PROGRAMS, INVERSE_BITS, ROW_BLOCK
-from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
-from softplus_attention.kernels.triton_replay import Scratch
+from softplus_attention.kernels.launch_cache import Scratch, addresses_of, current_stream, kinds, launch
+from softplus_attention.kernels.triton.common import AGAIN_PROGRAMS, INVERSE_BITS, ROW_BLOCK
 
 if TYPE_CHECKING:
-    from softplus_attention.kernels.triton_launch import Kept, Problem
+    from softplus_attention.kernels.triton.launch import Kept, Problem
 
 ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
 AGAIN: int = AGAIN_PROGRAMS.value
@@ -131,7 +130,7 @@ def launch_twice(
 
     Of the tensors that come first ``kernel`` copies tiles, of so many rows, and takes descriptors in their place.
     """
-    from softplus_attention.kernels.gluon_tiles import Tiles
+    from softplus_attention.kernels.hopper.tiles import Tiles
 
     device, both = tensors[0].device, (*[x for x, _ in tiled], *tensors)
     addresses = addresses_of(both)
@@ -161,9 +160,9 @@ def bytes_of_rows(problem: Problem) -> float:
 
 
 def forward(problem: Problem, kept: Kept) -> Scratch:
-    """As ``triton_launch.forward``."""
-    from softplus_attention.kernels.gluon_forward import gluon_forward_kernel
-    from softplus_attention.kernels.gluon_forward_again import gluon_forward_again_kernel
+    """As ``triton.launch.forward``."""
+    from softplus_attention.kernels.hopper.forward import gluon_forward_kernel
+    from softplus_attention.kernels.hopper.forward_fallback import gluon_forward_again_kernel
 
     out, rest, stats, flat, norms = kept
     keys, registers = FORWARD_TILES[problem.d]
@@ -192,8 +191,8 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
 ) -> Scratch:
-    """As ``triton_launch.backward``."""
-    from softplus_attention.kernels.gluon_backward import terms_of_a_row
+    """As ``triton.launch.backward``."""
+    from softplus_attention.kernels.hopper.backward import terms_of_a_row
 
     dq, dk, dv = grads
     count = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
@@ -216,7 +215,7 @@ def backward_of_queries(
     again: Tensor,
 ) -> None:
     """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
-    from softplus_attention.kernels.gluon_dq import gluon_dq_kernel
+    from softplus_attention.kernels.hopper.dq import gluon_dq_kernel
 
     out, rest, stats, _, norms = kept
     keys, registers = DQ_TILES[problem.d]
@@ -242,7 +241,7 @@ def backward_of_keys(
     problem: Problem, grad_out: Tensor, kept: Kept, rows: Tensor, dk: Tensor, dv: Tensor, again: Tensor
 ) -> None:
     """Fills ``dk`` and ``dv``."""
-    from softplus_attention.kernels.gluon_dkv import gluon_dkv_kernel
+    from softplus_attention.kernels.hopper.dkv import gluon_dkv_kernel
 
     grid = grid_of(problem.t_k, problem.batch * problem.h_kv, bytes_of_rows(problem))
     first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 class Tiles(TensorDescriptor):  # type: ignore[misc]
     """Of a tensor (B, H, T, D) in half precision: tiles of so many rows of one head. Triton's own looks for itself
-    whether rows are aligned, which takes longer than all else; ``gluon_launch.copyable`` has."""
+    whether rows are aligned, which takes longer than all else; ``hopper.launch.copyable`` has."""
 
     padding = "zero"
     round_f32_to_tf32 = False

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     LEAST_EXPONENT,
     LN2,
     SERIES,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softplus_attention.kernels.triton_common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
+from softplus_attention.kernels.triton.common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
 
 SCRATCH_UNIT = tl.constexpr(32)
 COLUMNS = tl.constexpr(16)  # of a vector, read and multiplied at a time where exactness or registers ask for it

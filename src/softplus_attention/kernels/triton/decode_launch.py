@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import triton_decode as kernels
-from softplus_attention.kernels.triton_launch import (
+from softplus_attention.kernels.launch_cache import all_aligned, current_device, current_stream, launch
+from softplus_attention.kernels.triton import decode as kernels
+from softplus_attention.kernels.triton.launch import (
     blocks_of,
     exactness,
     needs_long_polynomial,
@@ -17,7 +18,6 @@ from softplus_attention.kernels.triton_launch import (
     power_code,
     unit_last_stride,
 )
-from softplus_attention.kernels.triton_relaunch import all_aligned, current_device, current_stream, launch
 
 # Measured on an H200 (docs/dev/kernels-log.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
 # (heads of 128, few rows): whole waves of both.

@@ -1,7 +1,7 @@
 """The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output); LSSA, and in half
 precision LSSAR without OFFSET, in one.
 
-Any mask, power and dtype; ``gluon_forward`` has the common case on Hopper.
+Any mask, power and dtype; ``hopper.forward`` has the common case on Hopper.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from softplus_attention.kernels.triton_common import (
+from softplus_attention.kernels.triton.common import (
     EQUAL_SCORES,
     Keys,
     Sharpening,

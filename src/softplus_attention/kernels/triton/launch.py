@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import gluon_launch
-from softplus_attention.kernels import triton_backward as bwd
-from softplus_attention.kernels import triton_common as common
-from softplus_attention.kernels import triton_forward as fwd
-from softplus_attention.kernels.triton_relaunch import addresses_of, current_stream, kinds, launch
-from softplus_attention.kernels.triton_replay import Scratch
+from softplus_attention.kernels.hopper import launch as hopper_launch
+from softplus_attention.kernels.launch_cache import Scratch, addresses_of, current_stream, kinds, launch
+from softplus_attention.kernels.triton import backward as bwd
+from softplus_attention.kernels.triton import common
+from softplus_attention.kernels.triton import forward as fwd
 from softplus_attention.visibility import Visibility
 
 LARGEST_INTEGER_POWER = 1023
@@ -89,17 +88,17 @@ def dkv_blocks(width: int, precise: bool) -> Blocks:
 
 
 def norm_stride(t_k: int) -> int:
-    """Length of a row of inverse norms, as ``triton_common.norm_stride``."""
+    """Length of a row of inverse norms, as ``triton.common.norm_stride``."""
     return (t_k + NORM_BLOCK - 1) // NORM_BLOCK * NORM_BLOCK
 
 
 def flags_of(batch: int, heads: int) -> int:
     """Numbers of ``Kept.flat`` before its list of blocks."""
-    return gluon_launch.aligned(batch * heads)
+    return hopper_launch.aligned(batch * heads)
 
 
 def flat_size(batch: int, heads: int, t_q: int) -> int:
-    return flags_of(batch, heads) + 1 + batch * heads * blocks_of(t_q, gluon_launch.ROWS)
+    return flags_of(batch, heads) + 1 + batch * heads * blocks_of(t_q, hopper_launch.ROWS)
 
 
 def unit_last_stride(x: Tensor) -> Tensor:
@@ -255,9 +254,9 @@ def key_norms(problem: Problem, norms: Tensor, flat: Tensor) -> None:
 
 
 def forward(problem: Problem, kept: Kept) -> Scratch | None:
-    """Fills ``kept``; ``key_norms`` was there before. Returns what ``triton_replay.replay`` wants to know."""
-    if gluon_launch.fits(problem, kept.out):
-        return gluon_launch.forward(problem, kept)
+    """Fills ``kept``; ``key_norms`` was there before. Returns what ``launch_cache.replay`` wants to know."""
+    if hopper_launch.fits(problem, kept.out):
+        return hopper_launch.forward(problem, kept)
     out, rest, stats, flat, norms = kept
     blocks = forward_blocks(problem.width, problem.precise, problem.sharpen)
     fwd.forward_kernel[(blocks_of(problem.t_q, blocks.rows) * problem.batch * problem.h,)](
@@ -279,8 +278,8 @@ def backward(
     """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q). Returns as ``forward``."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
-    if gluon_launch.fits(problem, kept.out, grad_out, *grads):
-        return gluon_launch.backward(problem, grad_out, kept, grads, grad_power)
+    if hopper_launch.fits(problem, kept.out, grad_out, *grads):
+        return hopper_launch.backward(problem, grad_out, kept, grads, grad_power)
     out, rest, stats, flat, norms = kept
     shared = problem.shared_arguments()
     n_rows = problem.batch * problem.h * problem.t_q

@@ -1,0 +1,1 @@
+"""The CPU path: tiles, one row over a cache, threads."""
