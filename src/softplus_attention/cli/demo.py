@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softplus_attention.utils.files import write_csv, write_json, write_whole
+from softplus_attention.utils.progress import Progress
 from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
@@ -144,14 +144,11 @@ def evaluate_arm(name: str, path: Path, texts: Texts, lengths: list[int]) -> Len
     from softplus_attention.evaluation.lengths import loss_by_length
     from softplus_attention.huggingface.loading import load_model
 
-    def progress(done: int, of: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r     {name}: {100 * done // of}%  ", end="", file=sys.stderr, flush=True)
-
-    curve = loss_by_length(load_model(str(path)), texts, lengths, progress=progress)
-    if sys.stderr.isatty():
-        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)
-    return curve
+    total = len(lengths) * texts.rows.numel()
+    with Progress(f"     {name}", total) as progress:
+        return loss_by_length(
+            load_model(str(path)), texts, lengths, progress=lambda done, _: progress.update(done=done)
+        )
 
 
 def text_table(curves: dict[str, LengthCurve], lengths: list[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from softplus_attention.training.errors import RunStopped, is_disk_full
 from softplus_attention.utils.files import append_line, write_whole
+from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.untrusted import MIB, read_text
 
 METRICS = "metrics.jsonl"
@@ -130,45 +130,30 @@ def tensorboard(run: Path, from_step: int) -> Any:
     return SummaryWriter(run / "tensorboard", purge_step=from_step)
 
 
-class Progress(TrainerCallback):
+class ProgressCallback(TrainerCallback):
     """A bar on a terminal, a line per log elsewhere."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self.bar: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        self.begun, self.first = time.perf_counter(), state.global_step
-        if sys.stderr.isatty():
-            from tqdm import tqdm  # type: ignore[import-untyped]
-
-            self.bar = tqdm(total=self.steps, initial=state.global_step, dynamic_ncols=True, unit="step")
+        self.progress = Progress(total=self.steps, initial=state.global_step, unit="step", seconds=0)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
+        self.progress.update(done=state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        words = in_words(others["logs"])
-        if not words:
-            return
-        if self.bar is not None:
-            self.bar.set_postfix_str(words)
-            return
-        done = state.global_step - self.first
-        left = (time.perf_counter() - self.begun) / max(1, done) * (self.steps - state.global_step)
-        print(f"step {state.global_step}/{self.steps}  {words}  {in_time(left)} left", file=sys.stderr, flush=True)
+        self.progress.update(format_metrics(others["logs"]), done=state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        self.progress.clear()
 
 
-def in_words(logs: dict[str, Any]) -> str:
+def format_metrics(logs: dict[str, Any]) -> str:
     words = []
     if "loss" in logs:
         words.append(f"loss {logs['loss']:.4f}")
@@ -181,9 +166,3 @@ def in_words(logs: dict[str, Any]) -> str:
     if "mfu" in logs:
         words.append(f"MFU {logs['mfu']:.1%}")
     return "  ".join(words)
-
-
-def in_time(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"

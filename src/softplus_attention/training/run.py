@@ -19,7 +19,7 @@ from softplus_attention.training.configuration import TrainConfig
 from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.metrics import Journal, Progress, Throughput, flops_per_token, peak_tflops
+from softplus_attention.training.metrics import Journal, ProgressCallback, Throughput, flops_per_token, peak_tflops
 from softplus_attention.training.power_callback import PowerCallback
 from softplus_attention.training.run_folder import RunFolder, say, started
 from softplus_attention.training.termination import Termination
@@ -203,7 +203,7 @@ def trainer_of(
     )
     callbacks: list[Any] = [] if power is None else [power]
     if parallel.is_first():
-        callbacks += [Journal(Path(config.output)), Progress(config.steps)]
+        callbacks += [Journal(Path(config.output)), ProgressCallback(config.steps)]
     trainer = SoftplusTrainer(
         config,
         throughput,
