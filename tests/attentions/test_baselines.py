@@ -492,7 +492,7 @@ def test_entmax_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         composed_weights(attention("entmax").spec, q, k, Visibility(T, T, q.device))
 
 
-DOCS = Path(__file__).parents[2] / "docs" / "baselines.md"
+DOCS = Path(__file__).parents[2] / "docs" / "attentions.md"
 
 
 def test_documentation_names_them_all() -> None:

@@ -258,7 +258,7 @@ class TestStopped:
 
 def test_options_may_change_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="which is no file"):
+    with pytest.raises(DataError, match="no such file"):
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="typo.json")
     index = prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bytes", validation_fraction=0)
     assert index.splits["train"].tokens == 5

@@ -164,7 +164,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         (["lengths", "lssar/model", "--text", "none.txt"], "`--text` must be"),
         (
             ["lengths", "lssar/model", "--data", "none"],
-            "`--data` must be a folder written by `softplus-attention data prep",
+            "none is no folder: `--data` takes a folder written by `softplus-attention data prep",
         ),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document has 900 tokens"),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),

@@ -417,12 +417,12 @@ class TestMuon:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+# What `compile_model` raises; `monkeypatch` would remove the names afterwards.
+@torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False)
 def test_equal_layers_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled depends on the powers, not on the number of layers, and the loss is not compiled anew."""
     # Dynamo alone, which is what shares the code: the test takes seconds.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
     config = TrainConfig(**PLACES, layers=6, power="3,7@0.3,15@0.6", steps=9)
     ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
     counts = []
