@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.training import metrics
-from softplus_attention.training.configuration import TrainConfig, configured
+from softplus_attention.training.config import TrainConfig, configured
 from softplus_attention.training.run import model_config, trainer_of, training_arguments
 from softplus_attention.utils import provenance
 

@@ -27,7 +27,7 @@ from softplus_attention.power import PowerByLength
 from softplus_attention.training import PRESETS, TrainConfig, configured, optimizers, power_schedule
 from softplus_attention.training import run as runs
 from softplus_attention.training.checkpoints import load_state, save_state
-from softplus_attention.training.data import Endless
+from softplus_attention.training.data import RepeatedDataset, collate
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import flops_per_token
 from softplus_attention.training.optimizers import StackedMuon, optimizer_of, stacks
@@ -466,12 +466,12 @@ class Numbers:
 
 
 def test_endless_data_is_every_epoch_in_its_order_from_any_place() -> None:
-    whole = [int(Endless(Numbers(), 20)[n]["input_ids"][0]) for n in range(20)]
+    whole = [int(RepeatedDataset(Numbers(), 20)[n]["input_ids"][0]) for n in range(20)]
     assert sorted(whole[:7]) == list(range(7))
     assert sorted(whole[7:14]) == [100 + n for n in range(7)]
-    later = Endless(Numbers(), 20)
+    later = RepeatedDataset(Numbers(), 20)
     assert [int(later[n]["input_ids"][0]) for n in range(11, 20)] == whole[11:]
-    assert later[12]["labels"].tolist() == [-100, whole[12], whole[12]]
+    assert collate([later[12]])["labels"].tolist() == [[-100, whole[12], whole[12]]]
 
 
 def test_flops_of_gpt2_small() -> None:

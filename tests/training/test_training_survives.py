@@ -18,7 +18,7 @@ import pytest
 from training_runs import TINY, Run, running, text_folder
 from transformers import TrainerControl, TrainerState
 
-from softplus_attention.training.termination import Terminated, Termination
+from softplus_attention.training.trainer import Terminated, Termination
 
 
 @pytest.fixture(scope="module")

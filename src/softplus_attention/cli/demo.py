@@ -125,7 +125,7 @@ def prepare_text(folder: Path, texts: int) -> Texts:
 
 def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     from softplus_attention.training import TrainConfig, train
-    from softplus_attention.training.errors import OtherSettings, RunStopped
+    from softplus_attention.training.errors import ConfigChanged, RunStopped
 
     words = {**TRAINING, **ARMS[name], "steps": options.steps, "seed": options.seed, "device": options.device}
     output = folder / "runs" / ARMS[name]["attention"]
@@ -133,7 +133,7 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     config = TrainConfig(data=str(folder / "data"), output=str(output), **words)
     try:
         return train(config)
-    except OtherSettings as error:
+    except ConfigChanged as error:
         raise RunStopped(
             f"{folder} holds a demo with other settings: put them back to go on, choose another --output, or say "
             "--again to begin anew"

@@ -10,10 +10,9 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.training import parallel
-from softplus_attention.training.configuration import TrainConfig, configured, kinds_of
+from softplus_attention.training import distributed
+from softplus_attention.training.config import PRESETS, TrainConfig, configured, kinds_of
 from softplus_attention.training.errors import RunStopped, RunWarning
-from softplus_attention.training.presets import PRESETS
 from softplus_attention.utils.files import clean_text
 
 if TYPE_CHECKING:
@@ -109,15 +108,15 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
             warnings.showwarning = show
             train(config, accept_changes=options.allow_config_changes)
     except RunStopped as stopped:
-        if parallel.is_first():
+        if distributed.is_rank0():
             print(f"softplus-attention: {clean_text(str(stopped))}", file=sys.stderr)
-        parallel.leave()
+        distributed.destroy_process_group()
         return stopped.exit_status
     # Not after other errors: the processes may wait for each other in the middle of something.
-    parallel.leave()
+    distributed.destroy_process_group()
     return 0
 
 
 def show(message: Warning | str, *_: Any, **__: Any) -> None:
-    if parallel.is_first():
+    if distributed.is_rank0():
         print(f"warning: {clean_text(str(message))}", file=sys.stderr, flush=True)

@@ -6,18 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from softplus_attention.training.configuration import TrainConfig, configured
+    from softplus_attention.training.config import PRESETS, TrainConfig, configured
     from softplus_attention.training.errors import RunStopped
-    from softplus_attention.training.presets import PRESETS
     from softplus_attention.training.run import train
     from softplus_attention.training.schedules import PowerSchedule, power_schedule
 
 HOMES = {
-    "PRESETS": "presets",
+    "PRESETS": "config",
     "PowerSchedule": "schedules",
     "RunStopped": "errors",
-    "TrainConfig": "configuration",
-    "configured": "configuration",
+    "TrainConfig": "config",
+    "configured": "config",
     "power_schedule": "schedules",
     "train": "run",
 }

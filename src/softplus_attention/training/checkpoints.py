@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import TrainerState
 
-from softplus_attention.training import parallel
+from softplus_attention.training import distributed
 from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
 from softplus_attention.training.errors import CheckpointRefused, RunStopped, is_disk_full
 from softplus_attention.utils.untrusted import read_json
@@ -96,11 +96,11 @@ def write(run: Path, step: int, keep: int, fill: Callable[[Path], None]) -> Path
     """
     final = run / f"checkpoint-{step}"
     partial = final.with_name(final.name + PARTIAL)
-    parallel.from_first(lambda: cleared(partial, final, step))
+    distributed.broadcast_from_rank0(lambda: cleared(partial, final, step))
     together(run, partial, step, lambda: fill(partial))
     sums = together(run, partial, step, lambda: sums_of_share(partial))
-    together(run, partial, step, lambda: publish(partial, final, sums) if parallel.is_first() else None)
-    if parallel.is_first():
+    together(run, partial, step, lambda: publish(partial, final, sums) if distributed.is_rank0() else None)
+    if distributed.is_rank0():
         for old in checkpoints(run)[keep:]:
             # Renamed first: a folder that is half deleted must not look like a checkpoint that went bad.
             doomed = old.with_name(old.name + ".old" + PARTIAL)
@@ -125,11 +125,11 @@ def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> li
         made = part()
     except (Exception, CheckpointException) as error:
         failure = error
-    results = parallel.everyone((made, failure and described(failure)))
+    results = distributed.all_gather_objects((made, failure and described(failure)))
     failures = [words for _, words in results if words]
     if not failures:
         return [result for result, _ in results]
-    if parallel.is_first():
+    if distributed.is_rank0():
         shutil.rmtree(partial, ignore_errors=True)
     raise stopped(run, step, failures[0]) from failure
 
@@ -157,7 +157,7 @@ def sums_of_share(partial: Path) -> dict[str, Any]:
     sums = {}
     for path in files_in(partial):
         writer = WRITER.match(path.name)
-        if int(writer[1] if writer else 0) != parallel.rank():
+        if int(writer[1] if writer else 0) != distributed.rank():
             continue
         flush(path)
         sums[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": digest(path)}
@@ -327,7 +327,7 @@ def check_fits(folder: Path, model: nn.Module) -> None:
 
 
 @contextmanager
-def one_process_is_no_news() -> Iterator[None]:
+def suppress_single_process_warning() -> Iterator[None]:
     """torch warns of every checkpoint of a single process that it takes it for one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -335,7 +335,7 @@ def one_process_is_no_news() -> Iterator[None]:
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    with one_process_is_no_news():
+    with suppress_single_process_warning():
         save(
             named_state(model, optimizer),
             storage_writer=FileSystemWriter(folder / STATE),
@@ -357,7 +357,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             tensors[name] = state[name.removeprefix(prefix)] = place.detach()
         optimizer.state[parameter] = state
     try:
-        with one_process_is_no_news():
+        with suppress_single_process_warning():
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))

@@ -22,7 +22,7 @@ class Sequences(Protocol):
     def set_epoch(self, epoch: int, /) -> None: ...
 
 
-class Endless(Dataset[dict[str, Tensor]]):
+class RepeatedDataset(Dataset[dict[str, Tensor]]):
     """Sequence number n of a run, past the end of the data too: epoch n // len, in that epoch's order.
 
     So the position in the data is one number, steps times sequences per step, whatever the number of processes.
@@ -40,31 +40,14 @@ class Endless(Dataset[dict[str, Tensor]]):
         if epoch != self.epoch:
             self.sequences.set_epoch(epoch)
             self.epoch = epoch
-        return without_first_label(self.sequences[place])
-
-
-class Head(Dataset[dict[str, Tensor]]):
-    """The first sequences of a split, for validation."""
-
-    def __init__(self, sequences: Sequences, length: int) -> None:
-        self.sequences, self.length = sequences, length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        return without_first_label(self.sequences[number])
-
-
-def without_first_label(sequence: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Nothing predicts a sequence's first token: a label there would be counted by some versions of Trainer."""
-    labels = sequence["labels"].clone()
-    labels[0] = IGNORED
-    return {**sequence, "labels": labels}
+        return self.sequences[place]
 
 
 def collate(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
+    batch = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
+    # Nothing predicts a sequence's first token: a label there would be counted by some versions of Trainer.
+    batch["labels"][:, 0] = IGNORED
+    return batch
 
 
 class Folder:

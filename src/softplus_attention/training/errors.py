@@ -20,7 +20,7 @@ class CheckpointRefused(RunStopped):
     exit_status = 2
 
 
-class OtherSettings(RunStopped):
+class ConfigChanged(RunStopped):
     """The folder holds a run that was started with other settings."""
 
 

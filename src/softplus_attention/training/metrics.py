@@ -82,7 +82,7 @@ def keep_until(run: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
-class Journal(TrainerCallback):
+class MetricsWriter(TrainerCallback):
     """metrics.jsonl, a line per log, and the same values for TensorBoard where it is installed."""
 
     def __init__(self, run: Path) -> None:

@@ -8,22 +8,27 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
+from torch.utils.data import Subset
 from transformers import PrinterCallback, TrainingArguments, set_seed
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
 from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import quiet
 from softplus_attention.huggingface.saving import save_trained
-from softplus_attention.training import checkpoints, parallel
-from softplus_attention.training.configuration import TrainConfig
-from softplus_attention.training.data import Endless, Folder, Head, collate, padded_vocabulary
+from softplus_attention.training import checkpoints, distributed
+from softplus_attention.training.config import TrainConfig
+from softplus_attention.training.data import Folder, RepeatedDataset, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.metrics import Journal, ProgressCallback, Throughput, flops_per_token, peak_tflops
-from softplus_attention.training.power_callback import PowerCallback
+from softplus_attention.training.metrics import (
+    MetricsWriter,
+    ProgressCallback,
+    Throughput,
+    flops_per_token,
+    peak_tflops,
+)
 from softplus_attention.training.run_folder import RunFolder, say, started
-from softplus_attention.training.termination import Termination
-from softplus_attention.training.trainer import SoftplusTrainer
+from softplus_attention.training.trainer import PowerCallback, SoftplusTrainer, Termination
 from softplus_attention.validation import fail
 
 
@@ -49,7 +54,7 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         # Before anything is written: settings that cannot be must not be those of a run.
         trainer = build(config, arguments, folder)
         # Now, since a tokenizer that cannot be loaded must not cost a trained model.
-        tokenizer = parallel.on_first(folder.tokenizer)
+        tokenizer = distributed.run_on_rank0(folder.tokenizer)
         run.check(checkpoint, trainer.model)
         run.rewind(checkpoint)
         record |= {"starts": [*record.get("starts", []), started(arguments.device, step)]}
@@ -61,8 +66,8 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         with termination.listening():
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         termination.leave_if_asked(trainer.state.global_step, config.steps)
-        weights = parallel.whole_state(trainer.model)
-        if parallel.is_first():
+        weights = distributed.full_state_dict(trainer.model)
+        if distributed.is_rank0():
             run.save(lambda place: save_model(place, config, trainer, weights, tokenizer))
         run.write(record | {"finished": True})
         say(f"the model is in {run.model}")
@@ -80,7 +85,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     use_cpu = config.device == "cpu" or not cuda
     if config.precision == "fp16" and use_cpu:
         fail("precision", "bf16 or fp32 on a CPU", "'fp16'")
-    processes = parallel.world_size()
+    processes = distributed.world_size()
     if config.batch_size % processes:
         fail("batch_size", f"a multiple of the {processes} processes", config.batch_size)
     share = config.batch_size // processes
@@ -173,10 +178,11 @@ def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> 
             arguments.per_device_eval_batch_size = 1
         else:
             count -= count % config.batch_size
-        validation = Head(held, count)
+        validation = Subset(held, range(count))
     set_seed(config.seed)
     model = SoftplusGPTForCausalLM(model_config(config, folder.index.vocabulary_size, folder.index.end_of_document))
-    return trainer_of(config, arguments, model, Endless(sequences, config.steps * config.batch_size), validation)
+    dataset = RepeatedDataset(sequences, config.steps * config.batch_size)
+    return trainer_of(config, arguments, model, dataset, validation)
 
 
 def trainer_of(
@@ -193,17 +199,17 @@ def trainer_of(
     if config.compile:
         compile_model(model, config)
     if config.parallel == "fsdp":
-        parallel.shard(model, arguments.device, arguments.bf16)
+        distributed.shard(model, arguments.device, arguments.bf16)
     power = None if schedule is None else PowerCallback(schedule, config.steps)
     throughput = Throughput(
         config.batch_size * config.sequence_length,
         flops_per_token(count, config.width, config.spans()),
-        parallel.world_size(),
+        distributed.world_size(),
         config.peak_tflops or peak_tflops(arguments.device),
     )
     callbacks: list[Any] = [] if power is None else [power]
-    if parallel.is_first():
-        callbacks += [Journal(Path(config.output)), ProgressCallback(config.steps)]
+    if distributed.is_rank0():
+        callbacks += [MetricsWriter(Path(config.output)), ProgressCallback(config.steps)]
     trainer = SoftplusTrainer(
         config,
         throughput,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from softplus_attention.training import checkpoints, parallel
-from softplus_attention.training.errors import OtherSettings, RunStopped, RunWarning, is_disk_full
+from softplus_attention.training import checkpoints, distributed
+from softplus_attention.training.errors import ConfigChanged, RunStopped, RunWarning, is_disk_full
 from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.utils import provenance
 from softplus_attention.utils.files import LockedError, clean_text, lock, write_json
@@ -30,7 +30,7 @@ from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
-    from softplus_attention.training.configuration import TrainConfig
+    from softplus_attention.training.config import TrainConfig
 
 RUN = "run.json"
 MODEL = "model"
@@ -61,7 +61,7 @@ class RunFolder:
                 except OSError as error:
                     fail("output", "a folder that can be written", f"{str(self.path)!r}: {error.strerror}")
 
-            parallel.from_first(take)
+            distributed.broadcast_from_rank0(take)
             try:
                 yield
             except RunStopped:
@@ -98,12 +98,12 @@ class RunFolder:
         return record
 
     def write(self, record: dict[str, Any]) -> None:
-        if parallel.is_first():
+        if distributed.is_rank0():
             write_json(self.path / RUN, record)
 
     def record_of(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
         """The record of the run, new or found; refuses to continue another run than the one that is there."""
-        return parallel.from_first(lambda: self.compare(config, data, allow_changes))
+        return distributed.broadcast_from_rank0(lambda: self.compare(config, data, allow_changes))
 
     def compare(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
         now: dict[str, Any] = {"config": config.as_dict(), "data": data}
@@ -118,7 +118,7 @@ class RunFolder:
             changed["data"] = f"the data in {config.data} is not what the run was started with"
         if changed and not allow_changes:
             can_go_on = not set(changed) & {*FIXED, *SHAPE}
-            raise OtherSettings(
+            raise ConfigChanged(
                 f"{self.path} holds a run with other settings: {'; '.join(changed.values())}. Put them back to "
                 f"continue it, or choose another --output for a new run{ALLOW if can_go_on else ''}. "
                 "Nothing was changed"
@@ -147,7 +147,7 @@ class RunFolder:
     # ---- continuing
 
     def newest_checkpoint(self) -> Path | None:
-        return parallel.from_first(lambda: checkpoints.newest_whole(self.path, warn))
+        return distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.path, warn))
 
     def check(self, checkpoint: Path | None, model: nn.Module) -> None:
         """Whether the run may go on from ``checkpoint``, before anything in the folder is changed."""
@@ -161,7 +161,7 @@ class RunFolder:
 
     def rewind(self, checkpoint: Path | None) -> None:
         """Drops what was logged after the checkpoint: it will be logged again."""
-        if parallel.is_first():
+        if distributed.is_rank0():
             if checkpoint is None:
                 checkpoints.keep_beside_damaged(self.path, METRICS)
             keep_until(self.path, 0 if checkpoint is None else checkpoints.step_of(checkpoint))
@@ -189,12 +189,12 @@ def started(device: torch.device, step: int) -> dict[str, Any]:
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "commit": provenance.commit(),
         "versions": provenance.versions(),
-        "machine": {**provenance.machine(device), "processes": parallel.world_size()},
+        "machine": {**provenance.machine(device), "processes": distributed.world_size()},
     }
 
 
 def say(words: str) -> None:
-    if parallel.is_first():
+    if distributed.is_rank0():
         print(clean_text(words), file=sys.stderr, flush=True)
 
 

@@ -1,12 +1,18 @@
-"""transformers' Trainer with our optimizer, sharding, checkpoints and figures. The training loop is Trainer's."""
+"""transformers' Trainer with our optimizer, sharding, checkpoints, powers and signals; the loop is its own."""
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,14 +21,16 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from softplus_attention.training import checkpoints, parallel
+from softplus_attention.huggingface import set_power
+from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.checkpoints import POSITION, SCHEDULER, TRAINER_STATE
-from softplus_attention.training.configuration import TrainConfig
+from softplus_attention.training.config import TrainConfig
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import Throughput
 from softplus_attention.training.optimizers import optimizer_of
-from softplus_attention.training.power_callback import PowerCallback
-from softplus_attention.training.termination import leave_signals_to_the_run
+from softplus_attention.training.schedules import PowerSchedule
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SoftplusTrainer(Trainer):
@@ -35,10 +43,10 @@ class SoftplusTrainer(Trainer):
         self.pending: dict[str, Any] = {}
         self.optimizer: Any
         super().__init__(**words)
-        if parallel.is_sharded(self.model):
+        if distributed.is_sharded(self.model):
             # Autocast and placement only: the model is already what accelerate would wrap it into.
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
-        self.add_callback(Restore(self))
+        self.add_callback(RestorePendingLoss(self))
         self.leaving = RawValue("b", 0)  # shared with the processes that read data
 
     def train(self, *arguments: Any, **words: Any) -> Any:
@@ -75,7 +83,7 @@ class SoftplusTrainer(Trainer):
 
     def shielded(self, loader: Any) -> Any:
         own: Any = getattr(loader, "base_dataloader", loader)  # inside accelerate's
-        own.worker_init_fn = functools.partial(leave_signals_to_the_run, self.leaving, own.worker_init_fn)
+        own.worker_init_fn = functools.partial(ignore_stop_signals, self.leaving, own.worker_init_fn)
         return loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -144,7 +152,7 @@ class SoftplusTrainer(Trainer):
     def _evaluate(self, *rest: Any, **words: Any) -> Any:
         begun = time.perf_counter()
         found = super()._evaluate(*rest, **words)
-        parallel.reshard(self.model)
+        distributed.reshard(self.model)
         self.throughput.paused += time.perf_counter() - begun
         return found
 
@@ -158,10 +166,10 @@ class SoftplusTrainer(Trainer):
 
     def fill(self, folder: Path) -> None:
         """The files of a checkpoint; every process calls it."""
-        pending = parallel.everyone(float(self._tr_loss))
+        pending = distributed.all_gather_objects(float(self._tr_loss))
         checkpoints.save_state(folder, self.model, bare(self.optimizer))
         self._save_rng_state(str(folder))
-        if not parallel.is_first():
+        if not distributed.is_rank0():
             return
         torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER)
         for callback in (*self.callback_handler.callbacks, self.control):
@@ -171,7 +179,7 @@ class SoftplusTrainer(Trainer):
         position = {
             "step": self.state.global_step,
             "sequences": self.state.global_step * self.config.batch_size,
-            "processes": parallel.world_size(),
+            "processes": distributed.world_size(),
             "pending_losses": pending,
             "last_logged_step": self._globalstep_last_logged,
         }
@@ -195,7 +203,7 @@ class SoftplusTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
 
-class Restore(TrainerCallback):
+class RestorePendingLoss(TrainerCallback):
     """Trainer starts counting losses anew when it continues: puts back what was not logged yet."""
 
     def __init__(self, trainer: SoftplusTrainer) -> None:
@@ -211,8 +219,8 @@ class Restore(TrainerCallback):
         if not pending:
             return
         losses = pending["pending_losses"]
-        same = len(losses) == parallel.world_size()
-        trainer._tr_loss += losses[parallel.rank()] if same else sum(losses) / len(losses)
+        same = len(losses) == distributed.world_size()
+        trainer._tr_loss += losses[distributed.rank()] if same else sum(losses) / len(losses)
         trainer._globalstep_last_logged = pending["last_logged_step"]
 
 
@@ -221,7 +229,7 @@ def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
     words = str(error)
     again = "run the same command again: it continues from the last checkpoint"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
-        if parallel.world_size() > 1:  # the others do not stop with a sentence
+        if distributed.world_size() > 1:  # the others do not stop with a sentence
             return None
         first = words.splitlines()[0] if words else "MemoryError"
         return RunStopped(
@@ -250,3 +258,101 @@ def resume_rates(schedule: torch.optim.lr_scheduler.LambdaLR, optimizer: torch.o
 def whole(value: Any) -> Any:
     """The norm of sharded gradients is itself in parts."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+# ---- the power of each step
+
+
+class PowerCallback(TrainerCallback):
+    """Sets the power of each step before it begins: it follows from the step, so a run that continues has it too."""
+
+    def __init__(self, schedule: PowerSchedule, steps: int) -> None:
+        self.schedule, self.steps = schedule, steps
+        self.power: float | None = None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        self.set(others["model"], state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
+    ) -> None:
+        # A run that was killed after its last step has no step left to begin.
+        self.set(others["model"], max(0, state.global_step - 1))
+
+    def set(self, model: Any, step: int) -> None:
+        power = self.schedule.at(step, self.steps)
+        if power != self.power:
+            set_power(model, power)
+            self.power = power
+
+
+# ---- asked to stop: the step is finished, a checkpoint written
+
+
+def ignore_stop_signals(leaving: Any, then: Callable[[int], None] | None, worker: int) -> None:
+    """For a process that reads data: a signal to the whole group must not take it from under the step. Once the run is
+    ``leaving`` it ends at SIGTERM, or Python would wait for it for ever."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if leaving.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
+
+
+class Terminated(RunStopped):
+    """The run was asked to stop and did; started again, it goes on."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + signal_number
+
+
+class Termination(TrainerCallback):
+    """Stops after the step in which a signal came. A second one stops at once, as if nobody listened."""
+
+    def __init__(self) -> None:
+        self.asked = 0  # the number of the signal
+        self.stopped_by = 0
+        self.before: dict[signal.Signals, Any] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        # Only the main thread may listen. What somebody set to be ignored (a run in the background) stays ignored.
+        here = threading.current_thread() is threading.main_thread()
+        found = {number: signal.getsignal(number) for number in SIGNALS if here}
+        self.before = {number: one for number, one in found.items() if one not in (signal.SIG_IGN, None)}
+        for number in self.before:
+            signal.signal(number, self.ask)
+        try:
+            yield
+        finally:
+            self.stop_listening()
+
+    def stop_listening(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        self.asked = number
+        self.stop_listening()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        # All processes have to stop after the same step, and to ask each other costs a wait for the device: a run of
+        # several does so where it waits anyway, to log.
+        if distributed.world_size() == 1:
+            self.stopped_by = self.asked
+        elif control.should_log:
+            self.stopped_by = max(distributed.all_gather_objects(self.asked))
+        if self.stopped_by and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+
+    def leave_if_asked(self, step: int, steps: int) -> None:
+        if self.stopped_by and step < steps:
+            words = f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {steps}, with a checkpoint"
+            raise Terminated(f"{words}: run the same command again to go on", self.stopped_by)

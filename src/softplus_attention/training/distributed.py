@@ -24,11 +24,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
-def is_first() -> bool:
+def is_rank0() -> bool:
     return rank() == 0
 
 
-def everyone(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """The value of each process, on every process."""
     if not dist.is_initialized():
         return [value]
@@ -37,12 +37,12 @@ def everyone(value: Any) -> list[Any]:
     return values
 
 
-def from_first(make: Callable[[], Any]) -> Any:
+def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
     """What ``make`` gives on the first process, on every process; its error is raised on all of them."""
     if not dist.is_initialized():
         return make()
     told: list[Any] = [None, None]
-    if is_first():
+    if is_rank0():
         try:
             told[0] = make()
         except Exception as error:
@@ -53,10 +53,10 @@ def from_first(make: Callable[[], Any]) -> Any:
     return told[0]
 
 
-def on_first(make: Callable[[], Any]) -> Any:
+def run_on_rank0(make: Callable[[], Any]) -> Any:
     """What ``make`` gives, on the first process alone; its error is raised on all of them."""
     made: list[Any] = []
-    from_first(lambda: made.append(make()))
+    broadcast_from_rank0(lambda: made.append(make()))
     return made[0] if made else None
 
 
@@ -106,7 +106,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's ``state_dict`` with every tensor whole, on the CPU; each process has to ask for it."""
     from torch.distributed.tensor import DTensor
 
@@ -118,6 +118,6 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def leave() -> None:
+def destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,8 +1,10 @@
-"""What a training run is made of: one dataclass, whose fields are the command's options and a config file's keys."""
+"""What a training run is made of: one dataclass, whose fields are the command's options and a config file's keys; and
+the presets."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -15,16 +17,46 @@ from typing import Any
 
 from softplus_attention.attentions.catalog import attention
 from softplus_attention.power import PowerByLength, is_learned
+from softplus_attention.training.distributed import PARALLEL
 from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS
-from softplus_attention.training.parallel import PARALLEL
-from softplus_attention.training.presets import PRESETS
 from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
 from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail
 
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
+
+# Nothing else that was tried helps more at these sizes, for any attention: a tenth of a nat a byte (docs/dev/log.md).
+MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
+# The best recipe of the study (docs/results.md): layers that look half the training length back, every third seeing
+# everything and knowing no positions, make the loss fall with length, for LSSAR and for softmax; a sharpness that each
+# head learns as a factor of log N brings LSSAR within a few thousandths of softmax. The power is used with LSSAR alone.
+RECIPE: dict[str, Any] = {"global_every": 3, "power": "learned-log"}
+PRESETS: dict[str, dict[str, Any]] = {
+    # 0.8M parameters on bytes: minutes on two cores. Two heads of 64, since small heads extrapolate worse.
+    "tiny": {
+        "layers": 4, "width": 128, "heads": 2, "sequence_length": 128,
+        "window": 64, **RECIPE, "steps": 400, "batch_size": 32, **MUON, "muon_learning_rate": 1e-2, "warmup": 0.05,
+        "save_every": 100, "evaluate_every": 100,
+    },
+    # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU. Heads of 128, since with 30M, 51M and
+    # 124M parameters they were better than heads of 64 at every length, for LSSAR and for softmax, and with 124M wider
+    # ones no better still (docs/results.md).
+    "small": {
+        "layers": 8, "width": 512, "heads": 4, "sequence_length": 512,
+        "window": 256, **RECIPE,
+        "steps": 3600, "batch_size": 64, "micro_batch_size": 64, **MUON, "muon_learning_rate": 5e-3, "warmup": 200,
+        "compile": True, "loss": "chunked", "workers": 2, "save_every": 600, "evaluate_every": 300,
+    },
+    # The paper as it is: GPT-2 small, RoPE in every layer, one power; 18,865 steps of 524,288 tokens of FineWeb-10B.
+    "gpt2-small": {
+        "layers": 12, "width": 768, "heads": 12, "sequence_length": 1024,
+        "steps": 18865, "batch_size": 512, "micro_batch_size": 64,
+        "learning_rate": 6e-4, "final_learning_rate": 0.0, "warmup": 700,
+        "compile": True, "loss": "chunked", "workers": 4, "save_every": 500, "evaluate_every": 250,
+    },
+}  # fmt: skip
 
 
 def option(group: str, words: str, default: Any = dataclasses.MISSING, *, free: bool = False) -> Any:
@@ -199,12 +231,12 @@ class TrainConfig:
         if self.compile and schedule is not None and schedule.is_ramp and not schedule.rounded:
             fail("power_rounding", "on where the model is compiled: every power is compiled anew", "off")
 
-    @property
+    @functools.cached_property
     def power_schedule(self) -> PowerSchedule | None:
         """None where the power does not change with the step: the attention's own, by length, or learned."""
         return power_schedule(self.power, rounded=self.power_rounding)
 
-    @property
+    @functools.cached_property
     def power_by_length(self) -> PowerByLength | None:
         return None if self.power is None else logarithmic_power(self.power)
 
