@@ -1,0 +1,403 @@
+"""Context parallel: a sequence that lies on several processes, attended to exactly.
+
+A ``ContextParallel`` record is made once for a batch, from its length and its documents. It says which tokens each
+process holds and which keys each of them may see; no process ever counts keys for itself, so N_i is that of the whole
+sequence. Two ways of attending: "gather" brings all keys and values to every process and calls the op as it is;
+"ulysses" trades tokens for heads, so that each process attends to whole sequences with some of the heads.
+docs/scale.md says what each costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from softplus_attention import functional as ours
+from softplus_attention import reference
+from softplus_attention import validation as check
+from softplus_attention.attentions.catalog import Attention
+from softplus_attention.attentions.catalog import attention as named
+from softplus_attention.attentions.spec import AttentionSpec
+from softplus_attention.power import power_of_rows
+from softplus_attention.visibility import Visibility, document_of, window_start
+
+Mode = Literal["gather", "ulysses"]
+MODES = ("gather", "ulysses")
+LARGEST_BLOCK = 128  # tokens that stay together: a block of the kernels' rows
+BLOCKS_EACH = 8  # at least so many blocks for each process, where the sequence is long enough
+
+
+@dataclass(frozen=True, eq=False)
+class ContextParallel:
+    """Who holds which tokens of a sequence of ``length``, and what each row may see.
+
+    ``positions`` (rows,) are the tokens of this process, -1 for padding; ``table`` (processes, rows) those of all.
+    ``start`` and ``end`` (B or 1, length) are the document of each token of the whole sequence; ``place`` (length,) is
+    where each token lies when the rows of all processes are laid one after another.
+    """
+
+    length: int
+    mode: Mode
+    table: Tensor
+    start: Tensor
+    end: Tensor
+    place: Tensor
+    positions: Tensor
+    group: Any
+
+    @property
+    def rows(self) -> int:
+        return self.table.shape[1]
+
+    @property
+    def processes(self) -> int:
+        return self.table.shape[0]
+
+    def shard(self, x: Tensor, dim: int, padding: float = 0) -> Tensor:
+        """The rows of this process of a tensor that is whole along ``dim``."""
+        if x.shape[dim] != self.length:
+            check.fail("x", f"a tensor of {self.length} tokens along dim {dim}", check.described(x))
+        mine = x.index_select(dim, self.positions.clamp(min=0).to(x.device))
+        real = (self.positions >= 0).to(x.device)
+        shape = [1] * x.dim()
+        shape[dim] = -1
+        return torch.where(real.view(shape), mine, padding)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The whole tensor on every process, in the order of the sequence; gradients are summed over the processes."""
+        if x.shape[dim] != self.rows:
+            check.fail("x", f"the {self.rows} rows of this process along dim {dim}", check.described(x))
+        gathered = Gather.apply(x.movedim(dim, 0), self.group)
+        return gathered.index_select(0, self.place.to(x.device)).movedim(0, dim)
+
+    def visibility(self, rows: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
+        """What the rows at these positions see of the whole sequence; None for every row in order."""
+        check.check_causal(is_causal)
+        check.check_window(window, is_causal)
+        own = torch.arange(self.length, device=self.start.device) if rows is None else rows
+        real, at = own >= 0, own.clamp(min=0)
+        start, end = self.start[:, at], self.end[:, at]
+        own = own.to(torch.int32)[None].expand_as(start)
+        if is_causal:
+            end = torch.minimum(end, own + 1)
+            if window is not None:
+                start = torch.maximum(start, window_start(own, window))
+        start, end = torch.where(real, start, 0), torch.where(real, end, 0)  # padding sees nothing: N = 0
+        return Visibility(
+            own.shape[1], self.length, own.device, key_start=start, key_end=end, own_key=own, held_window=window
+        )
+
+
+def context_parallel(
+    length: int | None = None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    document_starts: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+    mode: Mode = "gather",
+    device: torch.device | str | None = None,
+) -> ContextParallel:
+    """The record of a batch; every process of ``group`` makes it from the same arguments.
+
+    Args:
+        length: of the whole sequence, any number; it follows from the next two where they are given.
+        cu_seqlens: int (documents + 1,), packed documents, the same in every row of the batch.
+        document_starts: int (B, length), for each token the first token of its document: rows packed differently.
+        group: the processes that share the sequence; None is all of them.
+        mode: "gather" or "ulysses", which needs query heads divisible by the number of processes.
+
+    With "gather" blocks of tokens are dealt out by the work they are, so that every process has as much whatever the
+    documents are; with "ulysses" each process holds a stretch of the sequence.
+    """
+    if mode not in MODES:
+        check.fail("mode", f"one of {MODES}", repr(mode))
+    if (length is not None) + (cu_seqlens is not None) + (document_starts is not None) != 1:
+        raise ValueError("exactly one of `length`, `cu_seqlens` and `document_starts` must be given")
+    if not dist.is_initialized():
+        raise RuntimeError("context_parallel: no process group; start with torchrun and call init_process_group first")
+    start, end = documents(length, cu_seqlens, document_starts, device)
+    length, world = start.shape[1], dist.get_world_size(group)
+    table = stretches(length, world, start.device) if mode == "ulysses" else deal(start, world)
+    real = table.flatten() >= 0
+    place = torch.empty(length, dtype=torch.long, device=table.device)
+    place[table.flatten()[real]] = torch.arange(table.numel(), device=table.device)[real]
+    positions = table[dist.get_rank(group)]
+    return ContextParallel(length, mode, table, start, end, place, positions, group)
+
+
+def documents(
+    length: int | None, cu_seqlens: Tensor | None, document_starts: Tensor | None, device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
+    """(B or 1, length) int32: where the document of each token begins and ends."""
+    if length is not None:
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+            check.fail("length", "an int >= 1", repr(length))
+        start = torch.zeros(1, length, dtype=torch.int32, device=device)
+        return start, start + length
+    if cu_seqlens is not None:
+        cu = cu_seqlens.to(device=device, dtype=torch.int32)
+        if cu.dim() != 1 or cu.numel() < 2 or cu[0] != 0 or (cu.diff() < 0).any() or cu[-1] < 1:
+            check.fail("cu_seqlens", "(documents + 1,), rising from 0 to the total", check.described(cu_seqlens))
+        document = document_of(torch.arange(int(cu[-1]), dtype=torch.int32, device=cu.device), cu)
+        return cu[document][None], cu[document + 1][None]
+    assert document_starts is not None
+    start = document_starts.to(device=device, dtype=torch.int32)
+    own = torch.arange(start.shape[-1], device=start.device)
+    if start.dim() != 2 or not start.numel() or (start > own).any() or (start < 0).any() or (start.diff() < 0).any():
+        expected = "(B, length), for each token the first token of its document, at most its own place"
+        check.fail("document_starts", expected, check.described(document_starts))
+    # A document ends where the next token has another start.
+    last = torch.ones_like(start, dtype=torch.bool)
+    last[:, :-1] = start.diff() != 0
+    ends = torch.where(last, own.to(torch.int32) + 1, start.shape[1])
+    return start, ends.flip(1).cummin(1).values.flip(1)
+
+
+def stretches(length: int, world: int, device: torch.device) -> Tensor:
+    rows = -(-length // world)
+    table = torch.arange(rows * world, device=device).view(world, rows)
+    return torch.where(table < length, table, -1)
+
+
+def deal(start: Tensor, world: int) -> Tensor:
+    """(processes, rows): blocks of tokens, the largest work first, dealt to and fro. A process holds them in order."""
+    length, device = start.shape[1], start.device
+    block = max(1, min(LARGEST_BLOCK, length // (BLOCKS_EACH * world)))
+    rounds = -(-length // (block * world))
+    rounds += rounds % 2 if rounds > 2 else 0  # to and fro is even in pairs
+    work = torch.zeros(rounds * world * block, dtype=torch.long, device=device)
+    work[:length] = (torch.arange(length, device=device) + 1 - start).sum(0)
+    order = work.view(-1, block).sum(1).sort(descending=True, stable=True).indices.view(rounds, world)
+    order[1::2] = order[1::2].flip(1)
+    table = (order.T.sort(1).values[..., None] * block + torch.arange(block, device=device)).flatten(1)
+    return torch.where(table < length, table, -1)
+
+
+# ---- what is sent
+
+
+def all_gather(x: Tensor, group: Any) -> Tensor:
+    """(n, ...) of each process -> (processes * n, ...)."""
+    out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    send: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    send(out, x.contiguous(), group=group)
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    """(processes * n, ...) -> (n, ...), summed; halves are summed in float32."""
+    exact = x.to(reference.compute_dtype(x.dtype)).contiguous()
+    out = exact.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    send: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    send(out, exact, group=group)
+    return out.to(x.dtype)
+
+
+def all_to_all(x: Tensor, group: Any) -> Tensor:
+    """(processes, ...): part i goes to process i, and its part of ours comes back."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(out, x.contiguous(), group=group)
+    return out
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradients[0], ctx.group), None
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_to_all(gradients[0], ctx.group), None
+
+
+# ---- attention
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    record: ContextParallel,
+    *,
+    attention: str | AttentionSpec | Attention = "lssar",
+    parameters: Mapping[str, Tensor] | None = None,
+    is_causal: bool = True,
+    window: int | None = None,
+) -> Tensor:
+    """Any attention of the catalogue over a sharded sequence: the rows of this process, as one process would have them.
+
+    q (B, H, rows, D), k and v (B, H_kv, rows, D) are what ``record.shard`` gives. ``parameters`` are those of
+    ``Attention``: a tensor (H,) is the same on every process and its gradient a part of the whole's, summed over the
+    group like that of any weight; a power of rows has the rows of this process. Padding rows give 0.
+    """
+    chosen = named(attention)
+    q, k, v = ours.autocast(q, k, v)
+    check.check_qkv(q, k, v, layout="(B, H, rows, D)", enable_gqa=True, names=("q", "k", "v"))
+    if q.shape[2] != record.rows or k.shape[2] != record.rows:
+        check.fail("q, k, v", f"the {record.rows} rows that the record gives this process", check.described(q))
+    window = chosen.window(window)
+    if record.mode == "ulysses":
+        return ulysses(chosen, q, k, v, record, parameters or {}, is_causal, window)
+    both = record.unshard(torch.cat([k, v], -1), 2)
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    return chosen.attend(q, k, v, record.visibility(record.positions, is_causal, window), "auto", parameters, False)
+
+
+def ulysses(
+    chosen: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    record: ContextParallel,
+    parameters: Mapping[str, Tensor],
+    is_causal: bool,
+    window: int | None,
+) -> Tensor:
+    world, heads = record.processes, q.shape[1]
+    if heads % world:
+        what = f'mode="ulysses" needs query heads divisible by the {world} processes, got {heads}; use mode="gather"'
+        raise ValueError(what)
+    if chosen.spec.positions == "alibi":
+        raise ValueError(f'mode="ulysses" gives {chosen.name} the slopes of other heads; use mode="gather"')
+    if k.shape[1] % world:
+        k, v = (reference.expand_kv_heads(x, math.lcm(k.shape[1], world)) for x in (k, v))
+    rank = dist.get_rank(record.group)
+    mine = {}
+    for name, value in parameters.items():
+        if value.dim() == 1:
+            mine[name] = value.chunk(world)[rank]
+        else:  # of rows: goes the way of the queries
+            mine[name] = to_heads(value.expand(*q.shape[:3])[..., None], record)[..., 0]
+    q, k, v = (to_heads(x, record) for x in (q, k, v))
+    out = chosen.attend(q, k, v, record.visibility(None, is_causal, window), "auto", mine, False)
+    return to_rows(out, record)
+
+
+def to_heads(x: Tensor, record: ContextParallel) -> Tensor:
+    """(B, H, rows, D) -> (B, H / processes, length, D)."""
+    batch, heads, rows, width = x.shape
+    parts = x.view(batch, record.processes, heads // record.processes, rows, width).movedim(1, 0)
+    whole = Exchange.apply(parts, record.group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    return whole[:, :, : record.length]
+
+
+def to_rows(x: Tensor, record: ContextParallel) -> Tensor:
+    """(B, H / processes, length, D) -> (B, H, rows, D)."""
+    x = torch.nn.functional.pad(x, (0, 0, 0, record.processes * record.rows - record.length))
+    parts = x.unflatten(2, (record.processes, record.rows)).movedim(2, 0)
+    return Exchange.apply(parts, record.group).transpose(0, 1).flatten(1, 2)
+
+
+# ---- models: what is attended inside this context lies on several processes
+
+_active: ContextParallel | None = None  # not a ContextVar: a backward pass recomputes layers in threads of its own
+
+
+@contextmanager
+def sharded(record: ContextParallel) -> Iterator[ContextParallel]:
+    """Inside, the attentions of this package in models of transformers take their rows for those of the record.
+
+    Forward and backward both belong inside where layers are recomputed (gradient checkpointing). Inputs are sharded by
+    ``record.shard``; ``position_ids`` are ``record.positions`` within their documents; masks are the record's.
+    """
+    global _active
+    before, _active = _active, record
+    try:
+        yield record
+    finally:
+        _active = before
+
+
+def active() -> ContextParallel | None:
+    return _active
+
+
+# ---- decode
+
+
+def softplus_attention_decode_sharded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_positions: Tensor,
+    start: Tensor,
+    end: Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    power: Any = 15,
+    score_scale: float | None = None,
+    offset: bool = True,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """Decode over a cache whose keys lie on several processes, in two all-reduces: (B, H, T_q, D_v) on each of them.
+
+    q (B, H, T_q, D) is the same everywhere; k and v (B, H_kv, T_here, D) are this process's part of the cache, which
+    may be empty, at the places ``key_positions`` (T_here,) of the whole. Row i sees the keys from ``start`` to ``end``,
+    both (B or 1, T_q): N_i is their difference, whichever process holds them. The first all-reduce adds the sums of
+    stage 1 (its maximum is a second, small one); the second the weighted values and their sum.
+    """
+    check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("q", "k", "v"))
+    if key_positions.shape != (k.shape[2],):
+        check.fail("key_positions", f"of shape ({k.shape[2]},), a place for each key", check.described(key_positions))
+    dtype, heads = reference.compute_dtype(q.dtype), q.shape[1]
+    scale = math.log(q.shape[-1]) if score_scale is None else score_scale
+    visible = ((key_positions >= start[..., None]) & (key_positions < end[..., None]))[:, None]
+    counts = (end - start).clamp(min=0).to(dtype)[:, None]
+    keys = reference.expand_kv_heads(k, heads).to(dtype)
+    keys = keys if normalized_keys else reference.unit(keys)
+    f = reference.softplus(reference.length_scaled_scores(reference.unit(q.to(dtype)), keys, counts, scale))
+    f = torch.where(visible, f, 0)
+    total = f.sum(-1, keepdim=True)
+    largest = f.amax(-1, keepdim=True) if f.shape[-1] else torch.zeros_like(total)
+    dist.all_reduce(total, group=group)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    weights = f
+    if power is not None:
+        per_key = counts[..., None] / torch.where(total == 0, 1, total)
+        shift = reference.offset_of(counts, offset)
+        most = torch.relu(per_key * largest - shift)
+        distinct = most > reference.EQUAL_SCORES
+        x = torch.where(distinct, torch.relu(per_key * f - shift), 0) / torch.where(distinct, most, 1)
+        p = power_of_rows(power, counts)
+        p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
+        weights = torch.where(distinct, torch.where(x > 0, torch.where(x > 0, x, 1) ** p, 0), f)
+    weights = torch.where(visible, weights, 0)
+    values = torch.where(visible.any(-2).any(1, keepdim=True)[..., None], v, 0)
+    mine = reference.weighted_sum(weights, reference.expand_kv_heads(values, heads).to(dtype))
+    both = torch.cat([mine, weights.sum(-1, keepdim=True)], -1)
+    dist.all_reduce(both, group=group)
+    normaliser = both[..., -1:]
+    return (both[..., :-1] / torch.where(normaliser == 0, 1, normaliser)).to(q.dtype)
+
+
+def bytes_of_a_layer(
+    mode: Mode, processes: int, batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, element: int
+) -> dict[str, int]:
+    """Bytes that a process receives from the others in one layer: "forward", "backward"; ``rows`` on each process."""
+    others = processes - 1
+    row = batch * rows * head_dim
+    if mode == "gather":
+        exact = max(element, 4)  # gradients are summed in float32
+        return {"forward": 2 * kv_heads * row * element * others, "backward": 2 * kv_heads * row * exact * others}
+    keys = kv_heads if kv_heads % processes == 0 else math.lcm(kv_heads, processes)
+    part = (2 * heads + 2 * keys) * row * element * others // processes
+    return {"forward": part, "backward": part}
