@@ -43,4 +43,4 @@ pages: setup
 	$(BIN)/python -m experiments.study.figures
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
