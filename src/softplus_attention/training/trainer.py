@@ -52,7 +52,7 @@ class SoftplusTrainer(Trainer):
     def train(self, *arguments: Any, **words: Any) -> Any:
         try:
             return super().train(*arguments, **words)
-        except (RuntimeError, ValueError, MemoryError) as error:
+        except (RuntimeError, ValueError, MemoryError, ConnectionError, EOFError) as error:
             stopped = explained(error, self.config)
             raise error if stopped is None else stopped from error
         finally:
@@ -236,8 +236,11 @@ def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
             f"out of memory ({first}): lower --micro-batch-size (now {config.micro_batch_size}), or use "
             f"--loss chunked or --gradient-checkpointing, and {again}"
         )
-    if words.startswith("DataLoader worker"):
-        return RunStopped(f"a process that reads data was killed ({words.splitlines()[0].rstrip('. ')}): {again}")
+    # What a killed reader had read already is fetched from it by a socket.
+    is_gone = config.workers > 0 and isinstance(error, ConnectionError | EOFError)
+    if is_gone or words.startswith("DataLoader worker"):
+        first = words.splitlines()[0].rstrip(". ") if words else type(error).__name__
+        return RunStopped(f"a process that reads data was killed ({first}): {again}")
     if words.startswith("Caught ") and "in DataLoader worker" in words:
         return RunStopped(f"a sequence cannot be read ({words.rstrip().splitlines()[-1]}). Mend the data and {again}")
     return None
