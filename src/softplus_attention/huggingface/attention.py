@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
+from softplus_attention import distributed
 from softplus_attention import functional as ours
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
@@ -177,10 +178,14 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         chosen = attention_of(module.config, name)
         check_host(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+        wanted = output_attentions or attentions_are_recorded()
+        if distributed.active() is not None:
+            window = others.get("sliding_window")
+            out = attend_sharded(chosen, query, key, value, causal, window=window, recorded=wanted)
+            return out.transpose(1, 2).contiguous(), None
         sizes = (query.shape[0], query.shape[2], key.shape[2])
         attention_mask = with_documents(attention_mask, others, sizes, causal, query.device)
         out = attend(chosen, query, key, value, attention_mask, causal)
-        wanted = output_attentions or attentions_are_recorded()
         seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
         return out.transpose(1, 2).contiguous(), seen  # it mostly is; JetMoe takes a view of it
 
@@ -286,6 +291,8 @@ def attend(
     normalized_keys: bool = False,
 ) -> Tensor:
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
+    if distributed.active() is not None:
+        return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
     if mask is None and is_causal and query.shape[2] == 1 and not torch.compiler.is_compiling():
         step = step_of(chosen, query, key, parameters)
         out = None if step is None else ours.decode_step(query, key, value, step, normalized_keys)
@@ -296,6 +303,38 @@ def attend(
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
     return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
+
+
+def attend_sharded(
+    chosen: Attention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    window: int | None = None,
+    recorded: bool = False,
+) -> Tensor:
+    """Inside ``distributed.sharded``: rows of one process. What they see is in the record, whatever mask was made."""
+    record = distributed.active()
+    assert record is not None
+    if key.shape[2] != record.rows:
+        rows = f"{record.rows} tokens of the record on this process"
+        raise ValueError(f"context parallel goes over the {rows} alone, got {key.shape[2]} keys: pass use_cache=False")
+    if recorded:
+        raise ValueError("no attention weights under context parallel: output_attentions must be False")
+    windows = [one for one in (window, chosen.window(None)) if one is not None]
+    return distributed.context_parallel_attention(
+        query,
+        key,
+        value,
+        record,
+        attention=chosen,
+        parameters=parameters,
+        is_causal=is_causal,
+        window=min(windows) if windows else None,
+    )
 
 
 def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None) -> ours.Step | None:

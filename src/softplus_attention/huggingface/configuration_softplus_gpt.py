@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.attention import checked_score_scale, power_from_json, power_to_json
-from softplus_attention.power import PowerByLength, is_learned
+from softplus_attention.power import RAW_NAMES, PowerByLength, is_learned
 
 # What other models' configs call things that this one does not have, or has under another name.
 FOREIGN = {
@@ -103,7 +103,19 @@ class SoftplusGPTConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
+        self.base_model_tp_plan = self.tensor_parallel_plan()
         super().__post_init__(**kwargs)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        """Heads are divided, with what each of them learns; transformers takes the plan from here."""
+        layers = [self.attention_of_layer(layer) for layer in range(self.num_hidden_layers)]
+        learned = {name for chosen in layers for name in chosen.learned_parameters(1)}
+        if is_learned(self.power):
+            learned.add(RAW_NAMES[self.power])
+        columns = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", *sorted(learned))]
+        plan = dict.fromkeys([*columns, "mlp.up_proj"], "colwise")
+        plan |= dict.fromkeys(["self_attn.o_proj", "mlp.down_proj"], "rowwise")
+        return {f"layers.*.{name}": style for name, style in plan.items()}
 
     def validate_architecture(self) -> None:
         """Called by ``@strict``: whatever the model could not be built from."""

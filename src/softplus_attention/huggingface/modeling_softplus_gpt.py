@@ -22,6 +22,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from softplus_attention import distributed
 from softplus_attention import validation as check
 from softplus_attention.functional import unit_keys
 from softplus_attention.huggingface.attention import (
@@ -128,6 +129,8 @@ class SoftplusGPTAttention(LearnedParameters):
         parameters = self.attention_parameters()
         sight = attention_mask, self.is_causal
         out = attend(self.attention, q, k, v, *sight, parameters=parameters, normalized_keys=normalized)
+        if output_attentions and distributed.active() is not None:
+            raise ValueError("no attention weights under context parallel: output_attentions must be False")
         seen = weights(self.attention, q, k, *sight, parameters) if output_attentions else None
         return self.o_proj(out.transpose(1, 2).flatten(2)), seen
 
@@ -205,6 +208,15 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
         """As at loading: what is asked for may only confirm the model's own."""
         asked = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
         self.get_correct_attn_implementation(asked)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
+        """transformers divides the heads here: what it cannot divide would be replicated or wrong."""
+        processes = getattr(distributed_config, "tp_size", 1) or 1
+        for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if getattr(model.config, word) % processes:
+                check.fail("tp_size", f"a divisor of `{word}`, {getattr(model.config, word)}", processes)
+        return super().maybe_distribute_model(model, distributed_config, *rest)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -291,6 +303,7 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
 
 class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own form
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     # Set in training: the loss of (hidden states, head weight, labels), and no logits are made or returned.
     linear_loss: Callable[..., Tensor] | None = None
 

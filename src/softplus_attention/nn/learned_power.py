@@ -34,11 +34,16 @@ class LearnedParameters(nn.Module):
 
     def attention_parameters(self) -> dict[str, Tensor]:
         """What the attention learns, as it takes it: "power" (H,) where that is "learned", and so on."""
-        parameters = {name: getattr(self, name) for name in self.learned_names}
+        parameters = {name: local(getattr(self, name)) for name in self.learned_names}
         if self.learned_kind:
-            parameters |= learned_parameter(self.learned_kind, self.raw_parameter)
+            parameters |= learned_parameter(self.learned_kind, local(self.raw_parameter))
         return parameters
 
     @property
     def raw_parameter(self) -> nn.Parameter:
         return getattr(self, RAW_NAMES[self.learned_kind])
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Under tensor parallel: the part of the heads of this process."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter

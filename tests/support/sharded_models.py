@@ -1,0 +1,158 @@
+"""Run by torchrun: whole models over a sharded sequence, or with their heads divided, against one process."""
+
+import copy
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from softplus_attention.distributed import context_parallel, sharded
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def softplus_gpt(**changes: Any) -> PreTrainedModel:
+    config = SoftplusGPTConfig(**SIZES, window=16, global_every=2, **HEADS | changes)
+    model = SoftplusGPTForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "raw_power" in name:  # no two heads alike
+            parameter.data += torch.arange(float(HEADS["num_attention_heads"])) / 2
+    return model
+
+
+def host(model_class: Any, config_class: Any, **changes: Any) -> PreTrainedModel:
+    config = config_class(**SIZES, **HEADS, intermediate_size=64, **changes)
+    return model_class._from_config(config, attn_implementation="lssar")
+
+
+MODELS = {
+    "SoftplusGPT": lambda **heads: softplus_gpt(power="learned", **heads),
+    "SoftplusGPT, power by log": lambda **heads: softplus_gpt(power="learned-log", **heads),
+    "Llama": lambda: host(LlamaForCausalLM, LlamaConfig),
+    "Mistral with a window": lambda: host(MistralForCausalLM, MistralConfig, sliding_window=13),
+}
+
+
+def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    return max(float((found[name] - one).abs().max() / one.abs().max().clamp(min=1e-9)) for name, one in wanted.items())
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def sharded_sequences(mode: str) -> dict[str, float]:
+    """Loss and every gradient of a sequence that lies on all processes."""
+    found = {}
+    for name, build in MODELS.items():
+        for packed in (False, True):
+            torch.manual_seed(0)
+            model = build().double().train()
+            twin = copy.deepcopy(model)
+            if packed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            tokens = torch.randint(0, 64, (1 if packed else 2, 61))
+            cu = torch.tensor([0, 20, 61])
+            documents = torch.cat([torch.arange(20), torch.arange(41)])[None]
+            position_ids = documents if packed else torch.arange(61)[None].expand(2, -1)
+            twin(input_ids=tokens, position_ids=position_ids, labels=tokens, use_cache=False).loss.backward()
+
+            record = context_parallel(cu_seqlens=cu, mode=mode) if packed else context_parallel(61, mode=mode)
+            labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+            inputs = {"input_ids": tokens, "position_ids": position_ids}
+            inputs = {key: record.shard(value, 1) for key, value in inputs.items()}
+            inputs["shift_labels"] = record.shard(labels, 1, -100)
+            with sharded(record):
+                wanted = int((labels != -100).sum())
+                loss = model(**inputs, labels=inputs["input_ids"], use_cache=False, num_items_in_batch=wanted).loss
+                loss.backward()
+            for value in gradients(model).values():
+                dist.all_reduce(value)
+            found[f"{name}, {mode}, {'packed' if packed else 'whole'}"] = largest_error(
+                gradients(model), gradients(twin)
+            )
+    return found
+
+
+def divided_heads(folder: str) -> dict[str, Any]:
+    """Tensor parallel as ``from_pretrained`` does it: logits, gradients, generation; numbers held by each process."""
+    found: dict[str, Any] = {}
+    processes = dist.get_world_size()
+    for name in ("SoftplusGPT", "SoftplusGPT, power by log", "SoftplusGPT, learned scale"):
+        torch.manual_seed(0)
+        place = os.path.join(folder, name)
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 6 if processes == 3 else 2}
+        model = MODELS[name](**heads) if name in MODELS else softplus_gpt(attention="ssmax", **heads)
+        if dist.get_rank() == 0:
+            model.save_pretrained(place)
+        dist.barrier()
+        model = SoftplusGPTForCausalLM.from_pretrained(place, dtype=torch.float64).eval()
+        config = DistributedConfig(tp_size=processes)
+        divided = SoftplusGPTForCausalLM.from_pretrained(place, dtype=torch.float64, distributed_config=config).eval()
+        tokens = torch.randint(0, 64, (2, 40))
+        wanted, got = (one(input_ids=tokens, labels=tokens) for one in (model, divided))
+        wanted.loss.backward()
+        got.loss.backward()
+        whole = {key: getattr(one, "full_tensor", lambda one=one: one)() for key, one in gradients(divided).items()}
+        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        texts = [one.generate(tokens[:1, :20], **options).tolist() for one in (model, divided)]
+        here = sum((getattr(one, "to_local", lambda one=one: one)()).numel() for one in divided.parameters())
+        found[name] = {
+            "logits": float((got.logits - wanted.logits).detach().abs().max()),
+            "gradients": largest_error(whole, gradients(model)),
+            "generated": texts[0] == texts[1],
+            "share": here / sum(one.numel() for one in model.parameters()),
+        }
+    try:
+        SoftplusGPTForCausalLM.from_pretrained(place, distributed_config=DistributedConfig(tp_size=processes))
+        bad = SoftplusGPTConfig(**SIZES, num_attention_heads=6, num_key_value_heads=1)
+        if dist.get_rank() == 0:
+            SoftplusGPTForCausalLM(bad).save_pretrained(folder + "/bad")
+        dist.barrier()
+        SoftplusGPTForCausalLM.from_pretrained(folder + "/bad", distributed_config=DistributedConfig(tp_size=processes))
+        found["refused"] = ""
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def refusals() -> list[str]:
+    record, model, found = context_parallel(32), softplus_gpt(), []
+    tokens = record.shard(torch.randint(0, 64, (1, 32)), 1)
+    for one in (model, MODELS["Llama"]()):
+        one.eval()
+        cache = one(input_ids=tokens, use_cache=True).past_key_values
+        for options in ({"use_cache": True, "past_key_values": cache}, {"output_attentions": True}):
+            try:
+                with sharded(record), torch.no_grad():
+                    one(input_ids=tokens, **options)
+                found.append("")
+            except ValueError as error:
+                found.append(str(error))
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"sequences": {}}
+    for mode in ("gather", "ulysses"):
+        found["sequences"] |= sharded_sequences(mode)
+    found["heads"] = divided_heads(sys.argv[1])
+    found["refused"] = refusals()
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
