@@ -1,0 +1,70 @@
+"""What vLLM is told, in each of its processes: our models, their attention backend, and which checkpoints to refuse."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+BACKEND = "SOFTPLUS"
+UNTESTED_ON_GPU = "SOFTPLUS_ATTENTION_VLLM_NEVER_RUN_ON_A_GPU"
+
+
+def register() -> None:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    import softplus_attention.huggingface  # noqa: F401  AutoConfig knows our types from here on
+    from softplus_attention.serving.vllm.lengths import UnlimitedLength
+
+    refuse_stock_architectures(ModelConfig)
+    if BACKEND not in AttentionBackendEnum.__members__:
+        # A model gives its layers the class itself; vLLM looks the name up.
+        AttentionBackendEnum.register(BACKEND, "softplus_attention.serving.vllm.backend.SoftplusBackend")
+    MODEL_ARCH_CONFIG_CONVERTORS["softplus_gpt"] = UnlimitedLength
+    models = "softplus_attention.serving.vllm.softplus_gpt"
+    ModelRegistry.register_model("SoftplusGPTForCausalLM", f"{models}:SoftplusGPTForCausalLM")
+
+
+def refuse_stock_architectures(config_class: Any) -> None:
+    """A checkpoint of a stock type that was trained with an attention of ours: vLLM has a model of that type, reads
+    nothing of the attention, and would answer with softmax."""
+    verify = config_class._try_verify_and_update_model_config
+    if hasattr(verify, "knows_softplus_attention"):
+        return
+
+    @functools.wraps(verify)
+    def verify_attention(self: Any) -> None:
+        if name := lost_attention(self.hf_config):
+            raise ValueError(
+                f"{self.model}: this model was trained with the attention {name!r}, and vLLM's {self.architecture} "
+                "would run softmax; load it with transformers and softplus_attention and save it again: the type it "
+                "then has is served"
+            )
+        verify(self)
+
+    verify_attention.knows_softplus_attention = True  # type: ignore[attr-defined]
+    config_class._try_verify_and_update_model_config = verify_attention
+
+
+def lost_attention(config: Any) -> str | None:
+    """The attention of ours that a config of a stock type names."""
+    from softplus_attention.attentions.catalog import KNOWN
+    from softplus_attention.huggingface.registration import attention_names, names_in
+
+    if config.model_type.startswith("softplus_"):
+        return None
+    named = sorted(names_in(attention_names(config)) & set(KNOWN))
+    if not named and getattr(config, "softplus_attention", None):
+        named = ["lssar"]
+    return named[0] if named else None
+
+
+def refuse_untested_device(device_type: str) -> None:
+    if device_type != "cpu" and os.environ.get(UNTESTED_ON_GPU) != "1":
+        raise NotImplementedError(
+            f"softplus_attention: its vLLM backend has run on CPUs only, this is {device_type!r}; {UNTESTED_ON_GPU}=1 "
+            "runs it all the same"
+        )
