@@ -17,9 +17,79 @@ from typing import Any
 import pytest
 import report_results
 import torch
+from commands import refused
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from training_runs import TINY, Run, text_folder
+
+# ---- models
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder, ``data``, a finished run in ``run``, and a text."""
+    folder = tmp_path_factory.mktemp("trained")
+    text = "the cat sat on the mat and looked at the dog. " * 20
+    (folder / "text.txt").write_text(text)
+    settings = {**TINY, "data": text_folder(folder), "keep": 1, "steps": 2, "save_every": 2}
+    Run(folder / "run", settings).finish()
+    return folder
+
+
+CODE = """
+from transformers import PretrainedConfig
+from pathlib import Path
+Path({mark!r}).write_text("it ran")
+class Mine(PretrainedConfig):
+    model_type = "mine"
+"""
+
+
+def with_code(model: Path, folder: Path, kind: str) -> Path:
+    """A model, or the tokenizer of one, that needs a class of its own; its file leaves a mark when it is run."""
+    shutil.copytree(model, folder)
+    (folder / "mine.py").write_text(CODE.format(mark=str(folder.parent / "mark")))
+    change: dict[str, Any] = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    if kind == "tokenizer":
+        change = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
+    path = folder / ("config.json" if kind == "model" else "tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["model", "tokenizer"])
+@pytest.mark.parametrize("command", ["generate", "evaluate", "convert"])
+def test_code_of_models_runs_on_demand(trained: Path, tmp_path: Path, kind: str, command: str) -> None:
+    """An answer in a pipe is not one; without the class that auto_map names it is one line too."""
+    model = with_code(trained / "run" / "model", tmp_path / "model", kind)
+    text, output = ("--text", trained / "text.txt"), ("--output", tmp_path / "out")
+    words: dict[str, tuple[object, ...]] = {
+        "generate": ("generate", "--model", model, "--prompt", "a"),
+        "evaluate": ("evaluate", "lengths", model, *text, *output),
+        "convert": ("convert", model, *text, *output),
+    }
+    error = refused(*words[command], given="y\n" * 9)
+    assert "it needs code of its own" in error
+    assert "--trust-remote-code" in error
+    assert not (tmp_path / "mark").exists()
+    if command == "generate" and kind == "model":
+        refused(*words[command], "--trust-remote-code")  # the class is no configuration of a language model
+        assert (tmp_path / "mark").read_text() == "it ran"
+        (model / "mine.py").unlink()
+        assert "mine.py" in refused(*words[command], "--trust-remote-code")
+
+
+def test_train_runs_no_code_of_the_data(trained: Path, tmp_path: Path) -> None:
+    data = with_code(trained / "data", tmp_path / "data", "tokenizer")
+    index = json.loads((data / "index.json").read_text())
+    for record in index["tokenizer_files"]:
+        content = (data / record["file"]).read_bytes()
+        record |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (data / "index.json").write_text(json.dumps(index))
+    words = Run(tmp_path / "run", {**TINY, "data": data}).arguments([])
+    assert "it needs code of its own" in refused("train", *words, given="y\n" * 9)
+    assert not (tmp_path / "mark").exists()
+
 
 # ---- results and reports
 

@@ -238,7 +238,7 @@ class TestForeignModels:
         folder = foreign(tmp_path, "llama")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-        with pytest.raises(ValueError, match="which also holds 9 weights"):
+        with pytest.raises(ValueError, match="it also holds 9 weights"):
             open_saved(folder)
 
 

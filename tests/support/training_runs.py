@@ -1,30 +1,21 @@
-"""Training runs as processes of their own, for the tests: started, watched, killed, and their logged losses read.
-
-Each is the command line in a fresh process, forked from a server that has imported everything once: what takes
-seconds happens once, and nothing is left over from one run to the next.
-"""
+"""Training runs as processes of their own, for the tests: started, watched, killed, and their logged losses read."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
-import resource
-import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import softplus_attention.data
+from commands import Limits, Process
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["softplus_attention.training.run", "softplus_attention.cli.train"])
+import softplus_attention.data
 
 # Seconds on one core: two layers, 24 steps, a checkpoint every four, losses of single steps.
 TINY: dict[str, Any] = {
@@ -47,35 +38,13 @@ def text_folder(folder: Path, seed: int = 0) -> Path:
     return folder / "data"
 
 
-def child(
-    arguments: list[str], log: str, environment: dict[str, str], file_size: int | None, memory: int | None
-) -> None:
-    """The process of a run: the command line, its words in a file. ``memory``: bytes it may add to what it has."""
-    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    os.environ.update(environment)
-    if file_size is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
-    import torch
-
-    from softplus_attention.cli import main
-
-    torch.set_num_threads(1)
-    if memory is not None:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground, wherever the tests run
-    sys.exit(main(["train", *arguments]))
-
-
 @dataclass
 class Run:
     """A folder and a configuration; ``start`` may be called again and again, as a user would."""
 
     output: Path
     settings: dict[str, Any]
-    processes: list[Any] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def arguments(self, extra: list[str], **changes: Any) -> list[str]:
         words = []
@@ -104,20 +73,17 @@ class Run:
         together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
         for rank in range(processes):
             place = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
-            words = (self.arguments(list(extra), **changes), str(self.log), place, file_size, memory)
-            process = SERVER.Process(target=child, args=words)
-            process.start()
-            self.processes.append(process)
+            words = ["train", *self.arguments(list(extra), **changes)]
+            limits = Limits(file_size, memory)
+            self.processes.append(Process.start(*words, log=self.log, environment=place, limits=limits))
 
     def wait(self, seconds: float = 120) -> int:
         """The worst exit status, 0 if all went well."""
         deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.1, deadline - time.monotonic()))
-            if process.exitcode is None:
-                self.kill()
-                raise AssertionError(f"not finished after {seconds} s:\n{self.words()}")
-        return max(abs(process.exitcode) for process in self.processes)
+        try:
+            return max(abs(process.wait(deadline - time.monotonic())) for process in self.processes)
+        finally:
+            self.kill()
 
     def signal(self, number: int, first: int = 0) -> None:
         """To the processes from the ``first`` on."""
@@ -126,10 +92,7 @@ class Run:
 
     def kill(self) -> None:
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        for process in self.processes:
-            process.join()
+            process.kill()
 
     def wait_until(self, happened: Any, seconds: float = 60) -> bool:
         """False where the run ended first."""
@@ -137,7 +100,7 @@ class Run:
         while time.monotonic() < deadline:
             if happened():
                 return True
-            if all(process.exitcode is not None for process in self.processes):
+            if not any(process.is_running for process in self.processes):
                 return False
             time.sleep(0.001)
         raise AssertionError(f"it did not happen in {seconds} s:\n{self.words()}")

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_runs import SERVER, TINY, Run, free_port, running, text_folder
+from commands import SERVER, Process
+from training_runs import TINY, Run, free_port, running, text_folder
 
 TOLERANCE = 1e-4
 SETTINGS = {**TINY, "steps": 12, "micro_batch_size": 2, "evaluate_every": 6}
@@ -81,10 +82,11 @@ def sharded_parameters(rank: int, port: int, arguments: list[str], found: str) -
 def test_fsdp_shards_parameters_and_optimizer(run: Run, tmp_path: Path, optimizer: str) -> None:
     arguments = run.arguments([], parallel="fsdp", steps=2, optimizer=optimizer)
     port = free_port()
+    run.log.write_text("")
     for rank in range(2):
         process = SERVER.Process(target=sharded_parameters, args=(rank, port, arguments, str(tmp_path)))
         process.start()
-        run.processes.append(process)
+        run.processes.append(Process(run.log, process))
     assert run.wait() == 0
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.isdigit()) == ["0", "1"]
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.cli.options import check_device
+from softplus_attention.cli.options import add_trust, check_device
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
 
@@ -38,6 +38,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 
@@ -54,11 +55,12 @@ def run(options: argparse.Namespace) -> int:
 
     quiet()
     check_device(options.device)
-    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    trust = options.trust_remote_code
+    model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
     if model.config.is_encoder_decoder:
         fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")
     refuse_foresight("model", model, torch.arange(4, device=model.device)[None])
-    tokenizer = try_tokenizer(options.model) if options.text is None else load_tokenizer(options.model)
+    tokenizer = (try_tokenizer if options.text is None else load_tokenizer)(options.model, trust)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)
     use_attention(model, options.attention, power=power, score_scale=options.score_scale)
@@ -79,11 +81,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def try_tokenizer(source: str) -> Any:
+def try_tokenizer(source: str, trust_remote_code: bool) -> Any:
     from softplus_attention.huggingface.loading import load_tokenizer
 
     try:
-        return load_tokenizer(source)
+        return load_tokenizer(source, trust_remote_code)
     except ValueError:
         return None
 

@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     requests, training_length = asked(options)
 
     def measure(opened: Opened) -> dict[str, Any]:
-        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source, options.trust_remote_code)
         return harness.measure_downstream(opened, tokenizer, names, options.output, **words)
 
     measured = measure_each(options, requests, training_length, measure)

@@ -281,7 +281,7 @@ def run_passkey(options: argparse.Namespace) -> int:
     def measure(opened: Opened) -> dict[str, Any]:
         given = options.data is not None or options.text is not None
         documents = documents_for(options, opened.request) if given else None
-        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source, options.trust_remote_code)
         words = {"documents": documents, "trials": options.trials, "seed": options.seed}
         return measure_passkey(opened, tokenizer, prompt, lengths, depths, options.output, **words)
 
@@ -379,7 +379,7 @@ def run_maps(options: argparse.Namespace) -> int:
     requests, training_length = asked(options)
 
     def measure(opened: Opened) -> dict[str, Any]:
-        tokenizer = load_tokenizer(options.tokenizer or opened.request.source)
+        tokenizer = load_tokenizer(options.tokenizer or opened.request.source, options.trust_remote_code)
         return measure_maps(opened, tokenizer, text, options.output, size=options.map_size)
 
     measured = measure_each(options, requests, training_length, measure)

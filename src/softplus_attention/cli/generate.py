@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.cli.options import check_device
+from softplus_attention.cli.options import add_trust, check_device
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
@@ -40,6 +40,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--power", metavar="P", help=f"another sharpening power than the model's own: {CONSTANT_FORMS}")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    add_trust(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,9 +54,10 @@ def run(options: argparse.Namespace) -> int:
     quiet()
     check_device(options.device)
     prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
-    model = load_model(options.model, dtype=options.dtype, device=options.device)
+    trust = options.trust_remote_code
+    model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
     refuse_foresight("--model", model, torch.arange(4, device=model.device)[None])
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, trust)
     if power is not None:
         change_power(model, power)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)

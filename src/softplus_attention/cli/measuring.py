@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.cli.options import check_device
+from softplus_attention.cli.options import add_trust, check_device
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def measure_parser(
         help="mixed: float32 weights in bfloat16 arithmetic, as in training on a GPU (default: as saved)",
     )
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    add_trust(parser)
     change = parser.add_argument_group("changes at inference, for every model")
     change.add_argument("--power", metavar="P", help="another power: a number, grow:BASE,SLOPE, or log:FACTOR")
     change.add_argument("--reweight", action="store_true", help="the second stage on weights trained without it")
@@ -94,7 +95,7 @@ def asked(options: argparse.Namespace) -> tuple[list[Request], int]:
     quiet()
     check_folder(options.output)
     check_device(options.device)
-    requests = requests_of(options.models, common_options(options))
+    requests = requests_of(options.models, common_options(options), options.trust_remote_code)
     found = {request.name: training_length_of(request) for request in requests}
     length = options.train_length
     if length is not None and length < 2:
@@ -171,7 +172,7 @@ def documents_for(options: argparse.Namespace, request: Request) -> Documents:
     if options.data is not None:
         check_same_tokenizer(options.data, options.tokenizer or request.source)
         return folder_documents(options.data, options.split)
-    tokenizer = load_tokenizer(options.tokenizer or request.source)
+    tokenizer = load_tokenizer(options.tokenizer or request.source, options.trust_remote_code)
     return text_documents(raw_texts(options.text), options.text, tokenizer)
 
 

@@ -37,6 +37,14 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, text)
 
 
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code that comes with the model or its tokenizer; read it first",
+    )
+
+
 def check_device(name: str | None) -> None:
     """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
     import torch

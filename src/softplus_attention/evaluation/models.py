@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from softplus_attention.attentions.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import device_of, load_weights, require
+from softplus_attention.huggingface.loading import device_of, load, load_weights, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, constant_power
@@ -38,6 +38,7 @@ class Request:
     source: str
     name: str
     options: Mapping[str, str]
+    trust_remote_code: bool = False
 
 
 def request_of(text: str, common: Mapping[str, str] | None = None) -> Request:
@@ -73,7 +74,9 @@ def refuse_unknown_options(text: str) -> None:
             fail("MODEL", f"a folder with options of {known} after it", f"{'+' + unknown!r} in {text!r}")
 
 
-def requests_of(texts: Sequence[str], common: Mapping[str, str] | None = None) -> list[Request]:
+def requests_of(
+    texts: Sequence[str], common: Mapping[str, str] | None = None, trust_remote_code: bool = False
+) -> list[Request]:
     """The models, each with a name of its own."""
     found: list[Request] = []
     for text in texts:
@@ -82,7 +85,7 @@ def requests_of(texts: Sequence[str], common: Mapping[str, str] | None = None) -
         number, name = 2, request.name
         while name in taken:
             name, number = f"{request.name} ({number})", number + 1
-        found.append(replace(request, name=name))
+        found.append(replace(request, name=name, trust_remote_code=trust_remote_code))
     return found
 
 
@@ -161,23 +164,18 @@ def most_positions(model: Any) -> int | None:
 
 def training_length_of(request: Request) -> int | None:
     """The length in the model's config, without loading the weights."""
-    length = getattr(load_config(request.source), "max_position_embeddings", None)
+    length = getattr(load_config(request), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None
 
 
-def load_config(source: str) -> Any:
-    require("MODEL", source, "config.json")
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        here = "" if Path(source).exists() else " (there is no such folder here)"
-        expected = "a folder with a saved model, or a name on the hub that can be reached"
-        fail("MODEL", expected, f"{source!r}{here}: {error}")
+def load_config(request: Request) -> Any:
+    require("MODEL", request.source, "config.json")
+    return load(AutoConfig, "MODEL", request.source, request.trust_remote_code)
 
 
 def check_request(request: Request, training_length: int) -> None:
     """Whether its options can be had, before any model is loaded and measured."""
-    config = load_config(request.source)
+    config = load_config(request)
     changes_of(config, request.options, training_length)
     if not isinstance(config, SoftplusGPTConfig) and "power" in request.options:
         power_at_inference(request.options["power"], training_length)
@@ -185,9 +183,10 @@ def check_request(request: Request, training_length: int) -> None:
 
 def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:
     """The model on its device, in evaluation mode, with what is to be changed at inference."""
-    config = load_config(request.source)
+    config = load_config(request)
     changes = changes_of(config, request.options, training_length)
     mixed = dtype == MIXED
+    changes["trust_remote_code"] = request.trust_remote_code
     model: Any = load_weights("MODEL", request.source, "float32" if mixed else dtype, **changes)
     if isinstance(config, SoftplusGPTConfig):
         change_own(model, request.options, training_length)

@@ -15,8 +15,13 @@ from transformers.utils import logging
 
 import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
 from softplus_attention import validation as check
+from softplus_attention.utils import untrusted
+from softplus_attention.utils.files import is_disk_full
 
 ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
+WITHOUT_CODE = "auto_map in its JSON; read that code, then pass --trust-remote-code to run it"
+LONGEST_REASON = 300
+LARGEST_JSON = 256 * untrusted.MIB
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,34 +31,66 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def load_model(source: str, *, dtype: str = "auto", device: str | None = None) -> PreTrainedModel:
+def load_model(
+    source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedModel:
     """A causal language model in evaluation mode."""
     where = device_of(device)
     require("model", source, "config.json")
-    return load_weights("model", source, dtype).to(where).eval()
+    return load_weights("model", source, dtype, trust_remote_code=trust_remote_code).to(where).eval()
 
 
-def load_weights(argument: str, source: str, dtype: str, **config: Any) -> PreTrainedModel:
+def load_weights(
+    argument: str, source: str, dtype: str, *, trust_remote_code: bool = False, **config: Any
+) -> PreTrainedModel:
     """A causal language model, all of its weights and no others; ``config`` replaces words of its config. Errors call
     it ``argument``."""
-    expected = "a causal language model that transformers can load"
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], output_loading_info=True, **config
-        )
-    except SafetensorError as error:
-        check.fail(argument, "a folder with whole weights", f"{source!r}: {error}")
-    except OSError as error:
-        here = f"{expected}: a folder with a saved one (there is none of that name here), or a name on the hub, which"
-        check.fail(argument, f"{here} must be reached", f"{source!r}: {first_line(error)}")
-    except (ValueError, KeyError, RuntimeError) as error:
-        check.fail(argument, expected, f"{source!r}: {first_line(error)}")
+    words = {"dtype": DTYPES[dtype], "output_loading_info": True, **config}
+    model, report = load(AutoModelForCausalLM, argument, source, trust_remote_code, **words)
     for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
-        keys = sorted(report[which])
+        keys = sorted(map(str, report[which]))
         if keys:
-            found = f"{source!r}, which {what} {len(keys)} weights of {type(model).__name__}, {keys[0]} the first"
-            check.fail(argument, f"{expected}, all of it and nothing else", found)
+            raise ValueError(
+                f"{argument} {source}: it {what} {len(keys)} weights of {type(model).__name__}, {keys[0]} the first"
+            )
     return model
+
+
+def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **words: Any) -> Any:
+    """By one of transformers' Auto classes. Its own code runs only where the user says so: else transformers would ask,
+    and a `y` in a pipe would be the answer."""
+    check_model_folder(argument, source)
+    try:
+        return kind.from_pretrained(source, trust_remote_code=trust_remote_code, **words)
+    # The folder of a stranger can fail in any way; torch, tokenizers and safetensors have errors of their own.
+    except Exception as error:
+        if is_disk_full(error):
+            raise
+        reason = " ".join(str(error).split())
+        if not trust_remote_code and "custom code" in reason:
+            reason = f"it needs code of its own ({WITHOUT_CODE})"
+        elif not Path(source).exists():
+            reason = f"no such folder, and the Hugging Face Hub did not give a model of that name ({reason})"
+        elif isinstance(error, SafetensorError):
+            reason = f"its weights are cut off or damaged ({reason})"
+        elif not isinstance(error, OSError | ValueError | RuntimeError):
+            reason = f"{type(error).__name__}: {reason}"
+        raise ValueError(f"{argument} {source}: {reason[:LONGEST_REASON]}") from error
+
+
+def check_model_folder(argument: str, source: str) -> None:
+    """Before transformers reads it: regular files, JSON of reasonable size and depth."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    try:
+        for path in sorted(folder.iterdir()):
+            if path.name.endswith(".json"):
+                untrusted.read_json(path, LARGEST_JSON)
+            elif path.exists() and not path.is_dir():
+                untrusted.check_regular(path)
+    except untrusted.UntrustedFileError as error:
+        raise ValueError(f"{argument} {error}") from None
 
 
 @torch.no_grad()
@@ -72,10 +109,6 @@ def refuse_foresight(argument: str, model: Any, ids: Tensor) -> None:
         check.fail(argument, "a causal language model", f"{type(model).__name__}, whose tokens see those after them")
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def device_of(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,11 +121,8 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        check.fail("tokenizer", "a folder with a saved tokenizer, or a name on the hub", f"{source!r}: {error}")
+def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    return load(AutoTokenizer, "tokenizer", source, trust_remote_code)
 
 
 def require(name: str, source: str, file: str) -> None:

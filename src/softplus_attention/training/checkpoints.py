@@ -38,7 +38,8 @@ from transformers import TrainerState
 
 from softplus_attention.training import distributed
 from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
-from softplus_attention.training.errors import CheckpointRefused, RunStopped, is_disk_full
+from softplus_attention.training.errors import CheckpointRefused, RunStopped
+from softplus_attention.utils.files import is_disk_full
 from softplus_attention.utils.untrusted import read_json
 
 MANIFEST = "manifest.json"

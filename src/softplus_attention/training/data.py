@@ -74,20 +74,16 @@ class Folder:
 
     def tokenizer(self) -> Any:
         """The tokenizer as transformers loads it; None for token files that came without one."""
-        from transformers import AutoTokenizer
+        from softplus_attention.huggingface.loading import load_tokenizer
 
         places = {(self.path / record["file"]).parent for record in self.index.tokenizer_files}
         if not places:
             return None
         (place,) = places
         try:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        # tokenizers raises plain Exceptions for files that are none of its own.
-        except Exception as error:
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"the tokenizer in {place} cannot be loaded ({reason}): prepare the data again, or restore its files"
-            ) from error
+            return load_tokenizer(str(place))
+        except ValueError as error:
+            raise ValueError(f"{error}. Prepare the data again, or restore the tokenizer's files") from error
 
 
 def padded_vocabulary(size: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from softplus_attention.training.errors import RunStopped, is_disk_full
-from softplus_attention.utils.files import append_line, write_whole
+from softplus_attention.training.errors import RunStopped
+from softplus_attention.utils.files import append_line, is_disk_full, write_whole
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.untrusted import MIB, read_text
 

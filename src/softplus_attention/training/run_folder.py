@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from softplus_attention.training import checkpoints, distributed
-from softplus_attention.training.errors import ConfigChanged, RunStopped, RunWarning, is_disk_full
+from softplus_attention.training.errors import ConfigChanged, RunStopped, RunWarning
 from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.utils import provenance
-from softplus_attention.utils.files import LockedError, clean_text, lock, write_json
+from softplus_attention.utils.files import LockedError, clean_text, is_disk_full, lock, write_json
 from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import fail
 

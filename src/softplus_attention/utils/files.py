@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the numbers of errors that say so of a disk
+# torch, tokenizers and safetensors pass the system's words on without the number.
+FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")
 # Control characters and lone surrogates cannot be shown in a page, a figure, a table or a terminal.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
@@ -46,6 +48,19 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a disk without room or a file-size limit."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        if any(words in str(error) for words in FULL_WORDS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def append_line(path: Path, line: str) -> None:

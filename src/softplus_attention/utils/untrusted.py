@@ -22,10 +22,15 @@ class UntrustedFileError(ValueError):
         self.reason = reason
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The whole file, which may be a link. Never waits for a FIFO, and opens no device."""
+def check_regular(path: Path) -> None:
+    """The file, which may be a link, is no FIFO and no device."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise UntrustedFileError(path, "not a regular file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The whole file, which may be a link. Never waits for a FIFO, and opens no device."""
+    check_regular(path)
     # Between the two looks another file can take the name.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
         found = os.fstat(file.fileno())
