@@ -103,7 +103,6 @@ class SoftplusGPTConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
-        self.base_model_tp_plan = self.tensor_parallel_plan()
         super().__post_init__(**kwargs)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
@@ -135,6 +134,7 @@ class SoftplusGPTConfig(PreTrainedConfig):
         layers = [self.attention_of_layer(layer) for layer in range(self.num_hidden_layers)]
         if self.head_dim % 2 and any(chosen.spec.positions == "rope" for chosen in layers):
             check.fail("head_dim", "even where rotary positions are used", self.head_dim)
+        self.base_model_tp_plan = self.tensor_parallel_plan()
 
     def check_layers(self) -> None:
         every = self.global_every
