@@ -11,9 +11,7 @@ import datetime
 import json
 import os
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,10 @@ from torch import Tensor
 import softplus_attention as package
 from softplus_attention import softplus_attention
 from softplus_attention.utils import provenance
+from softplus_attention.utils.timing import alternate, medians, peak_bytes
 
 ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
 HEADS, HEAD_DIM, POWER = 8, 64, 15
 DIRECTIONS = ("forward", "forward+backward")
 
@@ -73,12 +73,6 @@ def call(name: str, length: int, direction: str) -> Callable[[], tuple[Tensor, .
     return work
 
 
-def milliseconds(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - start)
-
-
 def measure_time(lengths: list[int], repetitions: int) -> list[dict[str, Any]]:
     rows = []
     for threads in (1, 2):
@@ -88,18 +82,15 @@ def measure_time(lengths: list[int], repetitions: int) -> list[dict[str, Any]]:
                 works = {name: call(name, length, direction) for name in ("chunked", "sdpa")}
                 for work in works.values():
                     work()
-                times: dict[str, list[float]] = {name: [] for name in works}
-                for _ in range(repetitions):
-                    for name, work in works.items():
-                        times[name].append(milliseconds(work))
-                medians = {name: statistics.median(values) for name, values in times.items()}
+                times = alternate(works, CPU, repetitions)
+                middle = medians(times)
                 row = {
                     "threads": threads,
                     "length": length,
                     "direction": direction,
-                    "chunked_ms": medians["chunked"],
-                    "sdpa_ms": medians["sdpa"],
-                    "ratio": medians["chunked"] / medians["sdpa"],
+                    "chunked_ms": middle["chunked"],
+                    "sdpa_ms": middle["sdpa"],
+                    "ratio": middle["chunked"] / middle["sdpa"],
                     "repetitions": repetitions,
                     "samples_ms": times,
                 }
@@ -109,15 +100,8 @@ def measure_time(lengths: list[int], repetitions: int) -> list[dict[str, Any]]:
 
 
 def peak_memory(work: Callable[[], tuple[Tensor, ...]]) -> int:
-    """Bytes held at the worst moment beyond inputs and outputs; the profiler sees the calling thread only."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        outputs = work()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak - sum(x.numel() * x.element_size() for x in outputs)
+    """Bytes held at the worst moment beyond inputs and outputs."""
+    return peak_bytes(work, CPU) - sum(x.numel() * x.element_size() for x in work())
 
 
 def measure_memory(lengths: list[int]) -> list[dict[str, Any]]:

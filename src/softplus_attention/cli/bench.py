@@ -1,0 +1,357 @@
+"""``softplus-attention bench``: time and memory on this machine, beside scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Read when torch loads its profiler and thread pool: no reports of its start, and waiting threads do not spin.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from softplus_attention.cli.info import DTYPES, parsed_device
+from softplus_attention.functional import softplus_attention, softplus_attention_decode
+from softplus_attention.power import power_by_log
+from softplus_attention.reference import compute_dtype
+from softplus_attention.utils.timing import Work, alternate, medians, peak_bytes
+from softplus_attention.validation import LARGEST_HEAD_DIM, check_installed
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from softplus_attention.charts.model import LineChart
+
+Row = dict[str, Any]
+Attention = Callable[..., Tensor]
+BASELINE = "sdpa"
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+BACKENDS |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+MODELS = {"softmax": None, "lssar": "learned-log"}  # attention and power of the models that are compared
+MIB = 2**20
+
+
+def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="time and memory on this machine, beside PyTorch's attention",
+        description="Times the op (forward, and forward with backward), a decode step over a key/value cache and the "
+        "training step of a small GPT, beside scaled_dot_product_attention and each of its backends. All are called in "
+        "turns in one process; medians count. Prints tables and writes bench.json and, with matplotlib, bench.png and "
+        "bench.svg. What cannot run here is named with its reason.",
+    )
+    add = parser.add_argument
+    add("--sections", type=sections, default="op,decode,model", help="of op, decode, model (default: %(default)s)")
+    add("--lengths", type=numbers, help="tokens (default: 512,1024,2048 on a CPU, 1024,4096,16384 on a GPU)")
+    add("--batch", type=positive, help="sequences (default: 1 on a CPU; on a GPU 32768 tokens in all)")
+    add("--heads", type=positive, help="(default: 8 on a CPU, 16 on a GPU)")
+    add("--head-dim", type=positive, help="(default: 64 on a CPU, 128 on a GPU)")
+    add("--dtype", choices=DTYPES, help="(default: float32 on a CPU, bfloat16 on a GPU)")
+    add("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    add("--preset", default="tiny", help="of `train`: the model of the section model (default: %(default)s)")
+    add("--seconds", type=positive, default=45, help="how long to measure, about (default: %(default)s)")
+    add("--repetitions", type=positive, default=9, help="of each call, where time allows (default: %(default)s)")
+    add("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="default: %(default)s")
+    parser.set_defaults(run=run)
+
+
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 1 or more")
+    return number
+
+
+def sections(text: str) -> list[str]:
+    chosen = text.split(",")
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(SECTIONS)}")
+    return chosen
+
+
+def run(options: argparse.Namespace) -> int:
+    from softplus_attention.cli.options import check_device
+    from softplus_attention.utils.files import write_json
+    from softplus_attention.utils.results import made
+
+    check_device(options.device)
+    device = parsed_device(options.device)
+    complete(options, device)
+    if options.head_dim > LARGEST_HEAD_DIM:
+        raise ValueError(f"--head-dim {options.head_dim} is too large: the op takes up to {LARGEST_HEAD_DIM}")
+    file = options.output / "bench.json"
+    if options.output.exists() and not file.exists() and any(options.output.iterdir()):
+        raise ValueError(f"--output {options.output} holds other files; choose an empty or a new folder")
+    chosen = list(options.sections)
+    if "model" in chosen:
+        missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
+        if missing and chosen == ["model"]:
+            check_installed(*missing)
+        if missing:
+            chosen.remove("model")
+            print(f"the section model is left out: {missing[0]} is not installed "
+                  "(pip install 'softplus-attention[huggingface]')", file=sys.stderr)  # fmt: skip
+    began = time.monotonic()
+    rows: list[Row] = []
+    for place, section in enumerate(chosen):
+        left = options.seconds - (time.monotonic() - began)
+        rows += SECTIONS[section](options, device, max(left, 0.0) / (len(chosen) - place))
+    data = made(device) | {"baseline": BASELINE, "rows": rows}
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_json(file, data)
+    print(text_of(rows, options, device))
+    written = [file, *draw(rows, options.output / "bench")]
+    print("\nwritten: " + ", ".join(str(path) for path in written))
+    return 0
+
+
+def complete(options: argparse.Namespace, device: torch.device) -> None:
+    """The defaults of this kind of device."""
+    gpu = device.type == "cuda"
+    defaults = {
+        "lengths": [1024, 4096, 16384] if gpu else [512, 1024, 2048], "heads": 16 if gpu else 8,
+        "head_dim": 128 if gpu else 64, "dtype": "bfloat16" if gpu else "float32",
+    }  # fmt: skip
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+
+def batch_of(options: argparse.Namespace, device: torch.device, length: int) -> int:
+    return options.batch or (max(1, 32768 // length) if device.type == "cuda" else 1)
+
+
+def of_backend(backend: SDPBackend, **options: Any) -> Attention:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return attend
+
+
+def attentions() -> dict[str, Attention]:
+    """The baseline first."""
+    found: dict[str, Attention] = {BASELINE: functools.partial(F.scaled_dot_product_attention, is_causal=True)}
+    found |= {f"sdpa {name}": of_backend(backend, is_causal=True) for name, backend in BACKENDS.items()}
+    found |= {"lssar p=15": functools.partial(softplus_attention, is_causal=True), "lssar learned": learned}
+    return found | {"lssa": functools.partial(softplus_attention, power=None, is_causal=True)}
+
+
+def learned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A factor of log N per head, as a model learns it: a power for each row, with a gradient."""
+    factors = torch.linspace(0.4, 1.0, q.shape[1], device=q.device, dtype=compute_dtype(q.dtype)).requires_grad_()
+    counts = torch.arange(1, q.shape[2] + 1, device=q.device)[None, None]
+    return softplus_attention(q, k, v, power=power_by_log(factors, counts), is_causal=True)
+
+
+def cached_attentions(length: int) -> dict[str, Attention]:
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+        return softplus_attention_decode(q, k, v, lengths, normalized_keys=True)
+
+    found: dict[str, Attention] = {BASELINE: F.scaled_dot_product_attention}
+    found |= {f"sdpa {name}": of_backend(backend) for name, backend in BACKENDS.items()}
+    return found | {"lssar p=15": ours}
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def runnable(rows: list[Row], works: dict[str, Work], common: Row) -> dict[str, Work]:
+    """Those that run here, called once; each of the others becomes a row with its error."""
+    found = {}
+    for name, work in works.items():
+        try:
+            work()
+            found[name] = work
+        except (RuntimeError, ValueError) as error:
+            reason = "this backend does not take these inputs here" if "sdpa" in name else first_line(error)
+            rows.append(common | {"contender": name, "status": "error", "error": reason})
+    return found
+
+
+def compare(
+    rows: list[Row], works: dict[str, Any], common: Row, prefix: str, device: torch.device, *limits: Any
+) -> None:
+    """Time and memory of each into its row."""
+    found = runnable(rows, works, common)
+    samples = alternate(found, device, *limits)
+    for name, middle in medians(samples).items():
+        row = next((row for row in rows if row["contender"] == name and row.items() >= common.items()), None)
+        if row is None:
+            rows.append(row := common | {"contender": name, "status": "ok"})
+        row |= {f"{prefix}_ms": middle, f"{prefix}_samples_ms": samples[name]}
+        if common["section"] != "decode":  # which holds nothing but its inputs
+            row[f"{prefix}_mib"] = peak_bytes(found[name], device) / MIB
+
+
+def step_of(attend: Attention, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(attend(*inputs), inputs, grad)
+
+
+def run_op(options: argparse.Namespace, device: torch.device, seconds: float) -> list[Row]:
+    rows: list[Row] = []
+    began = time.monotonic()
+    for place, length in enumerate(options.lengths):
+        shape = (batch_of(options, device, length), options.heads, length, options.head_dim)
+        common = dict(zip(("batch", "heads", "length", "head_dim"), shape, strict=True)) | {"section": "op"}
+        q, k, v, grad = (torch.randn(shape, device=device, dtype=DTYPES[options.dtype]) for _ in range(4))
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        left = seconds - (time.monotonic() - began)
+        if place and left < 0:
+            print(f"op: {length:,} tokens and more are left out for --seconds", file=sys.stderr)
+            break
+        # Longer texts take longer: what is left goes to the lengths by their tokens.
+        share = max(0.0, left * length / sum(options.lengths[place:]))
+        for prefix, part in (("forward", 0.3), ("step", 0.7)):
+            works: dict[str, Work]
+            if prefix == "forward":
+                plain = [x.detach() for x in inputs]
+                works = {name: functools.partial(attend, *plain) for name, attend in attentions().items()}
+            else:
+                ran = {row["contender"] for row in rows if row.items() >= common.items() and row["status"] == "ok"}
+                works = {name: functools.partial(step_of, attend, inputs, grad)
+                         for name, attend in attentions().items() if name in ran}  # fmt: skip
+            compare(rows, works, common, prefix, device, options.repetitions, share * part)
+        note("op", length)
+    return rows
+
+
+def run_decode(options: argparse.Namespace, device: torch.device, seconds: float) -> list[Row]:
+    rows: list[Row] = []
+    for length in options.lengths:
+        batch = options.batch or (8 if device.type == "cuda" else 1)
+        sizes: Any = {"dtype": DTYPES[options.dtype], "device": device}
+        q = torch.randn(batch, options.heads, 1, options.head_dim, **sizes)
+        k, v = (torch.randn(batch, options.heads, length, options.head_dim, **sizes) for _ in range(2))
+        common = {"section": "decode", "batch": batch, "heads": options.heads, "length": length}
+        common |= {"head_dim": options.head_dim}
+        k = F.normalize(k.float(), dim=-1).to(k.dtype)
+        with torch.no_grad():
+            works = {name: functools.partial(attend, q, k, v) for name, attend in cached_attentions(length).items()}
+            limits = (20 * options.repetitions, seconds / len(options.lengths))
+            compare(rows, works, common, "forward", device, *limits)
+        note("decode", length)
+    return rows
+
+
+def run_model(options: argparse.Namespace, device: torch.device, seconds: float) -> list[Row]:
+    from softplus_attention.huggingface import SoftplusGPTForCausalLM
+    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.training.config import configured
+    from softplus_attention.training.run import model_config
+
+    quiet()
+    rows: list[Row] = []
+    works: dict[str, Work] = {}
+    common: Row = {"section": "model", "preset": options.preset}
+    for attention, power in MODELS.items():
+        changes = {"data": "", "output": "", "attention": attention, "power": power}
+        config = configured({k: v for k, v in changes.items() if v is not None}, preset=options.preset)
+        model = SoftplusGPTForCausalLM(model_config(config, 1024, None)).to(device, DTYPES[options.dtype])
+        ids = torch.randint(1024, (8, config.sequence_length), device=device)
+        common |= {"batch": 8, "length": config.sequence_length, "parameters": model.num_parameters()}
+        common |= {"heads": config.heads, "head_dim": config.width // config.heads}
+        works[BASELINE if attention == "softmax" else "lssar learned"] = functools.partial(model_step, model, ids)
+    compare(rows, works, common, "step", device, options.repetitions, seconds)
+    note("model", common["length"])
+    return rows
+
+
+def model_step(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [*model.parameters()])
+
+
+def note(section: str, length: int) -> None:
+    print(f"measured: {section}, {length:,} tokens", file=sys.stderr, flush=True)
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace, torch.device, float], list[Row]]] = {
+    "op": run_op, "decode": run_decode, "model": run_model,
+}  # fmt: skip
+TITLES = {
+    "op": "The op: forward, and forward with backward (step)", "decode": "Decode: one new token over a cache",
+    "model": "Training step of a GPT",
+}  # fmt: skip
+COLUMNS = {"forward_ms": "forward ms", "step_ms": "step ms", "forward_mib": "forward MiB", "step_mib": "step MiB"}
+
+
+def text_of(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> str:
+    """A table for each section; in brackets the ratio to the baseline."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    lines = [f"{options.dtype} on {where}, torch {torch.__version__}; in brackets relative to {BASELINE}"]
+    for section in dict.fromkeys(row["section"] for row in rows):
+        those = [row for row in rows if row["section"] == section]
+        good = [row for row in those if row["status"] == "ok"]
+        columns = [name for name in COLUMNS if any(name in row for row in good)]
+        shape = f"H={those[0]['heads']} D={those[0]['head_dim']}"
+        if section == "model":
+            shape = f"`{options.preset}`, {those[0]['parameters'] / 1e6:.1f}M parameters, {shape}"
+        lines += ["", f"{TITLES[section]}, {shape}", ""]
+        body = [[f"{row['batch']} x {row['length']:,}", row["contender"],
+                 *(cell(row, name, good) for name in columns)] for row in good]  # fmt: skip
+        lines += aligned([["B x T", "attention", *(COLUMNS[name] for name in columns)], *body])
+        failed = {row["contender"]: row["error"] for row in those if row["status"] != "ok"}
+        lines += [f"not measured: {name}: {reason}" for name, reason in failed.items()]
+    return "\n".join(lines)
+
+
+def cell(row: Row, name: str, rows: Sequence[Row]) -> str:
+    if name not in row:
+        return ""
+    same = (x for x in rows if x["contender"] == BASELINE and x["length"] == row["length"])
+    base = next((x.get(name) for x in same), None)
+    ratio = f" ({row[name] / base:.2f})" if base else ""
+    return f"{row[name]:.3g}{ratio}" if row[name] < 1000 else f"{row[name]:.0f}{ratio}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(word.rjust(width) if column != 1 else word.ljust(width)
+                        for column, (word, width) in enumerate(zip(row, widths, strict=True))).rstrip()  # fmt: skip
+
+
+def charts(rows: Sequence[Row]) -> list[LineChart]:
+    from softplus_attention.charts.model import LineChart, Series, SeriesStyles
+
+    styles, found = SeriesStyles(), []
+    titles = {("op", "step_ms"): "Forward and backward", ("op", "step_mib"): "Memory of forward and backward",
+              ("op", "forward_ms"): "Forward", ("decode", "forward_ms"): "Decode step"}  # fmt: skip
+    for (section, name), title in titles.items():
+        those = [row for row in rows if row["section"] == section and name in row]
+        lengths = sorted({row["length"] for row in those})
+        cells = {(row["contender"], row["length"]): row[name] for row in those}
+        series = [Series(who, lengths, [cells.get((who, n)) for n in lengths], look=styles.of(who))
+                  for who in dict.fromkeys(row["contender"] for row in those)]  # fmt: skip
+        if series:
+            unit = "MiB" if name.endswith("mib") else "ms"
+            found.append(LineChart(title, "length (tokens)", unit, series, x_scale="log2", y_scale="log"))
+    return found
+
+
+def draw(rows: Sequence[Row], path: Path) -> list[Path]:
+    if find_spec("matplotlib") is None:
+        print("the picture is left out: matplotlib is not installed (pip install 'softplus-attention[plots]')",
+              file=sys.stderr)  # fmt: skip
+        return []
+    from softplus_attention.charts.draw import draw as draw_charts
+
+    drawn = charts(rows)
+    return draw_charts(drawn, path, columns=2) if drawn else []
