@@ -49,9 +49,9 @@ def test_the_module_is_the_command() -> None:
 
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
-    "power", "visibility", "validation", "utils", "reference", "kernels", "functional", "paged", "attentions",
-    "baselines", "catalog", "distributed", "nn", "huggingface", "serving", "charts", "data", "training", "evaluation",
-    "physics", "report", "cli", "__main__",
+    "validation", "power", "visibility", "utils", "reference", "kernels", "dispatch", "functional", "paged",
+    "attentions", "baselines", "catalog", "distributed", "nn", "huggingface", "serving", "charts", "data", "training",
+    "evaluation", "physics", "report", "cli", "__main__",
 )  # fmt: skip
 
 

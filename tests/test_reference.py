@@ -489,7 +489,7 @@ def test_counts_of_visible_keys(t_q: int, t_k: int, given: str, is_causal: bool,
         "nothing": {},
         "ranges": {"key_start": start, "key_end": start + 4},
         "mask": {"mask": torch.arange(t_q * t_k).reshape(1, 1, t_q, t_k) % 3 > 0},
-        "own key": {"own_key": start + 1},
+        "own key": {"query_key_index": start + 1},
     }[given]
     visibility = Visibility(t_q, t_k, torch.device("cpu"), is_causal, window if is_causal else None, **words)
     dense = visibility.dense().sum(-1)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softplus_attention import validation
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
-from softplus_attention.visibility import Visibility, cached, packed
+from softplus_attention.visibility import Visibility
 
 CPU = torch.device("cpu")
 RANGE = torch.tensor([[2]])
@@ -37,12 +37,15 @@ def test_a_window_beyond_int32_is_none() -> None:
         wide = Visibility(5, 7, CPU, True, window)
         assert torch.equal(wide.dense(), Visibility(5, 7, CPU, True).dense())
         assert torch.equal(wide.counts(), Visibility(5, 7, CPU, True).counts())
-        pair = (packed(documents, documents, 7, 7, is_causal=True, window=x).dense() for x in (window, None))
+        pair = (
+            Visibility.from_documents(documents, documents, 7, 7, is_causal=True, window=x).dense()
+            for x in (window, None)
+        )
         assert torch.equal(*pair)
-        assert torch.equal(*(cached(lengths, None, 2, 9, window=x).dense() for x in (window, None)))
+        assert torch.equal(*(Visibility.from_cache(lengths, None, 2, 9, window=x).dense() for x in (window, None)))
 
 
-@pytest.mark.parametrize("word", ["key_start", "key_end", "own_key", "mask"])
+@pytest.mark.parametrize("word", ["key_start", "key_end", "query_key_index", "mask"])
 def test_no_count_is_known_where_tensors_say_it(word: str) -> None:
     given: Any = torch.ones(1, 1, 1, 5, dtype=torch.bool) if word == "mask" else RANGE
     assert Visibility(1, 5, CPU, True, **{word: given}).known_count() is None

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from softplus_attention import functional as ours
-from softplus_attention import reference
+from softplus_attention import dispatch, reference
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention
 from softplus_attention.attentions.catalog import attention as named
@@ -91,7 +90,13 @@ class ContextParallel:
                 start = torch.maximum(start, window_start(own, window))
         start, end = torch.where(real, start, 0), torch.where(real, end, 0)  # padding sees nothing: N = 0
         return Visibility(
-            own.shape[1], self.length, own.device, key_start=start, key_end=end, own_key=own, held_window=window
+            own.shape[1],
+            self.length,
+            own.device,
+            key_start=start,
+            key_end=end,
+            query_key_index=own,
+            applied_window=window,
         )
 
 
@@ -250,7 +255,7 @@ def context_parallel_attention(
     group like that of any weight; a power of rows has the rows of this process. Padding rows give 0.
     """
     chosen = named(attention)
-    q, k, v = ours.autocast(q, k, v)
+    q, k, v = dispatch.autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, rows, D)", enable_gqa=True, names=("q", "k", "v"))
     if q.shape[2] != record.rows or k.shape[2] != record.rows:
         check.fail("q, k, v", f"the {record.rows} rows that the record gives this process", check.described(q))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from softplus_attention import validation as check
-from softplus_attention.functional import Impl, softplus_attention_decode
+from softplus_attention.dispatch import Impl
+from softplus_attention.functional import softplus_attention_decode
 from softplus_attention.power import Power
 
 Decode = Callable[..., Tensor]

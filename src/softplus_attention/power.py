@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from softplus_attention import validation as check
 
 # A power that is trained with the weights, one per head: a number, or a factor of log N. Their parameters have other
 # names, so that weights of one kind are not taken for the other's.
@@ -60,31 +64,91 @@ class PowerByLength:
 Power = int | float | Tensor | PowerByLength | None
 
 
+class PowerRecord(NamedTuple):
+    """A power from the public call to the kernel launch: five arguments of every op's schema, in their order.
+
+    ``sharpen`` False is LSSA. A row's power is that of ``rows``, which broadcasts to (B, H, T_q), where given; else
+    base + slope * log(max(N, n0) / n0) for ``by_length`` [base, slope, n0]; else ``constant``. ``offset`` False
+    subtracts no 1 before it.
+    """
+
+    sharpen: bool
+    constant: float
+    rows: Tensor | None
+    by_length: list[float] | None
+    offset: bool
+
+    @property
+    def integer(self) -> int | None:
+        """The power, where it is one whole number for all rows."""
+        whole = self.sharpen and self.rows is None and self.by_length is None and self.constant.is_integer()
+        return int(self.constant) if whole else None
+
+    @property
+    def growth(self) -> tuple[float, float, float]:
+        """base, slope and n0 of every power that is not ``rows``."""
+        if self.by_length is None:
+            return self.constant, 0.0, 1.0
+        base, slope, n0 = self.by_length
+        return base, slope, n0
+
+
+LSSA_RECORD = PowerRecord(False, 1.0, None, None, True)
+
+
+def power_record(power: Power, offset: bool = True) -> PowerRecord:
+    if power is None:
+        return LSSA_RECORD
+    if isinstance(power, PowerByLength):
+        return PowerRecord(True, 1.0, None, [float(power.base), float(power.slope), float(power.n0)], offset)
+    if isinstance(power, Tensor):
+        return PowerRecord(True, 1.0, broadcast_power(power), None, offset)
+    return PowerRecord(True, float(power), None, None, offset)
+
+
 def power_of_rows(power: Power, counts: Tensor) -> Tensor | float:
     """The power as a number or as a tensor that broadcasts to (B, H, T_q); ``counts`` broadcasts so too."""
     if isinstance(power, PowerByLength):
         return power.at(counts)
     if isinstance(power, Tensor):
-        return by_head_or_row(power)
+        return broadcast_power(power)
     if power is None:
         raise AssertionError("LSSA has no power")
     return float(power)
 
 
-def by_head_or_row(power: Tensor) -> Tensor:
+def broadcast_power(power: Tensor) -> Tensor:
     """A 1-D power belongs to the heads; every other shape already broadcasts to (B, H, T_q)."""
     return power[:, None] if power.dim() == 1 else power
 
 
-def shape_of_power(power: Tensor) -> torch.Size:
-    return by_head_or_row(power).shape
+def check_power(power: Power, full: tuple[int, int, int], device: torch.device, validate: bool) -> None:
+    """``full`` is (B, H, T_q)."""
+    if power is None or isinstance(power, PowerByLength):
+        return
+    kinds = "None (LSSA), a number >= 1, a tensor or a PowerByLength"
+    if isinstance(power, Tensor):
+        if not power.dtype.is_floating_point:
+            check.fail("power", "a floating-point tensor", check.described(power), TypeError)
+        if power.device != device:
+            check.fail("power", f"on the device of the queries, {device}", check.described(power))
+        shape = broadcast_power(power).shape
+        if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
+            check.fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", check.described(power))
+        if check.readable(power, validate) and power.numel() and not bool(((power >= 1) & (power < math.inf)).all()):
+            check.fail("power", ">= 1 and finite", f"a tensor of values from {power.min():g} to {power.max():g}")
+        return
+    if isinstance(power, bool) or not isinstance(power, int | float):
+        check.fail("power", kinds, repr(power), TypeError)
+    if not 1 <= power <= sys.float_info.max:
+        check.fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
 def is_learned(power: object) -> bool:
     return isinstance(power, str) and power in RAW_NAMES
 
 
-def first_raw_power(kind: str, power: float | PowerByLength | None) -> float:
+def initial_raw_power(kind: str, power: float | PowerByLength | None) -> float:
     """The parameter from which training starts, for a head of the attention's own ``power``."""
     if kind == LEARNED_LOG:
         start = FIRST_FACTOR

@@ -13,8 +13,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from softplus_attention.power import Power, PowerByLength, shape_of_power
-
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # softplus underflows in float32 beyond this.
 LARGEST_SCORE = 80.0
@@ -148,28 +146,6 @@ def readable(x: Tensor, validate: bool) -> bool:
         return False
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
     return plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-
-
-def check_power(power: Power, full: tuple[int, int, int], device: torch.device, validate: bool) -> None:
-    """``full`` is (B, H, T_q)."""
-    if power is None or isinstance(power, PowerByLength):
-        return
-    kinds = "None (LSSA), a number >= 1, a tensor or a PowerByLength"
-    if isinstance(power, Tensor):
-        if not power.dtype.is_floating_point:
-            fail("power", "a floating-point tensor", described(power), TypeError)
-        if power.device != device:
-            fail("power", f"on the device of the queries, {device}", described(power))
-        shape = shape_of_power(power)
-        if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
-            fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", described(power))
-        if readable(power, validate) and power.numel() and not bool(((power >= 1) & (power < math.inf)).all()):
-            fail("power", ">= 1 and finite", f"a tensor of values from {power.min():g} to {power.max():g}")
-        return
-    if isinstance(power, bool) or not isinstance(power, int | float):
-        fail("power", kinds, repr(power), TypeError)
-    if not 1 <= power <= sys.float_info.max:
-        fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
 def check_score_scale(score_scale: float | None, head_dim: int, bounds: Iterable[int | None]) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from softplus_attention import validation as check
+
 WIDEST = 2**31 - 1  # window in int32: no table of keys is longer
 
 
@@ -20,9 +22,12 @@ class Visibility:
 
     ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1
     keys before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is
-    (B|1, H|1, t_q|1, t_k|1), True = visible. All of them apply together. ``own_key`` (B or 1, t_q) is the key a row
-    stands on, where that is not ``row + t_k - t_q``. ``held_window`` is a window and ``longest`` the longest document
-    that the ranges or the mask hold already.
+    (B|1, H|1, t_q|1, t_k|1), True = visible. All of them apply together.
+
+    ``query_key_index`` (B or 1, t_q) is the key that belongs to each row's own token, where that is not
+    ``row + t_k - t_q``. ``applied_window`` is a window and ``max_document_length`` a length that the ranges or the mask
+    already include. ``is_cache`` says that the rows are the newest tokens of caches, and ``cache_seqlens`` (B,) how
+    many keys of each cache are in use, from ``cache_starts`` (B,) on.
     """
 
     t_q: int
@@ -33,57 +38,168 @@ class Visibility:
     key_start: Tensor | None = None
     key_end: Tensor | None = None
     mask: Tensor | None = None
-    own_key: Tensor | None = None
-    held_window: int | None = None
-    longest: int | None = None
+    query_key_index: Tensor | None = None
+    applied_window: int | None = None
+    max_document_length: int | None = None
+    is_cache: bool = False
+    cache_seqlens: Tensor | None = None
+    cache_starts: Tensor | None = None
+
+    @classmethod
+    def from_call(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        is_causal: bool,
+        attn_mask: Tensor | None,
+        window: int | None,
+        key_start: Tensor | None,
+        key_end: Tensor | None,
+    ) -> Visibility:
+        """The arguments of ``softplus_attention``, checked."""
+        batch, heads, t_q, _ = q.shape
+        t_k = k.shape[2]
+        check.check_causal(is_causal)
+        check.check_window(window, is_causal)
+        mask = check.check_mask(attn_mask, (batch, heads, t_q, t_k), q.device)
+        key_start = check.check_bounds("key_start", key_start, batch, t_q, q.device)
+        key_end = check.check_bounds("key_end", key_end, batch, t_q, q.device)
+        return cls(t_q, t_k, q.device, is_causal, window, key_start, key_end, mask)
+
+    @classmethod
+    def from_documents(
+        cls,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        total_q: int,
+        total_k: int,
+        *,
+        is_causal: bool,
+        window: int | None,
+        max_document_length: int | None = None,
+    ) -> Visibility:
+        """Documents laid end to end: a row sees its own document only."""
+        row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
+        document = document_of(row, cu_seqlens_q)
+        start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
+        index = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
+        if is_causal:
+            end = torch.minimum(end, index + 1)
+            if window is not None:
+                start = torch.maximum(start, window_start(index, window))
+        return cls(
+            total_q,
+            total_k,
+            row.device,
+            key_start=start[None],
+            key_end=end[None],
+            query_key_index=index[None],
+            applied_window=window,
+            max_document_length=max_document_length,
+        )
+
+    @classmethod
+    def from_cache(
+        cls, cache_seqlens: Tensor, cache_starts: Tensor | None, t_q: int, t_max: int, *, window: int | None
+    ) -> Visibility:
+        """New tokens at the end of caches of ``cache_seqlens`` keys each, causal among themselves."""
+        return cls(
+            t_q,
+            t_max,
+            cache_seqlens.device,
+            True,
+            window,
+            is_cache=True,
+            cache_seqlens=cache_seqlens,
+            cache_starts=cache_starts,
+        )
 
     def bounds(self) -> tuple[int | None, ...]:
         """No row sees more keys than any of these that is not None."""
-        return self.t_k, self.window, self.held_window, self.longest
+        return self.t_k, self.window, self.applied_window, self.max_document_length
+
+    @property
+    def is_bottom_right(self) -> bool:
+        """Whether row i's own token is key ``i + t_k - t_q``."""
+        return self.query_key_index is None and self.cache_seqlens is None
 
     def positions(self) -> Tensor:
-        """(B or 1, t_q): the key each row stands on; distances (ALiBi) are measured from it."""
-        if self.own_key is not None:
-            return self.own_key
+        """(B or 1, t_q): the key of each row's own token; distances (ALiBi) are measured from it."""
+        if self.query_key_index is not None:
+            return self.query_key_index
+        if self.cache_seqlens is not None:
+            row = torch.arange(self.t_q, device=self.device, dtype=torch.int32)
+            return (self.cache_seqlens[:, None] - self.t_q + row).to(torch.int32)
         offset = self.t_k - self.t_q
         return torch.arange(offset, offset + self.t_q, device=self.device, dtype=torch.int32)[None]
+
+    def first_keys(self) -> Tensor | None:
+        """``key_start``, also of caches."""
+        if self.cache_starts is None:
+            return self.key_start
+        return self.cache_starts[:, None].expand(-1, self.t_q)
 
     def ranges(self) -> tuple[Tensor, Tensor]:
         """(start, end), each int32 (B or 1, t_q), 0 <= start <= end <= t_k: the keys a row may see before the mask."""
         zero = torch.zeros((1, self.t_q), device=self.device, dtype=torch.int32)
-        start = zero if self.key_start is None else self.key_start.clamp(0, self.t_k).to(torch.int32)
+        given = self.first_keys()
+        start = zero if given is None else given.clamp(0, self.t_k).to(torch.int32)
         end = zero + self.t_k if self.key_end is None else self.key_end.clamp(0, self.t_k).to(torch.int32)
         if self.is_causal:
-            end = torch.minimum(end, self.positions() + 1)
+            index = self.positions()
+            end = torch.minimum(end, index + 1)
             if self.window is not None:
-                start = torch.maximum(start, window_start(self.positions(), self.window))
+                start = torch.maximum(start, window_start(index, self.window))
         start, end = torch.broadcast_tensors(start, end)
         return start, torch.maximum(start, end)
 
     def rows(self, begin: int, end: int) -> Visibility:
         """The rows from ``begin`` to ``end`` alone, over the first keys, as many as are sure to hold all they see."""
         t_k = self.t_k
-        if self.is_causal and self.own_key is None:
+        if self.is_causal and self.is_bottom_right:
             t_k = max(0, min(t_k, t_k - self.t_q + end))
         mask = self.mask
         if mask is not None:
             mask = mask[:, :, begin:end] if mask.shape[2] > 1 else mask
             mask = mask[..., :t_k] if mask.shape[3] > 1 else mask
-        own_key = self.positions()[:, begin:end]
-        key_start, key_end = (None if x is None else x[:, begin:end] for x in (self.key_start, self.key_end))
-        return replace(self, t_q=end - begin, t_k=t_k, key_start=key_start, key_end=key_end, mask=mask, own_key=own_key)
+        key_start, key_end = (None if x is None else x[:, begin:end] for x in (self.first_keys(), self.key_end))
+        return replace(
+            self,
+            t_q=end - begin,
+            t_k=t_k,
+            key_start=key_start,
+            key_end=key_end,
+            mask=mask,
+            query_key_index=self.positions()[:, begin:end],
+            is_cache=False,
+            cache_seqlens=None,
+            cache_starts=None,
+        )
 
-    def given_ranges(self) -> tuple[Tensor | None, Tensor | None]:
-        """(key_start, key_end) within the keys, both or neither, without what ``is_causal`` and ``window`` add."""
+    def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, int | None]:
+        """start, end (both or neither), mask, is_causal, window: as the schemas of the fused kernels have them.
+
+        There, ``is_causal`` and ``window`` are aligned bottom-right; for caches the ranges include them.
+        """
+        if self.cache_seqlens is not None:
+            return *self.ranges(), self.mask, False, None
         if self.key_start is None and self.key_end is None:
-            return None, None
-        return Visibility(self.t_q, self.t_k, self.device, key_start=self.key_start, key_end=self.key_end).ranges()
+            return None, None, self.mask, self.is_causal, self.window
+        given = Visibility(self.t_q, self.t_k, self.device, key_start=self.key_start, key_end=self.key_end)
+        return *given.ranges(), self.mask, self.is_causal, self.window
+
+    def cache_arguments(self, batch: int) -> tuple[Tensor | None, Tensor | None, int | None]:
+        """cache_seqlens, cache_starts, window: as the decode kernel takes them; None for all keys."""
+        if self.key_start is None or self.key_end is None:
+            return self.cache_seqlens, self.cache_starts, self.window
+        end, start = (x[:, -1].expand(batch).contiguous() for x in (self.key_end, self.key_start))
+        return end, start, None
 
     def counts(self) -> Tensor:
         """N_i of every row, (B|1, H|1, t_q)."""
         if self.mask is not None:
             return self.counts_under_one_mask() if self.mask.shape[2] == 1 else self.dense().sum(-1, dtype=torch.int32)
-        if self.is_causal and self.key_start is None and self.key_end is None and self.own_key is None:
+        if self.is_causal and self.key_start is None and self.key_end is None and self.is_bottom_right:
             # The same in fewer operations: a decode step waits for the launch of each.
             return (self.positions() + 1).clamp(0, None if self.window is None else min(self.window, WIDEST))[:, None]
         start, end = self.ranges()
@@ -102,9 +218,8 @@ class Visibility:
 
     def known_count(self) -> int | None:
         """N of all rows, where it is one number that follows from shapes: that of a decode step, say."""
-        if torch.compiler.is_compiling() or any(
-            x is not None for x in (self.mask, self.key_start, self.key_end, self.own_key)
-        ):
+        given = (self.mask, self.key_start, self.key_end, self.query_key_index, self.cache_seqlens)
+        if torch.compiler.is_compiling() or any(x is not None for x in given):
             return None
         if not self.is_causal:
             return self.t_k
@@ -118,60 +233,74 @@ class Visibility:
         return visible if self.mask is None else visible & self.mask
 
 
-def window_start(own_key: Tensor, window: int) -> Tensor:
-    """The first key in the window of rows that stand on ``own_key``, int32; below 0 where it reaches further.
+def checked_documents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool,
+    window: int | None,
+    enable_gqa: bool,
+    validate: bool,
+) -> Visibility:
+    """The arguments of ``softplus_attention_varlen``."""
+    check.check_qkv(q, k, v, layout="(total, H, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
+    check.check_causal(is_causal)
+    check.check_window(window, is_causal)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            check.fail(name, "an int >= 0", repr(value), TypeError)
+        if value < 0:
+            check.fail(name, "an int >= 0", repr(value))
+    totals = (q.shape[0], k.shape[0])
+    check.check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, totals[0], max_seqlen_q, q.device, validate)
+    check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, totals[1], max_seqlen_k, q.device, validate)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        expected = f"of as many documents as `cu_seqlens_q`, {cu_seqlens_q.numel() - 1}"
+        check.fail("cu_seqlens_k", expected, cu_seqlens_k.numel() - 1)
+    return Visibility.from_documents(
+        cu_seqlens_q, cu_seqlens_k, *totals, is_causal=is_causal, window=window, max_document_length=max_seqlen_k
+    )
+
+
+def checked_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    cache_starts: Tensor | None,
+    window: int | None,
+    enable_gqa: bool,
+    validate: bool,
+    normalized_keys: bool,
+) -> Visibility:
+    """The arguments of ``softplus_attention_decode``."""
+    names = ("q", "k_cache", "v_cache")
+    check.check_qkv(q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=names)
+    check.check_window(window, is_causal=True)
+    batch, t_q, t_max = q.shape[0], q.shape[2], k_cache.shape[2]
+    check.check_cache_lengths("cache_seqlens", cache_seqlens, batch, t_q, t_max, q.device, validate)
+    if cache_starts is not None:
+        check.check_cache_lengths("cache_starts", cache_starts, batch, 0, t_max, q.device, validate)
+    if validate and normalized_keys:
+        key = torch.arange(t_max, device=q.device)
+        starts = 0 if cache_starts is None else cache_starts[:, None]
+        check.check_unit_keys(k_cache, (key >= starts) & (key < cache_seqlens[:, None]))
+    return Visibility.from_cache(cache_seqlens, cache_starts, t_q, t_max, window=window)
+
+
+def window_start(index: Tensor, window: int) -> Tensor:
+    """The first key in the window of rows whose own key is ``index``, int32; below 0 where it reaches further.
 
     Rows before the first key see none of it: held at -1, they do not leave int32.
     """
-    return own_key.clamp(min=-1) + 1 - min(window, WIDEST)
+    return index.clamp(min=-1) + 1 - min(window, WIDEST)
 
 
 def document_of(row: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The number of the packed document that each row is of; rows beyond the last are of the last."""
     # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
     return (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)
-
-
-def packed(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    total_q: int,
-    total_k: int,
-    *,
-    is_causal: bool,
-    window: int | None,
-    longest: int | None = None,
-) -> Visibility:
-    """Documents laid end to end, of at most ``longest`` keys: a row sees its own document only."""
-    row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-    document = document_of(row, cu_seqlens_q)
-    start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
-    own_key = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
-    if is_causal:
-        end = torch.minimum(end, own_key + 1)
-        if window is not None:
-            start = torch.maximum(start, window_start(own_key, window))
-    return Visibility(
-        total_q,
-        total_k,
-        row.device,
-        key_start=start[None],
-        key_end=end[None],
-        own_key=own_key[None],
-        held_window=window,
-        longest=longest,
-    )
-
-
-def cached(
-    cache_seqlens: Tensor, cache_starts: Tensor | None, t_q: int, t_max: int, *, window: int | None
-) -> Visibility:
-    """New tokens at the end of caches of ``cache_seqlens`` keys each, causal among themselves."""
-    row = torch.arange(t_q, device=cache_seqlens.device, dtype=torch.int32)
-    own_key = (cache_seqlens[:, None] - t_q + row).to(torch.int32)
-    start = (
-        torch.zeros_like(own_key) if cache_starts is None else cache_starts[:, None].to(torch.int32).expand_as(own_key)
-    )
-    if window is not None:
-        start = torch.maximum(start, window_start(own_key, window))
-    return Visibility(t_q, t_max, row.device, key_start=start, key_end=own_key + 1, own_key=own_key, held_window=window)

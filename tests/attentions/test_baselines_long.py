@@ -17,7 +17,7 @@ from softplus_attention import PowerByLength
 from softplus_attention.attentions import composed, sdpa
 from softplus_attention.attentions.catalog import attend_composed
 from softplus_attention.catalog import ABLATIONS, ATTENTIONS, LSSAR, SOFTMAX, attention
-from softplus_attention.visibility import Visibility, cached, packed
+from softplus_attention.visibility import Visibility
 
 WINDOWED = ["softmax", "softmax-qknorm-logn", "ssmax", "softmax-logn"]
 
@@ -254,9 +254,11 @@ class TestPieces:
         q, k, v = inputs(2, 4, 9, LENGTH)
         cu = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
         for seen in (
-            cached(torch.tensor([12, 20]), torch.tensor([0, 3]), 9, LENGTH, window=None),
-            cached(torch.tensor([LENGTH, 10]), None, 9, LENGTH, window=4),
-            packed(cu, torch.tensor([0, 8, 11, LENGTH], dtype=torch.int32), 9, LENGTH, is_causal=True, window=None),
+            Visibility.from_cache(torch.tensor([12, 20]), torch.tensor([0, 3]), 9, LENGTH, window=None),
+            Visibility.from_cache(torch.tensor([LENGTH, 10]), None, 9, LENGTH, window=4),
+            Visibility.from_documents(
+                cu, torch.tensor([0, 8, 11, LENGTH], dtype=torch.int32), 9, LENGTH, is_causal=True, window=None
+            ),
             Visibility(9, LENGTH, q.device, is_causal=True),
         ):
 

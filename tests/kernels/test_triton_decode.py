@@ -19,9 +19,9 @@ from helpers import randn, transposed
 from huggingface_models import small_model, token_rows
 from stub_kernel import Kernel
 
-from softplus_attention import functional, softplus_attention
+from softplus_attention import dispatch, softplus_attention
 from softplus_attention.catalog import attention
-from softplus_attention.functional import decode_step
+from softplus_attention.dispatch import decode_step
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 from softplus_attention.huggingface.attention import attend
 from softplus_attention.power import PowerByLength
@@ -367,34 +367,34 @@ class TestOfAModel:
         def last_logits() -> torch.Tensor:
             with torch.inference_mode():
                 cache = model(ids[:, :-1], use_cache=True).past_key_values
-                monkeypatch.setattr(functional, "decode_step", counted)
+                monkeypatch.setattr(dispatch, "decode_step", counted)
                 return model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
 
         plain = last_logits()
         assert not steps, "tensors on a CPU"
-        monkeypatch.setattr(functional, "fused_on", lambda x: x.dtype != torch.float64)
+        monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: x.dtype != torch.float64)
         torch.testing.assert_close(last_logits(), plain, atol=1e-4, rtol=1e-4)
         assert len(steps) == model.config.num_hidden_layers
         assert all(step is not None for step in steps)
 
     def test_keys_of_a_transformed_call_are_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel would drop the tangent in silence."""
-        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         keys = randn(1, 2, 3, 8, seed=1)
-        torch.testing.assert_close(functional.unit_keys(keys), unit(keys))
-        monkeypatch.setattr(functional, "decode_launches", lambda: pytest.fail("the kernel was asked"))
+        torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
+        monkeypatch.setattr(dispatch, "decode_launches", lambda: pytest.fail("the kernel was asked"))
         with torch.autograd.forward_ad.dual_level():
-            torch.testing.assert_close(functional.unit_keys(keys), unit(keys))
+            torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
 
     def test_a_power_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel would read its address."""
-        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         q, k = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2)
         with torch.no_grad(), pytest.raises(ValueError, match="`power` must be on the device of the queries"):
             attend(attention("lssar"), q, k, k, None, True, parameters={"power": torch.ones(2, device="meta")})
 
     def test_what_it_leaves_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(functional, "fused_on", lambda x: True)
+        monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         q, k, v = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2), randn(1, 2, 9, 8, seed=3)
         step = attention("lssar", power=3, window=5).step
         assert step is not None

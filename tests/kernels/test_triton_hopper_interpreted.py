@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton_cases import Case, assert_case
 
-from softplus_attention import functional, softplus_attention
+from softplus_attention import dispatch, softplus_attention
 from softplus_attention.kernels.hopper import dkv as hopper_dkv
 from softplus_attention.kernels.hopper import dq as hopper_dq
 from softplus_attention.kernels.hopper import forward as hopper_forward
@@ -51,7 +51,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[lis
     for (module, name), kernel in zip(KERNELS, kernels, strict=True):
         monkeypatch.setattr(module, name, kernel)
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
-    monkeypatch.setattr(functional, "check_for_triton", lambda q: None)
+    monkeypatch.setattr(dispatch, "check_for_triton", lambda q: None)
     return ran, kernels
 
 

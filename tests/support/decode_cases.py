@@ -11,7 +11,7 @@ from helpers import doubtful_rows, largest_error, randn, unit_in_the_last_place
 from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention_decode
-from softplus_attention.functional import power_arguments
+from softplus_attention.power import power_record
 from softplus_attention.reference import unit
 
 POWERS = {
@@ -45,7 +45,7 @@ def decode(
 
     scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     return torch.ops.softplus_attention.triton_decode(
-        q, k, v, lengths, cache_starts, window, *power_arguments(power, offset), scale, normalized_keys
+        q, k, v, lengths, cache_starts, window, *power_record(power, offset), scale, normalized_keys
     )
 
 

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from softplus_attention import (
     PowerByLength,
-    functional,
+    dispatch,
     softplus_attention,
     softplus_attention_decode,
     softplus_attention_varlen,
@@ -337,7 +337,7 @@ def check_model_step() -> str:
         "mix": SoftplusGPTForCausalLM(SoftplusGPTConfig(**size, attention="lssar", **mix)),
     }
     steps: list[Tensor | None] = []
-    short = functional.decode_step
+    short = dispatch.decode_step
 
     def counted_step(*arguments: Any) -> Tensor | None:
         steps.append(short(*arguments))
@@ -349,7 +349,7 @@ def check_model_step() -> str:
         model.to(DEVICE, HALF).eval()
         logits = []
         for way in (counted_step, lambda *arguments: None):
-            with mock.patch.object(functional, "decode_step", way), torch.inference_mode():
+            with mock.patch.object(dispatch, "decode_step", way), torch.inference_mode():
                 cache = model(ids[:, :-3], use_cache=True).past_key_values
                 parts = [model(part, past_key_values=cache).logits for part in ids[:, -3:].split(1, 1)]
                 logits.append(torch.cat(parts, 1).float())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from softplus_attention import softplus_attention, softplus_attention_decode, softplus_attention_varlen
 from softplus_attention.reference import EQUAL_SCORES, attention_stages
-from softplus_attention.visibility import Visibility, cached, packed
+from softplus_attention.visibility import Visibility
 
 Attention = Callable[..., Tensor]
 Layout = Callable[[Tensor], Tensor]
@@ -49,10 +49,10 @@ def visibility_of(function: Attention, q: Tensor, k: Tensor, options: dict[str, 
     if function is softplus_attention_varlen:
         cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
         causal = options.get("is_causal", False)
-        return packed(cu_q, cu_k, q.shape[2], k.shape[2], is_causal=causal, window=window)
+        return Visibility.from_documents(cu_q, cu_k, q.shape[2], k.shape[2], is_causal=causal, window=window)
     if function is softplus_attention_decode:
         starts = options.get("cache_starts")
-        return cached(options["cache_seqlens"], starts, q.shape[2], k.shape[2], window=window)
+        return Visibility.from_cache(options["cache_seqlens"], starts, q.shape[2], k.shape[2], window=window)
     mask = options.get("attn_mask")
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)

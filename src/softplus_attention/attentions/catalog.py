@@ -9,14 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from softplus_attention import functional as ours
+from softplus_attention import dispatch
 from softplus_attention import validation as check
 from softplus_attention.attentions.composed import composed_attention, composed_weights
 from softplus_attention.attentions.sdpa import sdpa_attention
 from softplus_attention.attentions.spec import AttentionSpec, Parameters, check_parameters, learned_parameters
-from softplus_attention.power import Power, PowerByLength, power_by_log
+from softplus_attention.power import Power, PowerByLength, power_by_log, power_record
 from softplus_attention.reference import attention_stages, without_autocast
-from softplus_attention.visibility import Visibility
+from softplus_attention.visibility import Visibility, checked_cache, checked_documents
 
 LSSAR = AttentionSpec()
 LSSA = LSSAR.but(second_stage="none")
@@ -139,7 +139,7 @@ class Attention:
         k: Tensor,
         v: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0,  # an int: of a float a compiler would make a variable
+        dropout_p: float = 0,  # int, so that dynamo does not make it symbolic
         is_causal: bool = False,
         *,
         scale: float | None = None,
@@ -153,9 +153,9 @@ class Attention:
     ) -> Tensor:
         """q (B, H, T_q, D), k and v (B, H_kv, T_k, D) -> (B, H, T_q, D_v)."""
         check.check_sdpa_options(dropout_p, scale, f"{self.name} has a scale of its own")
-        q, k, v = ours.autocast(q, k, v)
+        q, k, v = dispatch.autocast(q, k, v)
         check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
-        visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
+        visibility = Visibility.from_call(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
         return self.attend(q, k, v, visibility, impl, parameters, validate)
 
     def varlen(
@@ -176,9 +176,9 @@ class Attention:
         parameters: Parameters | None = None,
     ) -> Tensor:
         """Packed documents, as ``softplus_attention_varlen``: (total, H, D) -> (total_q, H, D_v)."""
-        q, k, v = ours.autocast(q, k, v)
+        q, k, v = dispatch.autocast(q, k, v)
         documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        visibility = ours.packed_visibility(q, k, v, *documents, is_causal, self.window(window), enable_gqa, validate)
+        visibility = checked_documents(q, k, v, *documents, is_causal, self.window(window), enable_gqa, validate)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = self.attend(q, k, v, visibility, impl, parameters, validate)
         return out[0].transpose(0, 1)
@@ -201,15 +201,10 @@ class Attention:
         """New tokens over caches, as ``softplus_attention_decode``: (B, H, T_q, D) -> (B, H, T_q, D_v)."""
         if normalized_keys and not self.spec.qk_norm:
             check.fail("normalized_keys", f"False: {self.name} does not normalise its keys", True)
-        q, k, v = ours.autocast(q, k_cache, v_cache)
+        q, k, v = dispatch.autocast(q, k_cache, v_cache)
         window = self.window(window)
-        visibility = ours.cache_visibility(
-            q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys
-        )
-        cache = ours.CacheLengths(cache_seqlens, cache_starts, window)
-        return self.attend(
-            q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys, cache=cache
-        )
+        visibility = checked_cache(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys)
+        return self.attend(q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys)
 
     def weights(
         self,
@@ -225,9 +220,9 @@ class Attention:
         parameters: Parameters | None = None,
     ) -> Tensor:
         """The dense final weights (B, H, T_q, T_k), float32 or float64: for looking, not for training."""
-        q, k = ours.autocast(q, k)
+        q, k = dispatch.autocast(q, k)
         check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
-        visibility = ours.batch_visibility(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
+        visibility = Visibility.from_call(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
         return self.visible_weights(q, k, visibility, parameters)
 
     def visible_weights(
@@ -254,13 +249,11 @@ class Attention:
         return given.get("power", self.spec.sharpening)
 
     @cached_property
-    def step(self) -> ours.Step | None:
-        """Of LSSA and LSSAR, for ``functional.decode_step``."""
+    def step(self) -> dispatch.Step | None:
+        """Of LSSA and LSSAR, for ``dispatch.decode_step``."""
         if not self.spec.is_softplus_attention:
             return None
-        return ours.Step(
-            ours.power_arguments(self.spec.sharpening, self.spec.offset), self.score_scale, self.spec.window
-        )
+        return dispatch.Step(power_record(self.spec.sharpening, self.spec.offset), self.score_scale, self.spec.window)
 
     @property
     def score_scale(self) -> float | None:
@@ -280,7 +273,6 @@ class Attention:
         validate: bool,
         *,
         normalized_keys: bool = False,
-        cache: ours.CacheLengths | None = None,
     ) -> Tensor:
         """The one dispatch behind the modes; shapes are already checked."""
         if not self.spec.is_softplus_attention:
@@ -288,18 +280,17 @@ class Attention:
                 self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
             )
         check_parameters(self.spec, parameters, q)
-        return ours.attend(
+        return dispatch.attend(
             q,
             k,
             v,
             visibility,
             self.power(parameters, visibility),
             self.score_scale,
-            cast(ours.Impl, impl),
+            cast(dispatch.Impl, impl),
             offset=self.spec.offset,
             validate=validate,
             normalized_keys=normalized_keys,
-            cache=cache,
         )
 
 

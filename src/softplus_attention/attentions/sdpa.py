@@ -35,8 +35,8 @@ def sdpa_attention(
     t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
     if t_k == 0:
         return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
-    bounds = (visibility.mask, visibility.key_start, visibility.key_end, visibility.own_key)
-    unbiased = all(x is None for x in bounds) and spec.positions != "alibi"
+    bounds = (visibility.mask, visibility.key_start, visibility.key_end)
+    unbiased = all(x is None for x in bounds) and visibility.is_bottom_right and spec.positions != "alibi"
     whole = unbiased and (visibility.window is None or visibility.window >= t_k)
     plain = whole and (not visibility.is_causal or t_q == 1 or t_q == t_k)
     window = visibility.window if unbiased and visibility.is_causal and t_q == t_k else None

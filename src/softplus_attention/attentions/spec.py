@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softplus_attention import validation as check
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerByLength, check_power
 
 Positive = Literal["softplus", "exp", "sigmoid", "relu", "elu1"]
 Normaliser = Literal["l1", "mean", "none", "entmax"]
@@ -188,7 +188,7 @@ def check_parameters(spec: AttentionSpec, parameters: Parameters | None, q: Tens
         if not isinstance(value, Tensor):
             check.fail(f"parameters[{name!r}]", "a tensor", type(value).__name__, TypeError)
         if name == "power":
-            check.check_power(value, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
+            check_power(value, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
         elif value.shape != (q.shape[1],) or value.device != q.device:
             expected = f"of shape (H,) = ({q.shape[1]},) on {q.device}"
             check.fail(f"parameters[{name!r}]", expected, check.described(value))

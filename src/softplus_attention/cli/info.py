@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from softplus_attention import __version__
-from softplus_attention.functional import MOST_DECODE_ROWS, choose
+from softplus_attention.dispatch import MAX_DECODE_ROWS, choose
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_score_scale, fail
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"  because: {choice.reason}")
     if choice.impl == "triton":
         print(f"  kernels: {kernels_of(device, tokens, width, DTYPES[options.dtype])}")
-        print(f"  softplus_attention_decode without gradients, up to {MOST_DECODE_ROWS} new tokens: its own kernel")
+        print(f"  softplus_attention_decode without gradients, up to {MAX_DECODE_ROWS} new tokens: its own kernel")
     print(f"  score_scale=None means log({width}) = {scale:.4f}")
     return 0
 

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
 
-from softplus_attention import distributed
-from softplus_attention import functional as ours
+from softplus_attention import dispatch, distributed
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.masks import with_documents
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerByLength, check_power, power_record
 from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
@@ -238,13 +237,29 @@ def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
     t_k = key.shape[2]
     if mask is None:
         refuse_window_to_both_sides(window, is_causal)
-        return Visibility(t_q, t_k, query.device, is_causal, window)
+        return Visibility(
+            t_q,
+            t_k,
+            query.device,
+            is_causal,
+            window,
+            is_cache=is_causal and t_q < t_k and t_q <= dispatch.MAX_DECODE_ROWS,
+        )
     if mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[2:] == (t_q, 2):
         start, end = mask[:, 0, :, 0], mask[:, 0, :, 1]
         if window is not None:
             refuse_window_to_both_sides(window, is_causal)
             start = torch.maximum(start, end - window)
-        return Visibility(t_q, t_k, query.device, key_start=start, key_end=end, own_key=end - 1, held_window=window)
+        return Visibility(
+            t_q,
+            t_k,
+            query.device,
+            key_start=start,
+            key_end=end,
+            query_key_index=end - 1,
+            applied_window=window,
+            is_cache=t_q == 1 and t_q < t_k,  # several rows may have ranges that no cache has
+        )
     if mask.dtype != torch.bool:
         expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
         check.fail("attention_mask", expected, check.described(mask))
@@ -255,28 +270,12 @@ def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
         key = torch.arange(t_k, device=query.device)
         own = torch.where(dense, key, -1).amax(-1, keepdim=True)
         dense = dense & (key > own - window)
-    return Visibility(t_q, t_k, query.device, mask=dense, held_window=window)
+    return Visibility(t_q, t_k, query.device, mask=dense, applied_window=window)
 
 
 def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
     if window is not None and not is_causal:
         check.fail("window", "None in a model that is not causal", window)
-
-
-def cache_of(visibility: Visibility, batch: int) -> ours.CacheLengths | None:
-    """A decode step as the decode kernel takes it; None for every other call."""
-    # First what an export with lengths that may change can tell: it would make a rule of a length it is compared with.
-    if visibility.mask is not None or visibility.t_q >= visibility.t_k or visibility.t_q > ours.MOST_DECODE_ROWS:
-        return None
-    if visibility.key_start is not None and visibility.key_end is not None:
-        # Rows of a range each: only a single one is sure to be what seqlens and starts describe.
-        if visibility.t_q > 1:
-            return None
-        end, start = (x[:, -1].expand(batch).contiguous() for x in (visibility.key_end, visibility.key_start))
-        return ours.CacheLengths(end, start, None)
-    if not visibility.is_causal:
-        return None
-    return ours.CacheLengths(None, None, visibility.window)
 
 
 def attend(
@@ -295,14 +294,13 @@ def attend(
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
     if mask is None and is_causal and query.shape[2] == 1 and not torch.compiler.is_compiling():
         step = step_of(chosen, query, key, parameters)
-        out = None if step is None else ours.decode_step(query, key, value, step, normalized_keys)
+        out = None if step is None else dispatch.decode_step(query, key, value, step, normalized_keys)
         if out is not None:
             return out
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
-    query, key, value = ours.autocast(query, key, value)
+    query, key, value = dispatch.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
-    options: dict[str, Any] = {"normalized_keys": normalized_keys, "cache": cache_of(visibility, query.shape[0])}
-    return chosen.attend(query, key, value, visibility, "auto", parameters, False, **options)
+    return chosen.attend(query, key, value, visibility, "auto", parameters, False, normalized_keys=normalized_keys)
 
 
 def attend_sharded(
@@ -337,15 +335,17 @@ def attend_sharded(
     )
 
 
-def step_of(chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None) -> ours.Step | None:
+def step_of(
+    chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None
+) -> dispatch.Step | None:
     """What ``decode_step`` needs for a causal row over all keys; None where it cannot do it."""
-    step = chosen.step if ours.fused_on(query) else None
+    step = chosen.step if dispatch.has_fused_kernel(query) else None
     if step is None or not parameters:
         return step
     visibility = Visibility(1, key.shape[2], query.device, True, step.window)
     power = chosen.power(parameters, visibility)
-    check.check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
-    return step._replace(power=ours.power_arguments(power, chosen.spec.offset))
+    check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
+    return step._replace(power=power_record(power, chosen.spec.offset))
 
 
 def weights(
@@ -358,5 +358,5 @@ def weights(
 ) -> Tensor:
     """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
-    query, key = ours.autocast(query, key)
+    query, key = dispatch.autocast(query, key)
     return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from softplus_attention import validation as check
-from softplus_attention.visibility import packed
+from softplus_attention.visibility import Visibility
 
 # Where documents end, as transformers' flattening collator says it.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -190,7 +190,7 @@ def with_documents(
         check.check_cu_seqlens(word, bounds, total, total, device, False)
     if rows.numel() == 2:
         return mask
-    own = packed(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()
+    own = Visibility.from_documents(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()
     start, end = (bound[:, None] for bound in own)  # (1, 1, T_q)
     if mask is not None and mask.dtype == torch.bool:
         key = torch.arange(t_k, device=device)

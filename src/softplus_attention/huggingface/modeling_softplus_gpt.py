@@ -24,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from softplus_attention import distributed
 from softplus_attention import validation as check
-from softplus_attention.functional import unit_keys
+from softplus_attention.dispatch import unit_keys
 from softplus_attention.huggingface.attention import (
     attend,
     attentions_are_recorded,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.attentions.spec import AttentionSpec
-from softplus_attention.functional import unit_keys
+from softplus_attention.dispatch import unit_keys
 from softplus_attention.nn.cache import KeyValueCache, check_counts
 from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import RotaryEmbedding, check_positions, rotate

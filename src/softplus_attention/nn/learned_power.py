@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from softplus_attention.attentions.catalog import Attention
-from softplus_attention.power import RAW_NAMES, first_raw_power, learned_parameter
+from softplus_attention.power import RAW_NAMES, initial_raw_power, learned_parameter
 
 
 class LearnedParameters(nn.Module):
@@ -28,7 +28,7 @@ class LearnedParameters(nn.Module):
         """What training starts from, by the names of the parameters."""
         values = self.attention.learned_parameters(num_heads)
         if self.learned_kind:
-            raw = first_raw_power(self.learned_kind, self.attention.spec.sharpening)
+            raw = initial_raw_power(self.learned_kind, self.attention.spec.sharpening)
             values[RAW_NAMES[self.learned_kind]] = torch.full((num_heads,), raw)
         return values
 

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from softplus_attention.attentions.catalog import Attention
-from softplus_attention.functional import unit_keys
+from softplus_attention.dispatch import unit_keys
 from softplus_attention.paged import attend_pages
 from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_device
 

@@ -1,0 +1,247 @@
+"""Which implementation runs a call, and why; what happens under autocast, compilers and transforms."""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from softplus_attention import reference
+from softplus_attention import validation as check
+from softplus_attention.kernels.onlookers import traced
+from softplus_attention.power import Power, PowerRecord, check_power, power_record
+from softplus_attention.reference import reference_attention, without_autocast
+from softplus_attention.visibility import Visibility
+
+Impl = Literal["auto", "triton", "chunked", "reference"]
+IMPLS = ("auto", "triton", "chunked", "reference")
+# The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
+MAX_DECODE_ROWS = 16
+NO_TRITON = "triton is not installed (pip install -e '.[triton]')"
+# Looked for once: torch.compile cannot follow the search.
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Choice(NamedTuple):
+    impl: str
+    reason: str
+
+
+def choose(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Choice:
+    """What impl="auto" runs, and why."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return Choice("chunked", "CPU tensors: row blocks in linear memory")
+    if device.type == "cuda" and dtype != torch.float64:
+        if not HAS_TRITON:
+            return Choice("reference", f"{NO_TRITON}: quadratic memory")
+        return Choice("triton", "CUDA tensors: fused kernels in linear memory")
+    return Choice("reference", f"no fused kernel for {dtype} on {device.type}: quadratic memory")
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: Power,
+    score_scale: float | None,
+    impl: Impl = "auto",
+    *,
+    offset: bool = True,
+    validate: bool = False,
+    normalized_keys: bool = False,
+) -> Tensor:
+    """The one dispatch behind the public functions, prefill and decode; shapes are already checked."""
+    if impl not in IMPLS:
+        check.fail("impl", f"one of {IMPLS}", repr(impl))
+    score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
+    check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
+    check.check_offset(offset)
+    chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
+    if chosen == "reference":
+        with without_autocast(q.device):
+            return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys, offset)
+    refuse_transforms(chosen, q, k, v, power)
+    if chosen == "triton":
+        check_for_triton(q)
+    elif q.device.type != "cpu":
+        check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
+    gradients = wants_gradient(q, k, v, power)
+    record = power_record(power, offset)
+    rows = 0 if gradients or not visibility.is_cache else q.shape[2]
+    if chosen == "triton":
+        if 0 < rows <= MAX_DECODE_ROWS:
+            return triton_decode(q, k, v, visibility, record, score_scale, normalized_keys)
+        return triton_attention(q, k, v, visibility, record, score_scale, normalized_keys, gradients)
+    if rows == 1:
+        return chunked_decode(q, k, v, visibility, record, score_scale, normalized_keys)
+    return chunked_attention(q, k, v, visibility, record, score_scale, normalized_keys)
+
+
+class Step(NamedTuple):
+    """What an attention asks of a decode step beside its tensors."""
+
+    power: PowerRecord
+    score_scale: float | None
+    window: int | None
+
+
+def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bool) -> Tensor | None:
+    """One new row (B, H, 1, D) over all of a cache, on a GPU without gradients: what ``attend`` would do in fewer steps
+    of Python, since a model asks in every layer for every token. None where ``attend`` has to look closer."""
+    if not has_fused_kernel(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
+        return None
+    check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
+    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], (k.shape[2], step.window))
+    return decode_launches().decode(q, k, v, None, None, step.window, *step.power, score_scale, normalized_keys)
+
+
+def chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    from softplus_attention.kernels import ops  # noqa: F401  registers the op
+
+    start, end = visibility.ranges()
+    out, _ = torch.ops.softplus_attention.chunked_forward(
+        q, k, v, start, end, visibility.mask, *power, score_scale, normalized_keys
+    )
+    return out
+
+
+def chunked_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    from softplus_attention.kernels.cpu import decode as chunked_decode  # noqa: F401  registers the op
+
+    return torch.ops.softplus_attention.chunked_decode(
+        q, k, v, *visibility.ranges(), *power, score_scale, normalized_keys
+    )
+
+
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+    for_backward: bool,
+) -> Tensor:
+    from softplus_attention.kernels import triton_ops
+
+    inputs = (q, k, v, *visibility.kernel_arguments(), *power, score_scale, normalized_keys, for_backward)
+    if not traced(*[x for x in inputs if isinstance(x, Tensor)]):
+        return triton_ops.eager(*inputs)
+    return torch.ops.softplus_attention.triton_forward(*inputs)[0]
+
+
+def triton_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    options = (*visibility.cache_arguments(q.shape[0]), *power, score_scale, normalized_keys)
+    # The way through torch's dispatcher takes as long as launching a kernel.
+    if not traced(q, k, v):
+        return decode_launches().decode(q, k, v, *options)
+    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
+
+    return torch.ops.softplus_attention.triton_decode(q, k, v, *options)
+
+
+@functools.cache
+def decode_launches() -> ModuleType:
+    """Imported where it is first needed, and an import takes a microsecond also when it is there."""
+    from softplus_attention.kernels.triton import decode_launch
+
+    return decode_launch
+
+
+def unit_keys(k: Tensor) -> Tensor:
+    """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
+    fused = has_fused_kernel(k) and not wants_gradient(k) and not transformed(k)
+    return decode_launches().unit_vectors(k) if fused else reference.unit_keys(k)
+
+
+def transformed(*tensors: Tensor) -> bool:
+    """Whether a call means more than its numbers: torch.func, forward-mode gradients, or what ``traced`` says."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or traced(*tensors)
+
+
+def has_fused_kernel(x: Tensor) -> bool:
+    return x.is_cuda and HAS_TRITON and x.dtype != torch.float64
+
+
+def refuse_transforms(impl: str, *tensors: object) -> None:
+    """torch.func and forward-mode differentiation would pass a fused op by in silence."""
+    compiling = torch.compiler.is_compiling()
+    # A compiler does not show which tensors have tangents. It does know what vmap and grad are to do with an op.
+    forward_mode = forward_ad._current_level >= 0 and (
+        compiling or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
+    functional = not compiling and torch._C._are_functorch_transforms_active()
+    if forward_mode or functional:
+        what = "torch.func transforms" if functional else "forward-mode gradients"
+        raise RuntimeError(f"softplus_attention: {what} do not reach inside impl={impl!r}; use impl='reference'")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
+    first = tensors[0]
+    if not isinstance(first, Tensor):
+        return tensors
+    kind = first.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in tensors
+    )
+
+
+def check_for_triton(q: Tensor) -> None:
+    if q.dtype == torch.float64:
+        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
+    if not HAS_TRITON:
+        raise ImportError(f"impl='triton': {NO_TRITON}")
+    if q.is_cuda:
+        return
+    if not triton_interprets():
+        check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
+    if q.dtype == torch.bfloat16:
+        expected = "float16 or float32 in Triton's interpreter, whose products misread bfloat16"
+        check.fail("q", expected, "bfloat16", TypeError)
+
+
+def wants_gradient(*tensors: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+
+
+def triton_interprets() -> bool:
+    """Whether Triton runs its kernels in its interpreter, which takes CPU tensors: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
