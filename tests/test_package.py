@@ -50,8 +50,8 @@ def test_the_module_is_the_command() -> None:
 # Each imports only those before it (CONTRIBUTING.md).
 ROOMS = (
     "validation", "power", "visibility", "utils", "reference", "kernels", "dispatch", "functional", "paged",
-    "attentions", "baselines", "catalog", "distributed", "nn", "huggingface", "serving", "charts", "data", "training",
-    "evaluation", "physics", "report", "cli", "__main__",
+    "attentions", "baselines", "catalog", "distributed", "nn", "huggingface", "recipes", "serving", "charts", "data",
+    "training", "evaluation", "physics", "report", "cli", "__main__",
 )  # fmt: skip
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from softplus_attention.huggingface.remote_code import save_with_code
+
 
 def save_trained(
     model: PreTrainedModel, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """``model.save_pretrained(directory)`` with the key-value cache on, and the tokenizer beside it.
+    """``save_with_code(model, directory)`` with the key-value cache on, and the tokenizer beside it.
 
     Trainer and gradient checkpointing switch ``use_cache`` off; saved like that, every generated token would run the
     whole sequence again.
@@ -18,6 +20,6 @@ def save_trained(
     model.config.use_cache = True
     if model.can_generate():
         model.generation_config.use_cache = True
-    model.save_pretrained(directory)
+    save_with_code(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)

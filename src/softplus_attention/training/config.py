@@ -26,6 +26,7 @@ from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
+REPORTERS = ("tensorboard", "wandb", "trackio", "none")
 
 # Nothing else that was tried helps more at these sizes, for any attention: a tenth of a nat a byte (docs/dev/log.md).
 MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
@@ -147,6 +148,12 @@ class TrainConfig:
     evaluate_sequences: int = option(KEEPING, "validation sequences, at most", 256, free=True)
     save_every: int = option(KEEPING, "steps between checkpoints", 100, free=True)
     keep: int = option(KEEPING, "checkpoints kept, the newest", 3, free=True)
+    report_to: str | None = option(
+        KEEPING,
+        f"logged values go there too, one of {', '.join(REPORTERS)}; default: tensorboard where installed",
+        None,
+        free=True,
+    )
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -162,8 +169,9 @@ class TrainConfig:
             ("precision", PRECISIONS),
             ("parallel", PARALLEL),
             ("loss", LOSSES),
+            ("report_to", REPORTERS),
         ):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in (*known, None):
                 fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         if self.precision == "fp16" and self.parallel == "fsdp":
             fail("precision", "bf16 or fp32 with --parallel fsdp", "'fp16'")

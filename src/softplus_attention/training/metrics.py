@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,25 @@ def keep_until(run: Path, step: int) -> None:
     write_whole(path, "".join(kept))
 
 
-class MetricsWriter(TrainerCallback):
-    """metrics.jsonl, a line per log, and the same values for TensorBoard where it is installed."""
+def check_reporter(reporter: str | None) -> None:
+    """Before anything is written. ``None`` takes what is installed."""
+    if reporter not in (None, "none") and find_spec(str(reporter)) is None:
+        raise ValueError(f"{reporter} is not installed. Run `pip install {reporter}`, or pass --report-to none")
 
-    def __init__(self, run: Path) -> None:
-        self.run, self.path = run, run / METRICS
+
+class MetricsWriter(TrainerCallback):
+    """metrics.jsonl, a line per log, and the same values for TensorBoard, where a run that continues drops what it logs
+    again. Trainer has callbacks of its own for the other reporters."""
+
+    def __init__(self, run: Path, reporter: str | None) -> None:
+        self.run, self.path, self.reporter = run, run / METRICS, reporter
         self.board: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        self.board = tensorboard(self.run, state.global_step + 1)
+        if self.reporter in (None, "tensorboard"):
+            self.board = tensorboard(self.run, state.global_step + 1)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         logs = others["logs"]

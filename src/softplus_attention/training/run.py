@@ -24,11 +24,15 @@ from softplus_attention.training.metrics import (
     MetricsWriter,
     ProgressCallback,
     Throughput,
+    check_reporter,
     flops_per_token,
     peak_tflops,
 )
+from softplus_attention.training.model_card import model_card
 from softplus_attention.training.run_folder import RunFolder, say, started
 from softplus_attention.training.trainer import PowerCallback, SoftplusTrainer, Termination
+from softplus_attention.utils import provenance
+from softplus_attention.utils.files import write_whole
 from softplus_attention.validation import fail
 
 
@@ -85,6 +89,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     use_cpu = config.device == "cpu" or not cuda
     if config.precision == "fp16" and use_cpu:
         fail("precision", "bf16 or fp32 on a CPU", "'fp16'")
+    check_reporter(config.report_to)
     processes = distributed.world_size()
     if config.batch_size % processes:
         fail("batch_size", f"a multiple of the {processes} processes", config.batch_size)
@@ -123,7 +128,9 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         save_strategy="steps",
         save_steps=config.save_every,
         remove_unused_columns=False,
-        report_to="none",
+        report_to="none" if config.report_to in (None, "tensorboard") else config.report_to,
+        run_name=Path(config.output).name,
+        project="softplus-attention",
         disable_tqdm=True,
     )
 
@@ -209,7 +216,7 @@ def trainer_of(
     )
     callbacks: list[Any] = [] if power is None else [power]
     if distributed.is_rank0():
-        callbacks += [MetricsWriter(Path(config.output)), ProgressCallback(config.steps)]
+        callbacks += [MetricsWriter(Path(config.output), config.report_to), ProgressCallback(config.steps)]
     trainer = SoftplusTrainer(
         config,
         throughput,
@@ -249,7 +256,7 @@ def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
 
 
 def save_model(place: Path, config: TrainConfig, trainer: SoftplusTrainer, weights: Any, tokenizer: Any) -> None:
-    """For ``from_pretrained``, with the tokenizer."""
+    """For ``from_pretrained``, with the tokenizer and a model card."""
     # Built anew: the trained one may be sharded or compiled. Its config holds the last power.
     saved = SoftplusGPTForCausalLM(trainer.model.config)
     saved.load_state_dict(weights)
@@ -257,3 +264,6 @@ def save_model(place: Path, config: TrainConfig, trainer: SoftplusTrainer, weigh
     if growth is not None:
         set_power(saved, growth)
     save_trained(saved, place, tokenizer)
+    logs = trainer.state.log_history
+    card = model_card(Path(config.output).name, saved, config, logs, provenance.commit(), tokenizer)
+    write_whole(place / "README.md", card)

@@ -52,9 +52,11 @@ class SoftplusTrainer(Trainer):
     def train(self, *arguments: Any, **words: Any) -> Any:
         try:
             return super().train(*arguments, **words)
-        except (RuntimeError, ValueError, MemoryError, ConnectionError, EOFError) as error:
+        except Exception as error:
             stopped = explained(error, self.config)
-            raise error if stopped is None else stopped from error
+            if stopped is None:
+                raise
+            raise stopped from error
         finally:
             self.leaving.value = 1
 
@@ -227,6 +229,9 @@ class RestorePendingLoss(TrainerCallback):
 def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
     """What stopped the run, where the error is not from its own code; None where it may be."""
     words = str(error)
+    if config.report_to and type(error).__module__.partition(".")[0] == config.report_to:
+        reason = " ".join(words.split())[:200]
+        return RunStopped(f"{config.report_to} cannot be used ({reason}). Mend it, or pass --report-to none")
     again = "run the same command again: it continues from the last checkpoint"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
         if distributed.world_size() > 1:  # the others do not stop with a sentence
