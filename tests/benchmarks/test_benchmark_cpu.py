@@ -1,0 +1,46 @@
+"""``benchmarks/cpu.py``: its help, and a quick run whose file says how it was made."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import softplus_attention
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str) -> str:
+    result = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+class TestBenchmark:
+    def test_help(self) -> None:
+        text = python("benchmarks/cpu.py", "--help")
+        assert "--quick" in text
+        assert "--output" in text
+
+    def test_quick(self, tmp_path: Path) -> None:
+        output = tmp_path / "deep" / "cpu.json"
+        table = python("benchmarks/cpu.py", "--quick", "--output", str(output))
+        data = json.loads(output.read_text())
+        assert data["command"] == f"python benchmarks/cpu.py --quick --output {output.name}"
+        for key in ("date", "commit", "machine", "versions"):
+            assert data[key], key
+        assert data["machine"]["cores"] >= 1
+        assert data["versions"]["torch"] == torch.__version__
+        assert data["versions"]["softplus_attention"] == softplus_attention.__version__
+        for row in data["time"]:
+            assert row["ratio"] == pytest.approx(row["chunked_ms"] / row["sdpa_ms"])
+            assert f"{row['ratio']:.2f}" in table
+        assert {row["direction"] for row in data["time"]} == {"forward", "forward+backward"}
+        assert {row["threads"] for row in data["time"]} == {1, 2}
+        assert {row["implementation"] for row in data["memory"]} == {"chunked", "sdpa", "reference"}
+        assert all(row["bytes"] >= 0 for row in data["memory"])
