@@ -31,13 +31,12 @@ from experiments.study.arms import (
     VARIANTS,
 )
 from softplus_attention.evaluation import layers
-from softplus_attention.evaluation.inside import WORDS
-from softplus_attention.evaluation.inside_measure import measure_inside
-from softplus_attention.evaluation.layers import layer_groups
-from softplus_attention.evaluation.length_measure import measure_lengths
-from softplus_attention.evaluation.models import MIXED, Opened, opened, request_of
+from softplus_attention.evaluation.layers import QUANTITIES, layer_groups
+from softplus_attention.evaluation.measures.inside import measure_inside
+from softplus_attention.evaluation.measures.lengths import measure_lengths
+from softplus_attention.evaluation.measures.passkey import measure_passkey
+from softplus_attention.evaluation.models import MIXED, LoadedModel, load_for_evaluation, parse_model_spec
 from softplus_attention.evaluation.passkey import prompt_of
-from softplus_attention.evaluation.passkey_measure import measure_passkey
 from softplus_attention.evaluation.texts import Documents, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
@@ -162,10 +161,12 @@ def evaluation(
     documents: Documents,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    def open_as(option: str | None = None) -> Opened:
-        return opened(request_of(model if option is None else f"{model}+{option}"), length, dtype=MIXED)
+    def open_as(option: str | None = None) -> LoadedModel:
+        return load_for_evaluation(
+            parse_model_spec(model if option is None else f"{model}+{option}"), length, dtype=MIXED
+        )
 
-    def lengths(found: Opened, multiples: Sequence[int]) -> dict[str, Any]:
+    def lengths(found: LoadedModel, multiples: Sequence[int]) -> dict[str, Any]:
         words = [multiple * length for multiple in multiples]
         return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
 
@@ -210,7 +211,7 @@ def with_the_last_targets(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def passkey(
-    own: Opened, length: int, folder: Path, options: argparse.Namespace, documents: Documents, tokenizer: Any
+    own: LoadedModel, length: int, folder: Path, options: argparse.Namespace, documents: Documents, tokenizer: Any
 ) -> list[dict[str, Any]]:
     multiples, depths = (1, 2, 4, 16, 64), [0.1, 0.5, 0.9]
     cells = measure_passkey(
@@ -220,13 +221,13 @@ def passkey(
     return [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
 
 
-def inside(own: Opened, length: int, folder: Path, documents: Documents) -> list[dict[str, Any]]:
+def inside(own: LoadedModel, length: int, folder: Path, documents: Documents) -> list[dict[str, Any]]:
     entries = measure_inside(own, documents, [length, 16 * length], folder, sequences=2, blocks=4)["results"]["lengths"]
     return [
         {
             "length": entry["length"],
             "log_keys": entry["log_keys"],
-            **{word: mean_over_heads(entry, word) for word in WORDS},
+            **{word: mean_over_heads(entry, word) for word in QUANTITIES},
             "groups": inside_by_group(entry, layer_groups(entries)),
         }
         for entry in entries
@@ -242,7 +243,7 @@ def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) 
     """The same for the layers that see everything and for the local ones; nothing where all see the same."""
     return [
         {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
-        | {word: layers.mean_of(entry, group, word) for word in WORDS}
+        | {word: layers.mean_of(entry, group, word) for word in QUANTITIES}
         for group in groups
         if group.words
     ]

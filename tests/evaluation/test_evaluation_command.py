@@ -71,14 +71,15 @@ def test_options_for_every_model(run, tmp_path):
     assert "gain" not in out
 
 
-def test_share_of_the_control(run, tmp_path):
+def test_fraction_of_the_control(run, tmp_path):
+    """Also by the option's old name."""
     words = ("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,8")
     assert run(*words, "--control-share", "0.5")[0] == 0
     entry = read(tmp_path / "lengths--lssar.json")["results"]["lengths"][1]
     assert entry["control"]["first"] == entry["length"] // 2
-    status, _, err = run(*words, "--control-share", "2")
+    status, _, err = run(*words, "--control-fraction", "2")
     assert status == 2
-    assert "`--control-share` must be a share of the sequence, from 0 to 1, got 2.0" in err
+    assert "`--control-fraction` must be a fraction of the sequence, from 0 to 1, got 2.0" in err
 
 
 def test_passkey(run, tmp_path):
@@ -207,7 +208,7 @@ def test_stopped(run, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("softplus_attention.evaluation.length_measure.measure_lengths", stop)
+    monkeypatch.setattr("softplus_attention.evaluation.measures.lengths.measure_lengths", stop)
     status, _, err = run("lengths", "lssar/model", "--text", "text.txt")
     assert status == 130
     assert "the same command continues" in err
@@ -263,8 +264,9 @@ def test_killed_and_run_again(place, tmp_path):
     subprocess.run([*command, str(whole)], cwd=place, check=True, capture_output=True)
     expected = read(whole / "lengths--lssar.json")
     slowed = (
-        "import sys, time; from softplus_attention.evaluation import length_measure as m; from softplus_attention.cli "
-        "import main; at = m.Measuring.at; m.Measuring.at = lambda *a: (time.sleep(0.5), at(*a))[1]; main(sys.argv[1:])"
+        "import sys, time; from softplus_attention.evaluation import lengths as m; from softplus_attention.cli "
+        "import main; at = m.LengthEvaluator.at; m.LengthEvaluator.at = "
+        "lambda *a: (time.sleep(0.5), at(*a))[1]; main(sys.argv[1:])"
     )
     running = subprocess.Popen([sys.executable, "-c", slowed, "evaluate", *words, "--output", str(cut)], cwd=place)
     deadline = time.monotonic() + 60

@@ -18,9 +18,9 @@ from transformers import LlamaForCausalLM
 
 from softplus_attention.cli import main
 from softplus_attention.evaluation import memory
-from softplus_attention.evaluation.harness_model import HarnessModel, generation_bytes, logits_bytes
+from softplus_attention.evaluation.harness.model import HarnessModel, generation_bytes, logits_bytes
 from softplus_attention.evaluation.memory import TooLongError
-from softplus_attention.evaluation.models import opened, request_of
+from softplus_attention.evaluation.models import load_for_evaluation, parse_model_spec
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 # Fixtures that the tests of the harness share.
@@ -49,7 +49,7 @@ def test_choices_longer_than_the_model(models, tmp_path):
     row = {"activity_label": "Work", "ctx_a": "A man", "ctx_b": "asks", "endings": ends, "label": "0", "ind": 0}
     write(tmp_path / "data/hellaswag/validation.jsonl", [row])
     assert main([*words_for(tmp_path / "data", tmp_path), str(models["short"]), "--tasks", "hellaswag"]) == 0
-    model = opened(request_of(str(models["short"])), 128, device="cpu")
+    model = load_for_evaluation(parse_model_spec(str(models["short"])), 128, device="cpu")
     context = byte_tokenizer()("Work: A man Asks")["input_ids"]
     sums = []
     for end in ends:
@@ -82,7 +82,7 @@ def wide():
 
 
 def harness_model(model, source, **words) -> HarnessModel:
-    found = opened(request_of(str(source)), 128, device="cpu")
+    found = load_for_evaluation(parse_model_spec(str(source)), 128, device="cpu")
     found = dataclasses.replace(found, model=model)
     return HarnessModel(found, byte_tokenizer(), **{"most_rows": None, "max_length": None, **words})
 
@@ -122,7 +122,7 @@ def requests_of_lengths(lengths: Sequence[int]) -> list[tuple[None, list[int], l
 
 def test_a_batch_that_does_not_fit_is_halved(models):
     source = models["short"]
-    model = opened(request_of(str(source)), 128, device="cpu").model
+    model = load_for_evaluation(parse_model_spec(str(source)), 128, device="cpu").model
     wanted = harness_model(model, source)._loglikelihood_tokens(requests_of_lengths(range(20, 32)))
     seen = []
 
@@ -148,7 +148,7 @@ def test_a_batch_that_does_not_fit_is_halved(models):
 def test_positions_stretched_by_length(models):
     """A request is measured by its own length, whatever came before it or runs beside it."""
     lengths = [300, 150, 140, 60]
-    model = opened(request_of(str(models["dynamic"])), 128, device="cpu").model
+    model = load_for_evaluation(parse_model_spec(str(models["dynamic"])), 128, device="cpu").model
     together = harness_model(model, models["dynamic"], max_length=400)._loglikelihood_tokens(
         requests_of_lengths(lengths)
     )

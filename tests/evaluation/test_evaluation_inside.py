@@ -14,7 +14,6 @@ from softplus_attention.catalog import attention
 from softplus_attention.charts.draw import picture
 from softplus_attention.evaluation import inside
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
-from softplus_attention.evaluation.charts import charts_for
 from softplus_attention.evaluation.inside import (
     attention_maps,
     effective_keys,
@@ -22,12 +21,13 @@ from softplus_attention.evaluation.inside import (
     look_inside,
     quantities,
 )
-from softplus_attention.evaluation.inside_measure import csv_rows, measure_inside, measure_maps, table_of
+from softplus_attention.evaluation.measures import draw_folder, measures
+from softplus_attention.evaluation.measures.inside import csv_rows, measure_inside, table
+from softplus_attention.evaluation.measures.maps import measure_maps
 from softplus_attention.evaluation.texts import text_documents
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.attention import visibility_of
 from softplus_attention.huggingface.loading import load_tokenizer
-from softplus_attention.report.result_files import draw_folder
 
 WHOLE = slice(0, 4)
 
@@ -273,7 +273,7 @@ class TestFiles:
         assert [len(entry["heads"]) for entry in entries] == [4, 4]
         assert result["results"]["skipped"] == [{"length": 512, "reason": "the longest document has 320 tokens"}]
         assert all(head["stage1_entropy"] <= entry["log_keys"] + 1e-6 for entry in entries for head in entry["heads"])
-        assert "left out" in table_of([result])
+        assert "left out" in table([result])
         head, rows = csv_rows([result])
         assert len(rows) == 8
         assert len(head) == len(rows[0])
@@ -311,7 +311,7 @@ class TestFiles:
         }
         places = ("layer", "head", "query", "key")
         assert {(row["model"], *(int(row[place]) for place in places)): float(row["weight"]) for row in rows} == stored
-        figure = picture(charts_for("maps", [first, second]))
+        figure = picture(measures()["maps"].blocks([first, second]))
         heads = len({found["head"] for found in first["results"]["maps"]})
         assert [axes.get_ylabel() for axes in figure.axes if axes.get_ylabel()] == ["layer 0", "layer 1"] * 2
         assert [len(axes.images) for axes in figure.axes] == [1] * 4 * heads

@@ -14,7 +14,9 @@ import harness_cases
 from harness_cases import result_of, values, words_for, write
 
 from softplus_attention.cli import main
-from softplus_attention.evaluation import harness, harness_ruler
+from softplus_attention.evaluation.harness import data as harness_data
+from softplus_attention.evaluation.harness import ruler as harness_ruler
+from softplus_attention.evaluation.harness import tasks as harness
 
 # Fixtures that the tests of the harness share.
 models, quick = harness_cases.models, harness_cases.quick
@@ -60,8 +62,8 @@ def long_texts(tmp_path, few_words):
 def test_the_long_context_tasks_are_listed():
     manager = harness.task_manager(["ruler", "babilong"], [], {})
     assert {"babilong_qa1", *harness_ruler.PARTS} <= set(manager.all_tasks)
-    assert harness.length_words("babilong", [4096]) == {"max_seq_lengths": "4k"}
-    assert harness.length_words("ruler", [4096, 8192]) == {"max_seq_lengths": [4096, 8192]}
+    assert harness_data.length_settings("babilong", [4096]) == {"max_seq_lengths": "4k"}
+    assert harness_data.length_settings("ruler", [4096, 8192]) == {"max_seq_lengths": [4096, 8192]}
 
 
 @pytest.mark.slow

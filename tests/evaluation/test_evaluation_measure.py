@@ -16,16 +16,17 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 
 from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.data import prepare
-from softplus_attention.evaluation import length_measure, memory
-from softplus_attention.evaluation.charts import charts_for
-from softplus_attention.evaluation.length_measure import csv_rows, lengths_in, measure_lengths, position_rows, table_of
+from softplus_attention.evaluation import lengths, memory
 from softplus_attention.evaluation.lengths import losses_of
+from softplus_attention.evaluation.measures import measures
+from softplus_attention.evaluation.measures.base import parse_lengths
+from softplus_attention.evaluation.measures.lengths import csv_rows, measure_lengths, position_rows, table
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
-from softplus_attention.evaluation.models import request_of, requests_of, training_length_of
+from softplus_attention.evaluation.models import parse_model_spec, parse_model_specs, training_length_of
 from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
-from softplus_attention.utils.results import file_name, plain, read, results_in
+from softplus_attention.utils.results import file_name, read, results_in, to_jsonable
 
 TEXTS = ["The quick brown fox jumps over the lazy dog. " * 12, "0123456789" * 20, "too short"]
 
@@ -144,8 +145,8 @@ class TestLengths:
         entries = result["results"]["lengths"]
         assert entries[0]["loss"] > 0
         assert entries[1]["loss"] is None
-        assert table_of([result]).count("no number") == 2
-        assert charts_for("lengths", [result])[0].series[0].y == [entries[0]["loss"], None]
+        assert table([result]).count("no number") == 2
+        assert measures()["lengths"].blocks([result])[0].series[0].y == [entries[0]["loss"], None]
 
     def test_a_model_that_gives_no_numbers_at_all(self, folder, documents, tmp_path):
         found = open_saved(folder)
@@ -170,7 +171,7 @@ class TestLengths:
 
     @pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
     def test_a_share_of_the_control_that_is_none(self, folder, documents, tmp_path, share):
-        with pytest.raises(ValueError, match=r"`control_share` must be a share of the sequence, from 0 to 1"):
+        with pytest.raises(ValueError, match=r"`control_share` must be a fraction of the sequence, from 0 to 1"):
             measure_lengths(open_saved(folder), documents, [64], tmp_path, control_share=share)
 
     @pytest.mark.parametrize("length", [17, 23, 24, 31])
@@ -192,21 +193,21 @@ class TestLengths:
         assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 512]
         assert result["results"]["used"]["documents"] == 1
         assert result["results"]["documents"][-1] == {"length": 4096, "long_enough": 0}
-        table = table_of([result])
-        assert f"left out: lssar at 4096: {reason}" in table
-        assert "from the 1 documents that are long enough" in table
+        shown = table([result])
+        assert f"left out: lssar at 4096: {reason}" in shown
+        assert "from the 1 documents that are long enough" in shown
         with pytest.raises(ValueError, match=r"at most 540 \(the longest document has 540 tokens\), got 1024"):
             measure_lengths(open_saved(folder), documents, [1024, 4096], tmp_path)
 
     def test_lengths_as_written(self):
-        assert lengths_in("1,2,64", 16) == [16, 32, 1024]
-        assert lengths_in("4x, 1x", 16) == [16, 64]
-        assert lengths_in("512,16", 16) == [16, 512]
+        assert parse_lengths("1,2,64", 16) == [16, 32, 1024]
+        assert parse_lengths("4x, 1x", 16) == [16, 64]
+        assert parse_lengths("512,16", 16) == [16, 512]
         with pytest.raises(ValueError, match=r"must be 2x,8x for multiples .* or up to 16 tokens.*, got '2,8'"):
-            lengths_in("2,8", 16)
+            parse_lengths("2,8", 16)
         for text in ("", "one", "1,-2", "0", "1.5"):
             with pytest.raises(ValueError, match="`--lengths` must be"):
-                lengths_in(text, 16)
+                parse_lengths(text, 16)
 
     def test_lengths_that_do_not_divide(self, folder, documents, tmp_path):
         with pytest.raises(ValueError, match="divisors of the longest that the documents allow, 64, got 48"):
@@ -215,16 +216,16 @@ class TestLengths:
     def test_tables(self, folder, documents, tmp_path):
         found = [open_saved(folder), open_saved(f"{folder}+power=3")]
         results = [measure_lengths(one, documents, [16, 64], tmp_path) for one in found]
-        table = table_of(results)
+        shown = table(results)
         for result in results:
-            assert result["model"]["name"] in table
-            assert f"{result['results']['lengths'][1]['loss']:.4f}" in table
-            assert f"{result['results']['lengths'][1]['control']['gain']:+.4f}" in table
+            assert result["model"]["name"] in shown
+            assert f"{result['results']['lengths'][1]['loss']:.4f}" in shown
+            assert f"{result['results']['lengths'][1]['control']['gain']:+.4f}" in shown
         head, rows = csv_rows(results)
         assert len(rows) == 4
         assert len(head) == len(rows[0])
         assert len(position_rows(results)[1]) == 2 * (1 + 3)
-        assert [result["model"]["name"] for result in results_in(tmp_path)] == ["lssar power=3", "lssar"]
+        assert [result["model"]["name"] for result in results_in(tmp_path, "lengths")] == ["lssar power=3", "lssar"]
 
     def test_mixed_precision_is_autocast(self, folder, documents, tmp_path):
         found = open_saved(folder, dtype="mixed")
@@ -246,15 +247,15 @@ class TestInterruption:
         found = open_saved(folder)
         whole = measure_lengths(found, documents, [16, 32, 64], tmp_path / "whole")
         seen = []
-        real = length_measure.Measuring.at
+        real = lengths.LengthEvaluator.at
 
-        def at(self, length, title):
+        def at(self, length, progress):
             seen.append(length)
             if seen == [16, 32]:
                 raise KeyboardInterrupt
-            return real(self, length, title)
+            return real(self, length, progress)
 
-        monkeypatch.setattr(length_measure.Measuring, "at", at)
+        monkeypatch.setattr(lengths.LengthEvaluator, "at", at)
         with pytest.raises(KeyboardInterrupt):
             measure_lengths(found, documents, [16, 32, 64], tmp_path)
         assert read(tmp_path / "lengths--lssar.json")["complete"] is False
@@ -266,12 +267,19 @@ class TestInterruption:
 
         assert losses(again) == losses(whole)
 
-    def test_other_settings_do_not_mix(self, folder, documents, tmp_path):
+    def test_other_settings_and_texts_are_kept(self, folder, documents, tmp_path):
+        """Each has a file of its own, and each is found again by the same call."""
         found = open_saved(folder)
-        first = measure_lengths(found, documents, [16, 64], tmp_path)
-        second = measure_lengths(found, documents, [16, 64], tmp_path, sequences=2)
-        assert first["results"]["lengths"][0]["sequences"] != second["results"]["lengths"][0]["sequences"]
-        assert read_old(tmp_path / "lengths--lssar.json.old") == first
+        other = text_documents(["another text " * 20], ["other"], load_tokenizer(str(folder)))
+        calls = [(documents, None), (documents, 2), (other, 2)]
+        first, again = (
+            [measure_lengths(found, texts, [16, 64], tmp_path, sequences=count) for texts, count in calls] for _ in "ab"
+        )
+        assert [{**result, "made": 0} for result in again] == [{**result, "made": 0} for result in first]
+        assert (first[0]["variant"], len({result["variant"] for result in first})) == ("", 3)
+        files = [read(path) for path in tmp_path.iterdir()]
+        assert len(files) == 3
+        assert all(result in files for result in again)
 
     def test_other_weights_do_not_mix(self, folder, documents, tmp_path):
         other = saved_model(tmp_path / "lssar", hidden_size=64)
@@ -282,12 +290,13 @@ class TestInterruption:
 
     def test_a_replaced_result_is_said_and_never_lost(self, folder, documents, tmp_path, capsys):
         kept = []
-        for sequences in (1, 2, 3):
-            kept.append(measure_lengths(open_saved(folder), documents, [16], tmp_path, sequences=sequences))
+        for width in (32, 48, 64):
+            other = saved_model(tmp_path / f"{width}" / "lssar", hidden_size=width)
+            kept.append(measure_lengths(open_saved(other), documents, [16], tmp_path))
         assert read_old(tmp_path / "lengths--lssar.json.old") == kept[0]
         assert read_old(tmp_path / "lengths--lssar.json.old2") == kept[1]
         said = capsys.readouterr().err
-        assert "held another model or other settings: kept as lengths--lssar.json.old2" in said
+        assert "held another model of that name: kept as lengths--lssar.json.old2" in said
 
     def test_a_damaged_file(self, folder, documents, tmp_path):
         (tmp_path / "lengths--lssar.json").write_text('{"format": "softplus-att')
@@ -379,15 +388,15 @@ class TestMemory:
 
 class TestModels:
     def test_names(self):
-        request = request_of("runs/lssar/model+power=31+reweight+rope=yarn:4")
+        request = parse_model_spec("runs/lssar/model+power=31+reweight+rope=yarn:4")
         assert request.source == "runs/lssar/model"
         assert request.options == {"power": "31", "reweight": "", "rope": "yarn:4"}
         assert request.name == "lssar power=31 reweight rope=yarn:4"
-        assert request_of("best=a/b/checkpoint-30").name == "best"
-        assert request_of("a/b/checkpoint-30").name == "b"
-        assert request_of("c++/gpt+x").source == "c++/gpt+x"
-        assert [request.name for request in requests_of(["a/m", "b/m"])] == ["m", "m (2)"]
-        assert request_of("m+power=3", {"power": "7", "window": "5"}).options == {"power": "3", "window": "5"}
+        assert parse_model_spec("best=a/b/checkpoint-30").name == "best"
+        assert parse_model_spec("a/b/checkpoint-30").name == "b"
+        assert parse_model_spec("c++/gpt+x").source == "c++/gpt+x"
+        assert [request.name for request in parse_model_specs(["a/m", "b/m"])] == ["m", "m (2)"]
+        assert parse_model_spec("m+power=3", {"power": "7", "window": "5"}).options == {"power": "3", "window": "5"}
         assert file_name("lengths", "lssar power=31 <b>") == "lengths--lssar+power=31+%3Cb%3E.json"
 
     def test_powers(self, folder):
@@ -449,7 +458,7 @@ class TestModels:
 
     def test_missing(self, tmp_path):
         with pytest.raises(ValueError, match=r"`MODEL` must be a folder with config\.json"):
-            training_length_of(request_of(str(tmp_path / "none")))
+            training_length_of(parse_model_spec(str(tmp_path / "none")))
         with pytest.raises(ValueError, match="which has none"):
             open_saved(tmp_path)
 
@@ -562,7 +571,7 @@ def test_sixty_four_times_in_bounded_memory(tmp_path, attention):
 
 
 def test_no_nan_in_json():
-    assert plain({"a": float("nan"), "b": (1, float("inf")), "c": torch.float32}) == {
+    assert to_jsonable({"a": float("nan"), "b": (1, float("inf")), "c": torch.float32}) == {
         "a": None,
         "b": [1, None],
         "c": "torch.float32",

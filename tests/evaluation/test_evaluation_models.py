@@ -34,7 +34,7 @@ from softplus_attention.cli import main
 from softplus_attention.data import builtin_text
 from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.evaluation.loss import TokenLoss
-from softplus_attention.evaluation.models import fingerprint, request_of
+from softplus_attention.evaluation.models import fingerprint, parse_model_spec
 from softplus_attention.evaluation.passkey import prompt_of
 from softplus_attention.huggingface import use_attention
 from softplus_attention.utils.results import file_name, read
@@ -272,9 +272,9 @@ def test_pluses_in_names_and_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("lssar", "lssar+x", "runs/y"):
         (tmp_path / folder).mkdir(parents=True)
-    assert request_of("lssar+x").source == "lssar+x"
-    assert request_of("lssar+x+power=3").source == "lssar+x"
-    named = request_of("lssar+y=runs/y+power=3")
+    assert parse_model_spec("lssar+x").source == "lssar+x"
+    assert parse_model_spec("lssar+x+power=3").source == "lssar+x"
+    named = parse_model_spec("lssar+y=runs/y+power=3")
     assert (named.name, named.source, named.options) == ("lssar+y", "runs/y", {"power": "3"})
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from softplus_attention.evaluation import synthetic_measure as measure
-from softplus_attention.evaluation.forms import form_of
+from softplus_attention.evaluation import synthetic as training
+from softplus_attention.evaluation.measures import synthetic as measure
+from softplus_attention.evaluation.measures.synthetic import task_label
 from softplus_attention.evaluation.synthetic import (
     IGNORED,
     TASKS,
@@ -21,7 +22,7 @@ from softplus_attention.evaluation.synthetic import (
     FlipFlop,
     Recall,
     TaskSequences,
-    task_of,
+    make_task,
 )
 
 TINY = {"layers": 1, "width": 16, "heads": 1, "steps": 8, "batch_size": 4, "learning_rate": 1e-2}
@@ -125,18 +126,18 @@ class TestFlipFlop:
 class TestSequences:
     @pytest.mark.parametrize("name", list(TASKS))
     def test_the_same_for_the_same_number(self, name):
-        data = TaskSequences(task_of(name), 64, 10, seed=3)
+        data = TaskSequences(make_task(name), 64, 10, seed=3)
         assert data[7]["input_ids"].equal(data[7]["input_ids"])
         assert not data[7]["input_ids"].equal(data[8]["input_ids"])
-        assert not data[7]["input_ids"].equal(TaskSequences(task_of(name), 64, 10, seed=4)[7]["input_ids"])
+        assert not data[7]["input_ids"].equal(TaskSequences(make_task(name), 64, 10, seed=4)[7]["input_ids"])
         labels = data[7]["labels"]
         assert labels[labels != IGNORED].equal(data[7]["input_ids"][labels != IGNORED])
 
     def test_unknown(self):
         with pytest.raises(ValueError, match="`task` must be one of recall, copy, flip-flop, got 'sort'"):
-            task_of("sort")
+            make_task("sort")
         with pytest.raises(ValueError, match="`writes` must be left out: the task 'copy' has symbols"):
-            task_of("copy", writes=3)
+            make_task("copy", writes=3)
 
 
 class Known(nn.Module):
@@ -167,8 +168,8 @@ class TestAccuracy:
     @pytest.mark.parametrize("name", list(TASKS))
     @pytest.mark.parametrize(("wrong", "share"), [(0, 1.0), (1, 0.0)])
     def test_known_models(self, name, wrong, share):
-        task = task_of(name)
-        found = measure.accuracy_at(Known(task.vocabulary, wrong), task, 64, 5, seed=0)
+        task = make_task(name)
+        found = training.accuracy_at(Known(task.vocabulary, wrong), task, 64, 5, seed=0)
         assert found["accuracy"] == found["exact"] == share
         assert found["sequences"] == 5
         assert found["answers"] == sum((TaskSequences(task, 64, 5, 1)[n]["labels"] != IGNORED).sum() for n in range(5))
@@ -176,11 +177,11 @@ class TestAccuracy:
     def test_partly_right(self):
         ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]])
         labels = torch.tensor([[IGNORED, 1, 2, 3], [IGNORED, IGNORED, 2, 1]])
-        assert measure.right_answers(Known(5, 0), ids, labels).tolist() == [[3, 3], [1, 2]]
+        assert training.right_answers(Known(5, 0), ids, labels).tolist() == [[3, 3], [1, 2]]
 
 
 def tiny_config(folder: Path, name: str = "lssar", **changes: Any) -> Any:
-    return measure.training_config(Copy(), name, 16, folder, {**TINY, **changes}, seed=0, device="cpu")
+    return training.training_config(Copy(), name, 16, folder, {**TINY, **changes}, seed=0, device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -199,7 +200,7 @@ class TestTraining:
         assert result["results"]["training"]["steps"] == 8
         saved = tmp_path / result["results"]["training"]["model"]
         assert json.loads((saved / "config.json").read_text())["use_cache"]
-        table = measure.table_of([result])
+        table = measure.table([result])
         assert f"{100 * entries[1]['accuracy']:.1f}" in table
         # A second time nothing is trained.
         before = (Path(config.output) / "manifest.json").stat().st_mtime_ns
@@ -207,7 +208,7 @@ class TestTraining:
         assert (Path(config.output) / "manifest.json").stat().st_mtime_ns == before
 
     def test_goes_on_where_it_was_stopped(self, tmp_path, monkeypatch):
-        whole, _ = measure.trained_model(Copy(), tiny_config(tmp_path / "whole"))
+        whole, _ = training.train_model(Copy(), tiny_config(tmp_path / "whole"))
         real = TaskSequences.__getitem__
 
         def stops(self, number):
@@ -218,9 +219,9 @@ class TestTraining:
         monkeypatch.setattr(TaskSequences, "__getitem__", stops)
         config = tiny_config(tmp_path / "cut")
         with pytest.raises(KeyboardInterrupt):
-            measure.trained_model(Copy(), config)
+            training.train_model(Copy(), config)
         monkeypatch.undo()
-        again, record = measure.trained_model(Copy(), config)
+        again, record = training.train_model(Copy(), config)
         assert record["steps_in_that_time"] < 8
         assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
@@ -236,9 +237,9 @@ class TestTraining:
 @pytest.mark.parametrize("name", ["flip-flop", "copy"])
 def test_the_cpu_preset_learns(name, tmp_path):
     """The preset of the command is enough for these at the training length; recall takes local and global layers."""
-    task = task_of(name)
+    task = make_task(name)
     settings = dict(measure.PRESETS["rotary"])
-    config = measure.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
+    config = training.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
     result = measure.measure_synthetic(task, config, [64], tmp_path)
     assert result["results"]["lengths"][0]["accuracy"] > 0.95
 
@@ -253,15 +254,15 @@ def test_the_cpu_preset_learns(name, tmp_path):
     ],
 )
 def test_forms_of_a_task(task, settings, words):
-    assert form_of(task, settings) == words
+    assert task_label(task, settings) == words
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn"])
 def test_the_mixed_preset_recalls_at_64_times_the_length(attention, tmp_path):
-    task = task_of("recall")
+    task = make_task("recall")
     settings = dict(measure.PRESETS["mixed"])
-    config = measure.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")
+    config = training.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")
     result = measure.measure_synthetic(task, config, [64, 4096], tmp_path)
     assert [entry["accuracy"] > 0.95 for entry in result["results"]["lengths"]] == [True, True]

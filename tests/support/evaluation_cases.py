@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from softplus_attention.data import tokenizer as tokenizers
-from softplus_attention.evaluation.models import Opened, opened, request_of
+from softplus_attention.evaluation.models import LoadedModel, load_for_evaluation, parse_model_spec
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 SIZE: dict[str, Any] = {
@@ -31,8 +31,8 @@ def saved_model(folder: Path, **words: Any) -> Path:
     return folder
 
 
-def open_saved(text: str | Path, training_length: int = 16, dtype: str = "auto") -> Opened:
-    return opened(request_of(str(text)), training_length, dtype=dtype, device="cpu")
+def open_saved(text: str | Path, training_length: int = 16, dtype: str = "auto") -> LoadedModel:
+    return load_for_evaluation(parse_model_spec(str(text)), training_length, dtype=dtype, device="cpu")
 
 
 class Copier:

@@ -12,7 +12,7 @@ import torch
 from huggingface_models import byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from softplus_attention.evaluation import harness
+from softplus_attention.evaluation.harness import tasks
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 # Made up for the tests: no record is from a public set.
@@ -114,7 +114,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what is tested, and longer than all the rest: a pool of processes for a bootstrap, the list of packages."""
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
-    monkeypatch.setattr(harness, "BOOTSTRAP_SAMPLES", 20)
+    monkeypatch.setattr(tasks, "BOOTSTRAP_SAMPLES", 20)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
@@ -123,7 +123,9 @@ def words_for(data: Path, output: Path) -> list[str]:
 
 
 def result_of(folder: Path, name: str) -> dict:
-    return json.loads((folder / f"downstream--{name}.json").read_text())
+    """The latest of that model: other data and settings have files of their own."""
+    files = folder.glob(f"downstream--{name}*.json")
+    return json.loads(max(files, key=lambda path: path.stat().st_mtime_ns).read_text())
 
 
 def values(result: dict) -> dict[tuple[str, str], float]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.evaluation.forms import form_of
+from softplus_attention.evaluation.measures.synthetic import task_label
 from tools.tables.markdown import TableError, table
 
 ATTENTIONS = ("lssar", "softmax-qknorm-logn", "softmax")
@@ -32,7 +32,7 @@ def make_tables(results: Path) -> dict[str, str]:
     lengths = [{round(entry["times"]): entry for entry in each["results"]["lengths"]} for each in found]
     multiples = sorted({multiple for own in lengths for multiple in own})
     columns = [
-        [form_of(each["settings"]["task"], each["settings"]) for each in found],
+        [task_label(each["settings"]["task"], each["settings"]) for each in found],
         [f"`{each['model']['attention']}`" for each in found],
     ]
     for multiple in multiples:

@@ -85,9 +85,9 @@ def sections(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from softplus_attention.cli.options import check_device
+    from softplus_attention.huggingface.loading import check_device
     from softplus_attention.utils.files import write_json
-    from softplus_attention.utils.results import made
+    from softplus_attention.utils.results import run_metadata
 
     check_device(options.device)
     device = parsed_device(options.device)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
     for place, section in enumerate(chosen):
         left = options.seconds - (time.monotonic() - began)
         rows += SECTIONS[section](options, device, max(left, 0.0) / (len(chosen) - place))
-    data = made(device) | {"baseline": BASELINE, "rows": rows}
+    data = run_metadata(device) | {"baseline": BASELINE, "rows": rows}
     options.output.mkdir(parents=True, exist_ok=True)
     write_json(file, data)
     print(text_of(rows, options, device))

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.cli.options import add_trust, check_device
+from softplus_attention.cli.options import add_trust
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from softplus_attention.huggingface import use_attention
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.huggingface.loading import check_device, load_model, load_tokenizer, quiet, refuse_foresight
 
     quiet()
     check_device(options.device)

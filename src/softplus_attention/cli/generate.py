@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.cli.options import add_trust, check_device
+from softplus_attention.cli.options import add_trust
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.validation import fail
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     power = None if options.power is None else constant_power(options.power)
     import torch
 
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.huggingface.loading import check_device, load_model, load_tokenizer, quiet, refuse_foresight
 
     quiet()
     check_device(options.device)

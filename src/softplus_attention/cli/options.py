@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from softplus_attention.validation import did_you_mean, fail
+from softplus_attention.validation import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,21 +43,3 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run Python code that comes with the model or its tokenizer; read it first",
     )
-
-
-def check_device(name: str | None) -> None:
-    """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
-    import torch
-
-    from softplus_attention.huggingface.loading import device_of
-
-    device = device_of(name)
-    try:
-        torch.empty(1, device=device)
-        there = device.type != "meta"  # has shapes and no numbers
-    except (AssertionError, ImportError, RuntimeError):
-        there = False
-    if not there:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        known = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
-        fail("--device", f"one that torch can use here, {known}", repr(name))

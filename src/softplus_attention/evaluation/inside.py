@@ -11,18 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+from softplus_attention.evaluation.layers import QUANTITIES
 
 TILE = 64
-WORDS = (
-    "stage1_entropy",
-    "stage1_entropy_frozen",
-    "entropy",
-    "sink",
-    "effective_keys",
-    "zeros",
-    "empty_tiles",
-    "mass",
-)
 
 
 def shares(weights: Tensor) -> Tensor:
@@ -111,7 +102,7 @@ class Inside:
     def heads(self) -> list[dict[str, Any]]:
         found = []
         for (layer, head), totals in sorted(self.sums.items()):
-            means = {word: totals[word][0] / totals[word][1] if word in totals else None for word in WORDS}
+            means = {word: totals[word][0] / totals[word][1] if word in totals else None for word in QUANTITIES}
             # Layers with a window see fewer keys than the others: what their entropy can be at most is their own.
             own = {"log_keys": totals["log_keys"][0] / totals["log_keys"][1]}
             found.append({"layer": layer, "head": head, **own, **means})
@@ -153,16 +144,3 @@ def attention_maps(model: Any, ids: Tensor, size: int) -> tuple[int, list[dict[s
     with watching(model, see):
         run_decoder(model, ids[None])
     return per_cell, maps
-
-
-def map_rows(results: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """The weights of `evaluate maps` that are not 0; the text of each cell is in the JSON."""
-    rows = [
-        [result["model"]["name"], found["layer"], found["head"], query, key, weight]
-        for result in results
-        for found in result["results"]["maps"]
-        for query, line in enumerate(found["weights"])
-        for key, weight in enumerate(line)
-        if weight
-    ]
-    return ["model", "layer", "head", "query", "key", "weight"], rows

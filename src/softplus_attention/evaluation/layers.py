@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 Number = float | None
+# What `evaluate inside` has of each head, by its name in the files.
+QUANTITIES = (
+    "stage1_entropy",
+    "stage1_entropy_frozen",
+    "entropy",
+    "sink",
+    "effective_keys",
+    "zeros",
+    "empty_tiles",
+    "mass",
+)
 # Means of log N closer than this are of layers that see the same, but for rounding.
 SAME_LOG_KEYS = 0.01
 MOST_NAMES = 3

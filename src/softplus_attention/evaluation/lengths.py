@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 from softplus_attention.evaluation.loss import TokenLoss
-from softplus_attention.evaluation.memory import in_batches
+from softplus_attention.evaluation.memory import in_batches, sequences_at_once
 from softplus_attention.validation import fail
 
-Progress = Callable[[int, int], None]
+Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Texts:
+class EvaluationTexts:
     """Documents cut to whole multiples of ``longest`` tokens, so that every length covers the same tokens."""
 
     rows: Tensor  # (sequences of the longest length, longest)
@@ -31,10 +32,10 @@ class Texts:
         return self.rows.reshape(-1, length)
 
 
-def texts_of(documents: Iterable[Any], longest: int, most_rows: int | None = None) -> Texts:
+def cut_documents(documents: Iterable[Any], longest: int, max_rows: int | None = None) -> EvaluationTexts:
     """What there is of documents with at least ``longest`` tokens; no sequence crosses from one into the next.
 
-    Where ``most_rows`` limits them, every document gives its share, the same at every call.
+    Where ``max_rows`` limits them, every document gives its share, the same at every call.
     """
     if longest < 2:
         fail("longest", "at least 2 tokens", longest)
@@ -47,24 +48,13 @@ def texts_of(documents: Iterable[Any], longest: int, most_rows: int | None = Non
     if not kept:
         fail("lengths", "no longer than the longest document", f"{longest} tokens")
     rows = torch.cat(kept)
-    if most_rows is not None and len(rows) > most_rows:
-        rows = rows[torch.linspace(0, len(rows) - 1, most_rows).round().long()]
-    return Texts(rows, len(kept))
-
-
-@dataclass
-class LengthCurve:
-    """Mean losses in nats. ``positions[length]`` maps (first, end) to the mean of the targets at those positions."""
-
-    lengths: list[int]
-    loss: list[float] = field(default_factory=list)
-    error: list[float] = field(default_factory=list)
-    positions: dict[int, list[tuple[int, int, float]]] = field(default_factory=dict)
-    targets: list[int] = field(default_factory=list)
+    if max_rows is not None and len(rows) > max_rows:
+        rows = rows[torch.linspace(0, len(rows) - 1, max_rows).round().long()]
+    return EvaluationTexts(rows, len(kept))
 
 
 def losses_of(
-    model: Any, rows: Tensor, *, batch_tokens: int = 16384, progress: Progress | None = None, losses: Any = None
+    model: Any, rows: Tensor, *, batch_tokens: int = 16384, progress: Report | None = None, losses: Any = None
 ) -> Tensor:
     """(sequences, length - 1), float32, on the CPU. A batch that does not fit into memory is halved and tried again;
     where one sequence does not fit, ``memory.TooLongError`` is raised."""
@@ -82,15 +72,95 @@ def losses_of(
     return in_batches(rows, max(1, batch_tokens // rows.shape[1]), run)
 
 
+@dataclass(frozen=True)
+class LengthEvaluator:
+    """One model on one set of texts, at one length at a time."""
+
+    model: Any
+    token_loss: TokenLoss
+    texts: EvaluationTexts
+    first: int  # the shortest length, which is the first bucket of positions
+    training_length: int
+    control: bool = True
+    control_share: float = 0.25  # of a sequence, at its end: what the control predicts twice
+    batch_tokens: int | None = None  # None: as memory allows
+
+    def at(self, length: int, progress: Report | None = None) -> dict[str, Any]:
+        started = time.perf_counter()
+        rows = self.texts.cut(length)
+        losses = self.losses(rows, progress)
+        by_text = self.by_text(losses)
+        buckets = by_position(losses, min(self.first, length))
+        return {
+            "length": length,
+            "times": length / self.training_length,
+            "loss": losses.double().mean().item(),
+            "standard_error": standard_error(by_text),
+            "by_text": rounded(by_text),
+            "targets": losses.numel(),
+            "sequences": len(rows),
+            "positions": [{"first": begin, "end": end, "loss": mean} for begin, end, mean in buckets],
+            "control": self.control_of(rows, losses, progress) if self.control else None,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+
+    def control_of(self, rows: Tensor, losses: Tensor, progress: Report | None = None) -> dict[str, Any] | None:
+        """The end of each sequence, which the full context has just been measured on, in windows of a training length;
+        what is compared is the second half of each."""
+        window, length = self.training_length, rows.shape[1]
+        if length <= window:
+            return None
+        half = max(1, window // 2)
+        count = control_windows(length, window, half, self.control_share)
+        ends = [length - half * place for place in reversed(range(count))]
+        windows = torch.stack([rows[:, end - window : end] for end in ends], 1).flatten(0, 1)
+        full = losses[:, -count * half :]
+        short = self.losses(windows, progress)[:, -half:].reshape(len(rows), -1)
+        # By themselves also the last of them, which alone have the whole length behind them.
+        last = self.compared(full[:, -half:], short[:, -half:])
+        return {"window": window, "first": length - count * half, **self.compared(full, short), "last": last}
+
+    def compared(self, full: Tensor, short: Tensor) -> dict[str, Any]:
+        gains = self.by_text(short - full)
+        return {
+            "targets": full.numel(),
+            "full": full.double().mean().item(),
+            "short": short.double().mean().item(),
+            "gain": (short - full).double().mean().item(),
+            "standard_error": standard_error(gains),
+            "by_text": rounded(gains),
+        }
+
+    def by_text(self, losses: Tensor) -> Tensor:
+        """Means: sequences of one text belong together."""
+        return losses.double().mean(1).view(len(self.texts.rows), -1).mean(1)
+
+    def losses(self, rows: Tensor, progress: Report | None) -> Tensor:
+        length = rows.shape[1]
+        tokens = self.batch_tokens or sequences_at_once(self.model, length) * length
+        return losses_of(self.model, rows, batch_tokens=tokens, progress=progress, losses=self.token_loss)
+
+
+@dataclass
+class LengthCurve:
+    """Mean losses in nats. ``positions[length]`` maps (first, end) to the mean of the targets at those positions."""
+
+    lengths: list[int]
+    loss: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+    positions: dict[int, list[tuple[int, int, float]]] = field(default_factory=dict)
+    targets: list[int] = field(default_factory=list)
+
+
 def loss_by_length(
     model: Any,
-    texts: Texts,
+    texts: EvaluationTexts,
     lengths: Sequence[int],
     *,
     batch_tokens: int = 16384,
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> LengthCurve:
-    """The mean loss over all positions of sequences of each length; ``error`` is the standard error over sequences.
+    """The mean loss over all positions of sequences of each length; ``error`` is the standard error over texts.
 
     Every length must divide the longest one, so that each is measured on the same tokens (but for the first token of
     a sequence, which has no context to be predicted from).
@@ -99,21 +169,20 @@ def loss_by_length(
         if length < 2 or texts.longest % length:
             fail("lengths", f"divisors of the longest, {texts.longest}", length)
     curve = LengthCurve(list(lengths))
-    token_loss = TokenLoss(model)
+    evaluator = LengthEvaluator(
+        model, TokenLoss(model), texts, lengths[0], lengths[0], control=False, batch_tokens=batch_tokens
+    )
     for number, length in enumerate(lengths):
-        rows = texts.cut(length)
 
         def step(done: int, of: int, number: int = number) -> None:
             if progress is not None:
                 progress(number * of + done, len(lengths) * of)
 
-        losses = losses_of(model, rows, batch_tokens=batch_tokens, progress=step, losses=token_loss)
-        # Sequences of one row of text belong together: the spread is taken over the rows.
-        by_row = losses.mean(1).view(len(texts.rows), -1).mean(1)
-        curve.loss.append(losses.mean().item())
-        curve.error.append((by_row.std() / len(by_row) ** 0.5).item() if len(by_row) > 1 else float("nan"))
-        curve.positions[length] = by_position(losses, lengths[0])
-        curve.targets.append(losses.numel())
+        entry = evaluator.at(length, step)
+        curve.loss.append(entry["loss"])
+        curve.error.append(float("nan") if entry["standard_error"] is None else entry["standard_error"])
+        curve.positions[length] = [(part["first"], part["end"], part["loss"]) for part in entry["positions"]]
+        curve.targets.append(entry["targets"])
     return curve
 
 
@@ -124,3 +193,22 @@ def by_position(losses: Tensor, first: int) -> list[tuple[int, int, float]]:
         means.append((begin, end, losses[:, begin - 1 : end - 1].mean().item()))
         begin, end = end, min(2 * end, losses.shape[1] + 1)
     return means
+
+
+def control_windows(length: int, window: int, half: int, fraction: float) -> int:
+    """As many as cover that fraction, and one at least; the first of them begins within the sequence."""
+    return min(max(1, int(length * fraction) // half), 1 + (length - window) // half)
+
+
+def standard_error(by_text: Tensor) -> float | None:
+    return (by_text.std() / len(by_text) ** 0.5).item() if len(by_text) > 1 else None
+
+
+def rounded(by_text: Tensor) -> list[float]:
+    """For comparisons of models text by text, whose errors are smaller than those of each."""
+    return [round(value, 5) for value in by_text.tolist()]
+
+
+# Names of earlier versions.
+Texts = EvaluationTexts
+texts_of = cut_documents

@@ -32,7 +32,7 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_em
 
 
 @dataclass(frozen=True)
-class Request:
+class ModelSpec:
     """A model as a user names it: [NAME=]SOURCE[+power=31][+reweight][+window=512][+rope=yarn:4]."""
 
     source: str
@@ -41,7 +41,7 @@ class Request:
     trust_remote_code: bool = False
 
 
-def request_of(text: str, common: Mapping[str, str] | None = None) -> Request:
+def parse_model_spec(text: str, common: Mapping[str, str] | None = None) -> ModelSpec:
     """``common`` holds options that stand for every model, where the text has none of its own."""
     if Path(text).exists():
         source, own, name = text, {}, None
@@ -60,7 +60,7 @@ def request_of(text: str, common: Mapping[str, str] | None = None) -> Request:
     if name is None:
         words = [word if not value else f"{word}={value}" for word, value in options.items()]
         name = " ".join([short_name(source), *words])
-    return Request(source, name, options)
+    return ModelSpec(source, name, options)
 
 
 def refuse_unknown_options(text: str) -> None:
@@ -74,18 +74,18 @@ def refuse_unknown_options(text: str) -> None:
             fail("MODEL", f"a folder with options of {known} after it", f"{'+' + unknown!r} in {text!r}")
 
 
-def requests_of(
+def parse_model_specs(
     texts: Sequence[str], common: Mapping[str, str] | None = None, trust_remote_code: bool = False
-) -> list[Request]:
+) -> list[ModelSpec]:
     """The models, each with a name of its own."""
-    found: list[Request] = []
+    found: list[ModelSpec] = []
     for text in texts:
-        request = request_of(text, common)
+        spec = parse_model_spec(text, common)
         taken = {other.name for other in found}
-        number, name = 2, request.name
+        number, name = 2, spec.name
         while name in taken:
-            name, number = f"{request.name} ({number})", number + 1
-        found.append(replace(request, name=name, trust_remote_code=trust_remote_code))
+            name, number = f"{spec.name} ({number})", number + 1
+        found.append(replace(spec, name=name, trust_remote_code=trust_remote_code))
     return found
 
 
@@ -98,9 +98,9 @@ def short_name(source: str) -> str:
 
 
 @dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     model: Any
-    request: Request
+    spec: ModelSpec
     training_length: int
     is_mixed: bool = False
 
@@ -113,15 +113,15 @@ class Opened:
         """The "model" of a result file."""
         config = self.model.config
         return {
-            "name": self.request.name,
-            "source": self.request.source,
-            "options": dict(self.request.options),
+            "name": self.spec.name,
+            "source": self.spec.source,
+            "options": dict(self.spec.options),
             "attention": attention_name(config),
             "power": power_of(config),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "dtype": MIXED if self.is_mixed else str(self.model.dtype).removeprefix("torch."),
             "training_length": self.training_length,
-            "fingerprint": fingerprint(self.request.source),
+            "fingerprint": fingerprint(self.spec.source),
             "config": config.to_dict(),
         }
 
@@ -162,41 +162,43 @@ def most_positions(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None) if tables else None
 
 
-def training_length_of(request: Request) -> int | None:
+def training_length_of(spec: ModelSpec) -> int | None:
     """The length in the model's config, without loading the weights."""
-    length = getattr(load_config(request), "max_position_embeddings", None)
+    length = getattr(load_config(spec), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None
 
 
-def load_config(request: Request) -> Any:
-    require("MODEL", request.source, "config.json")
-    return load(AutoConfig, "MODEL", request.source, request.trust_remote_code)
+def load_config(spec: ModelSpec) -> Any:
+    require("MODEL", spec.source, "config.json")
+    return load(AutoConfig, "MODEL", spec.source, spec.trust_remote_code)
 
 
-def check_request(request: Request, training_length: int) -> None:
+def check_spec(spec: ModelSpec, training_length: int) -> None:
     """Whether its options can be had, before any model is loaded and measured."""
-    config = load_config(request)
-    changes_of(config, request.options, training_length)
-    if not isinstance(config, SoftplusGPTConfig) and "power" in request.options:
-        power_at_inference(request.options["power"], training_length)
+    config = load_config(spec)
+    changes_of(config, spec.options, training_length)
+    if not isinstance(config, SoftplusGPTConfig) and "power" in spec.options:
+        power_at_inference(spec.options["power"], training_length)
 
 
-def opened(request: Request, training_length: int, *, dtype: str = "auto", device: str | None = None) -> Opened:
+def load_for_evaluation(
+    spec: ModelSpec, training_length: int, *, dtype: str = "auto", device: str | None = None
+) -> LoadedModel:
     """The model on its device, in evaluation mode, with what is to be changed at inference."""
-    config = load_config(request)
-    changes = changes_of(config, request.options, training_length)
+    config = load_config(spec)
+    changes = changes_of(config, spec.options, training_length)
     mixed = dtype == MIXED
-    changes["trust_remote_code"] = request.trust_remote_code
-    model: Any = load_weights("MODEL", request.source, "float32" if mixed else dtype, **changes)
+    changes["trust_remote_code"] = spec.trust_remote_code
+    model: Any = load_weights("MODEL", spec.source, "float32" if mixed else dtype, **changes)
     if isinstance(config, SoftplusGPTConfig):
-        change_own(model, request.options, training_length)
+        change_own(model, spec.options, training_length)
     else:
-        change_host(model, request.options, training_length)
+        change_host(model, spec.options, training_length)
     follow_each_length(model)
     where = device_of(device)
     if mixed:
         run_in_bfloat16(model, where)
-    return Opened(model.to(where).eval(), request, training_length, mixed)
+    return LoadedModel(model.to(where).eval(), spec, training_length, mixed)
 
 
 def follow_each_length(model: Any) -> None:
@@ -337,3 +339,8 @@ def rope_of(config: Any, text: str, training_length: int) -> dict[str, Any]:
     own = {word: parameters[word] for word in ("rope_theta", "partial_rotary_factor") if word in parameters}
     changed = own | {"rope_type": kind, "factor": value}
     return changed | ({"original_max_position_embeddings": training_length} if kind == "yarn" else {})
+
+
+# Names of earlier versions.
+opened = load_for_evaluation
+request_of = parse_model_spec

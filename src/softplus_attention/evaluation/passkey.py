@@ -1,11 +1,11 @@
-"""Pass keys: prompts of any length and depth, documents that teach the small form, and what a model answers."""
+"""Passkeys: prompts of any length and depth, documents that teach the small form, and what a model answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from softplus_attention.evaluation.memory import in_batches
+from softplus_attention.utils.files import replacing
 from softplus_attention.validation import fail
 
 KEY = "{key}"
@@ -97,7 +98,7 @@ def prompt_of(form: str, file: Path | None = None, digits: int | None = None) ->
 
 
 class Filler:
-    """Tokens to hide a pass key in: the prompt's sentences again and again, or stretches of documents."""
+    """Tokens to hide a passkey in: the prompt's sentences again and again, or stretches of documents."""
 
     def __init__(self, prompt: PasskeyPrompt, encode: Any, documents: Sequence[Any] = ()) -> None:
         self.repeated = encode(prompt.filler) if prompt.filler else None
@@ -150,7 +151,7 @@ def trial_of(
     return Trial(key, ids, len(answer))
 
 
-def trials_of(
+def make_trials(
     prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, count: int, seed: int
 ) -> list[Trial]:
     """The same for the same arguments, and other keys in every cell."""
@@ -174,7 +175,7 @@ def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
     return logits.argmax(-1)
 
 
-def answers_of(model: Any, trials: Sequence[Trial], at_once: int = 1) -> list[list[int]]:
+def predict_keys(model: Any, trials: Sequence[Trial], at_once: int = 1) -> list[list[int]]:
     """What the model says in the place of each answer."""
     most = max(trial.answer for trial in trials)
     rows = torch.tensor([trial.ids for trial in trials])
@@ -207,9 +208,9 @@ def passkey_documents(
     if questions < 1:
         fail("--questions", "at least 1", questions)
     if most_characters < least:
-        fail("--most-characters", f"at least {least}, the prompt's own", most_characters)
+        fail("--max-characters", f"at least {least}, the prompt's own", most_characters)
     if not 0 <= least_characters <= most_characters:
-        fail("--least-characters", f"from 0 to --most-characters, {most_characters}", least_characters)
+        fail("--min-characters", f"from 0 to --max-characters, {most_characters}", least_characters)
     chance = random.Random(seed)
     long = [text for text in texts if len(text) >= most_characters]
     if not long and not prompt.filler:
@@ -227,3 +228,19 @@ def passkey_documents(
         key = prompt.key(chance)
         needle, end = (part.replace(KEY, key) for part in (prompt.needle, answered))
         yield prompt.start + first + needle + "".join(other + end for other in others)
+
+
+def write_documents(path: Path, documents: Iterable[str]) -> int:
+    """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
+    characters = 0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        for text in documents:
+            file.write((json.dumps({"text": text}) + "\n").encode())
+            characters += len(text)
+    return characters
+
+
+# Names of earlier versions.
+trials_of = make_trials
+answers_of = predict_keys

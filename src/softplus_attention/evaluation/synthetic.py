@@ -1,4 +1,4 @@
-"""Tasks whose answer is known, at any length: associative recall, copy and flip-flop.
+"""Tasks whose answer is known, at any length: associative recall, copy and flip-flop; training and testing on them.
 
 A task gives sequences of exactly the length that is asked for, with a mark on the tokens that are answers. The same
 seed and number give the same sequence.
@@ -7,17 +7,39 @@ seed and number give the same sequence.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import shutil
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import set_seed
 
+from softplus_attention.attentions.catalog import attention
+from softplus_attention.data import IGNORED
+from softplus_attention.evaluation.loss import LOGITS
+from softplus_attention.evaluation.memory import in_batches, sequences_at_once
+from softplus_attention.huggingface import SoftplusGPTForCausalLM
+from softplus_attention.huggingface.saving import save_trained
+from softplus_attention.training import TrainConfig, checkpoints
+from softplus_attention.training.data import collate
+from softplus_attention.training.metrics import METRICS
+from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.training.run_folder import RunFolder
+from softplus_attention.utils.files import write_whole
+from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import fail
 
-IGNORED = -100
+# Streams that never meet: what is tested was not trained on.
+TRAINING, TESTING = 0, 1
+TRAINED = "manifest.json"
+RISING_POWER = "3,7@0.3,15@0.6"
 Tokens = np.ndarray[Any, np.dtype[np.int64]]
 Marks = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -175,14 +197,14 @@ class FlipFlop:
 TASKS: dict[str, type[Recall] | type[Copy] | type[FlipFlop]] = {task.name: task for task in (Recall, Copy, FlipFlop)}
 
 
-def task_of(name: str, **words: Any) -> Task:
+def make_task(name: str, **settings: Any) -> Task:
     if name not in TASKS:
         fail("task", f"one of {', '.join(TASKS)}", repr(name))
     known = [field.name for field in dataclasses.fields(TASKS[name])]
-    for word in words:
-        if word not in known:
-            fail(word, f"left out: the task {name!r} has {', '.join(known)}", words[word])
-    return TASKS[name](**words)
+    for setting in settings:
+        if setting not in known:
+            fail(setting, f"left out: the task {name!r} has {', '.join(known)}", settings[setting])
+    return TASKS[name](**settings)
 
 
 class TaskSequences(Dataset[dict[str, Tensor]]):
@@ -199,3 +221,93 @@ class TaskSequences(Dataset[dict[str, Tensor]]):
         ids, answers = self.task.sequence(self.length, np.random.default_rng([self.seed, self.length, number]))
         tokens = torch.from_numpy(ids)
         return {"input_ids": tokens, "labels": torch.where(torch.from_numpy(answers), tokens, IGNORED)}
+
+
+def task_settings(task: Task) -> dict[str, Any]:
+    assert dataclasses.is_dataclass(task)
+    return {"task": task.name, **dataclasses.asdict(task)}
+
+
+def training_config(
+    task: Task, name: str, length: int, folder: Path, settings: dict[str, Any], *, seed: int, device: str
+) -> TrainConfig:
+    """``settings`` are a preset's, some replaced; without a power there, one rises where the attention has any."""
+    sharpened = attention(name).spec.second_stage == "relu_power"
+    power = settings.get("power") or (RISING_POWER if sharpened else None)
+    kwargs = {**settings, "power": power if sharpened else None, "attention": name, "sequence_length": length}
+    kwargs |= {"micro_batch_size": settings["batch_size"], "weight_decay": 0.01, "warmup": 0.05, "keep": 1}
+    kwargs |= {"save_every": max(1, settings["steps"] // 4), "log_every": max(1, settings["steps"] // 20)}
+    same = {**task_settings(task), **{word: value for word, value in kwargs.items() if word != "micro_batch_size"}}
+    digest = hashlib.sha256(json.dumps([same, seed], sort_keys=True).encode()).hexdigest()[:8]
+    output = folder / "synthetic-models" / f"{task.name}--{name}--{digest}"
+    return TrainConfig(data="made on the fly", output=str(output), seed=seed, device=device, **kwargs)
+
+
+def train_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]]:
+    """The folder of the model and what its training took. One that was stopped goes on, a finished one stands."""
+    run = RunFolder(Path(config.output))
+    with run.locked():
+        return run.model, train_in(run, task, config)
+
+
+def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
+    record = run.path / TRAINED
+    if record.exists():
+        return dict(read_json(record))
+    task.check(config.sequence_length)
+    arguments = training_arguments(config)
+    checkpoint = run.newest_checkpoint()
+    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    set_seed(config.seed)
+    model = SoftplusGPTForCausalLM(model_config(config, task.vocabulary, None))
+    total = config.steps * config.batch_size
+    dataset = TaskSequences(task, config.sequence_length, total, 2 * config.seed + TRAINING)
+    trainer = trainer_of(config, arguments, model, dataset)
+    if checkpoint is not None:
+        checkpoints.check_fits(checkpoint, trainer.model)
+    run.rewind(checkpoint)
+    started = time.perf_counter()
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    seconds = time.perf_counter() - started
+    run.save(lambda place: save_trained(trainer.model, place))
+    losses = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
+    final = next((entry["loss"] for entry in reversed(losses) if "loss" in entry), None)
+    found = {"length": config.sequence_length, "steps": config.steps, "final_loss": final, "seconds": round(seconds, 1)}
+    found |= {"steps_in_that_time": config.steps - step}
+    write_whole(record, json.dumps(found) + "\n")
+    for leftover in checkpoints.checkpoints(run.path):
+        shutil.rmtree(leftover)
+    return found
+
+
+@torch.inference_mode()
+def right_answers(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
+    """(B, 2): the right answer tokens of each sequence, and all of them. Logits exist for answers alone."""
+    ids, labels = ids.to(model.device), labels.to(model.device)
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+    targets = labels[:, 1:]
+    asked = targets != IGNORED
+    head = model.get_output_embeddings()
+    tokens = max(1, LOGITS // head.weight.shape[0])
+    predicted = torch.cat([head(states).argmax(-1) for states in hidden[asked].split(tokens)])
+    right = torch.zeros_like(asked)
+    right[asked] = predicted == targets[asked]
+    return torch.stack([right.sum(-1), asked.sum(-1)], -1)
+
+
+def accuracy_at(model: Any, task: Task, length: int, sequences: int, seed: int) -> dict[str, Any]:
+    data = TaskSequences(task, length, sequences, 2 * seed + TESTING)
+    at_once = sequences_at_once(model, length)
+    rows = torch.arange(sequences)[:, None]
+
+    def run(numbers: Tensor) -> Tensor:
+        batch = collate([data[int(number)] for number in numbers[:, 0]])
+        return right_answers(model, batch["input_ids"], batch["labels"])
+
+    right, asked = in_batches(rows, at_once, run, length).unbind(-1)
+    return {
+        "sequences": sequences,
+        "answers": int(asked.sum()),
+        "accuracy": (right.sum() / asked.sum()).item(),
+        "exact": (right == asked).double().mean().item(),
+    }

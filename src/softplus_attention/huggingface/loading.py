@@ -121,6 +121,20 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
+def check_device(name: str | None) -> None:
+    """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
+    device = device_of(name)
+    try:
+        torch.empty(1, device=device)
+        there = device.type != "meta"  # has shapes and no numbers
+    except (AssertionError, ImportError, RuntimeError):
+        there = False
+    if not there:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        known = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
+        check.fail("--device", f"one that torch can use here, {known}", repr(name))
+
+
 def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     return load(AutoTokenizer, "tokenizer", source, trust_remote_code)
 

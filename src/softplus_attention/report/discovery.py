@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.evaluation.measures import measures
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text
-from softplus_attention.utils.results import FORMAT, LARGEST_FILE, MEASURES, VERSION
+from softplus_attention.utils.results import FORMAT, MAX_FILE_BYTES, VERSION
 from softplus_attention.utils.untrusted import UnreadableError, short
 
 LARGEST_NUMBER = 1e100
@@ -78,7 +79,7 @@ def relative(path: Path, folder: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        data = untrusted.read_json(path, LARGEST_FILE)
+        data = untrusted.read_json(path, MAX_FILE_BYTES)
     except untrusted.UntrustedFileError as error:
         raise UnreadableError(clean_text(error.reason)) from None
     except OSError as error:
@@ -92,7 +93,7 @@ def kind_of(data: dict[str, Any]) -> str:
     if data.get("format") == FORMAT:
         if data.get("version") != VERSION:
             raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows {VERSION}")
-        if data.get("measure") not in MEASURES:
+        if data.get("measure") not in measures():
             raise UnreadableError(f"a result of the unknown measure {short(data.get('measure'))}")
         return str(data["measure"])
     if data.get("kind") == "newton":

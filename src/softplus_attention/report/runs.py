@@ -10,7 +10,7 @@ from softplus_attention.charts.model import LineChart, Series, SeriesStyles
 from softplus_attention.report.discovery import Result, ResultSet, is_table
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.results import LARGEST_FILE
+from softplus_attention.utils.results import MAX_FILE_BYTES
 from softplus_attention.utils.untrusted import UnreadableError, mapping, number_of, numbers_of
 
 LOG = "metrics.jsonl"
@@ -42,7 +42,7 @@ def logged(result: Result, folder: Path) -> Logged:
     if not path.exists():
         return name, []
     try:
-        rows = untrusted.read_json_lines(path, LARGEST_FILE)
+        rows = untrusted.read_json_lines(path, MAX_FILE_BYTES)
     except untrusted.UntrustedFileError as error:
         raise UnreadableError(f"{LOG}: {error.reason}") from None
     except OSError as error:

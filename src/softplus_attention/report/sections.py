@@ -9,8 +9,8 @@ from typing import Any
 
 from softplus_attention.charts import model
 from softplus_attention.charts.model import AttentionMaps, Figure, SeriesStyles, Table
-from softplus_attention.evaluation.charts import CHARTS
-from softplus_attention.evaluation.charts.results import LoadedResult, load
+from softplus_attention.evaluation.measures import measures
+from softplus_attention.evaluation.measures.loaded import LoadedResult, load
 from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.utils.untrusted import UnreadableError
 
@@ -67,13 +67,13 @@ def load_result(read: Callable[[dict[str, Any]], Any], result: Result) -> Loaded
 def measure_sections(found: ResultSet, styles: SeriesStyles) -> list[Section]:
     """A section for each measure; what lies in one folder was measured together and is shown together."""
     sections = []
-    for measure, module in CHARTS.items():
+    for measure in measures().values():
         groups: dict[str, list[LoadedResult]] = {}
-        for loaded in checked(found, measure, partial(load_result, module.read)):
+        for loaded in checked(found, measure.name, partial(load_result, measure.read)):
             groups.setdefault(loaded.group, []).append(loaded)
         blocks: list[Block] = []
         for group, members in groups.items():
-            blocks += module.charts(members, styles, f" ({group or 'top folder'})" if len(groups) > 1 else "")
+            blocks += measure.charts(members, styles, f" ({group or 'top folder'})" if len(groups) > 1 else "")
         maps = [block for block in blocks if isinstance(block, AttentionMaps)]
-        sections.append(Section(module.TITLE, [Explorer(maps)] if maps else blocks))
+        sections.append(Section(measure.title, [Explorer(maps)] if maps else blocks))
     return sections

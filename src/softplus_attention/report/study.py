@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from softplus_attention.charts.model import Number, Series, SeriesStyles, Table, percent_words, shown
 from softplus_attention.evaluation import layers
-from softplus_attention.evaluation.charts import inside, lengths, passkey
-from softplus_attention.evaluation.charts.results import LoadedResult, by_length, with_error
+from softplus_attention.evaluation.measures import inside, lengths, passkey
+from softplus_attention.evaluation.measures.loaded import LoadedResult, by_length, with_error
 from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils.untrusted import UnreadableError, count_of, mapping, number_of, rows_of, text_of

@@ -22,16 +22,15 @@ from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
 VERSION = 1
-LONGEST_NAME = 150
-LARGEST_FILE = 128 * untrusted.MIB
-MEASURES = ("lengths", "passkey", "synthetic", "inside", "maps", "downstream")
+MAX_NAME_LENGTH = 150
+MAX_FILE_BYTES = 128 * untrusted.MIB
 
 
 def file_name(measure: str, name: str, variant: str = "") -> str:
     """Other names, other files: a space is "+" in it, as on the command line, and odd characters are written out."""
     words = quote_plus(name, safe="=,()")
-    if len(words) > LONGEST_NAME:
-        words = f"{words[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    if len(words) > MAX_NAME_LENGTH:
+        words = f"{words[:MAX_NAME_LENGTH]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return f"{measure}--{words}{f'--{variant}' if variant else ''}.json"
 
 
@@ -39,12 +38,12 @@ def path_of(folder: Path, result: Mapping[str, Any]) -> Path:
     return folder / file_name(result["measure"], result["model"]["name"], result.get("variant", ""))
 
 
-def plain(data: Any) -> Any:
+def to_jsonable(data: Any) -> Any:
     """As JSON has it: NaN and infinity are null, tuples are lists, and what it has no form for is text."""
     if isinstance(data, Mapping):
-        return {str(key): plain(value) for key, value in data.items()}
+        return {str(key): to_jsonable(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
-        return [plain(value) for value in data]
+        return [to_jsonable(value) for value in data]
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if data is None or isinstance(data, bool | int | str):
@@ -52,7 +51,7 @@ def plain(data: Any) -> Any:
     return str(data)
 
 
-def made(device: torch.device) -> dict[str, Any]:
+def run_metadata(device: torch.device) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -71,13 +70,14 @@ def free_name(path: Path) -> Path:
 class ResultFile:
     """What one measure found of one model. ``results`` is filled by the measure and ``save`` writes it, whole or not.
 
-    What an earlier run found with the same model and settings is there from the start; a file with other ones is kept
-    beside as .json.old, .json.old2 and so on.
+    What an earlier run found with the same model and settings is there from the start. Another text or other settings
+    get a file of their own beside it; a file of the same settings with another model under the same name is kept as
+    .json.old, .json.old2 and so on. Without a ``folder`` nothing is written.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         measure: str,
         model: Mapping[str, Any],
         settings: Mapping[str, Any],
@@ -86,47 +86,57 @@ class ResultFile:
         variant: str = "",
     ) -> None:
         """``variant`` tells the files of one name apart."""
-        self.path = folder / file_name(measure, model["name"], variant)
         self.frame: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "measure": measure,
             "variant": variant,
             "complete": False,
-            "model": plain(model),
-            "settings": plain(settings),
-            "made": made(device),
+            "model": to_jsonable(model),
+            "settings": to_jsonable(settings),
+            "made": run_metadata(device),
         }
         self.results: dict[str, Any] = dict(empty)
-        before = self.earlier()
-        if before is not None:
-            self.results |= before["results"]
-            self.results["skipped"] = []
+        self.path: Path | None = None
+        if folder is not None:
+            self.path = self.place_in(folder)
+            before = self.earlier(self.path)
+            if before is not None:
+                self.results |= before["results"]
+                self.results["skipped"] = []
 
-    def earlier(self) -> dict[str, Any] | None:
-        if not self.path.exists():
+    def place_in(self, folder: Path) -> Path:
+        path = path_of(folder, self.frame)
+        if path.exists() and read(path)["settings"] != self.frame["settings"]:
+            digest = hashlib.sha256(json.dumps(self.frame["settings"], sort_keys=True).encode()).hexdigest()[:8]
+            self.frame["variant"] = "-".join(filter(None, (self.frame["variant"], digest)))
+        return path_of(folder, self.frame)
+
+    def earlier(self, path: Path) -> dict[str, Any] | None:
+        if not path.exists():
             return None
-        before = read(self.path)
+        before = read(path)
         if identity(before) == identity(self.frame):
             return before
-        aside = free_name(self.path.with_suffix(".json.old"))
-        self.path.replace(aside)
-        print(f"{self.path} held another model or other settings: kept as {aside.name}", file=sys.stderr, flush=True)
+        aside = free_name(path.with_suffix(".json.old"))
+        path.replace(aside)
+        print(f"{path} held another model of that name: kept as {aside.name}", file=sys.stderr, flush=True)
         return None
 
-    def has(self, key: str, **words: Any) -> bool:
+    def has(self, key: str, **values: Any) -> bool:
         """Whether ``results[key]`` holds an entry with these values."""
-        return any(all(entry[word] == value for word, value in words.items()) for entry in self.results[key])
+        return any(all(entry[name] == value for name, value in values.items()) for entry in self.results[key])
 
     def add(self, key: str, entry: Mapping[str, Any], order: Sequence[str]) -> None:
-        entries = [*self.results[key], plain(entry)]
+        entries = [*self.results[key], to_jsonable(entry)]
         self.results[key] = sorted(entries, key=lambda found: [found[word] for word in order])
         self.save()
 
     def save(self, complete: bool = False) -> dict[str, Any]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = {**self.frame, "complete": complete, "results": plain(self.results)}
-        write_json(self.path, whole)
+        whole = {**self.frame, "complete": complete, "results": to_jsonable(self.results)}
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, whole)
         return whole
 
 
@@ -142,8 +152,8 @@ def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def read(path: Path) -> dict[str, Any]:
     try:
-        result = untrusted.read_json(path, LARGEST_FILE)
-        if result["format"] != FORMAT or result["version"] != VERSION or result["measure"] not in MEASURES:
+        result = untrusted.read_json(path, MAX_FILE_BYTES)
+        if result["format"] != FORMAT or result["version"] != VERSION or not isinstance(result["measure"], str):
             raise KeyError("format")
         if not all(isinstance(result[word], dict) for word in ("model", "settings", "results")):
             raise TypeError("model, settings and results have to be there")
@@ -153,10 +163,6 @@ def read(path: Path) -> dict[str, Any]:
     return result
 
 
-def results_in(folder: Path, measure: str | None = None) -> list[dict[str, Any]]:
-    """The results of a folder, in the order of their names; JSON files of other kinds are passed over."""
-    found = []
-    for path in sorted(folder.glob(f"{measure or '*'}--*.json")):
-        if path.name.partition("--")[0] in MEASURES:
-            found.append(read(path))
-    return found
+def results_in(folder: Path, measure: str) -> list[dict[str, Any]]:
+    """The results of a measure in a folder, in the order of their names."""
+    return [read(path) for path in sorted(folder.glob(f"{measure}--*.json"))]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from softplus_attention.evaluation import memory
 from softplus_attention.evaluation.memory import TooLongError
-from softplus_attention.evaluation.models import Opened
+from softplus_attention.evaluation.models import LoadedModel
 from softplus_attention.utils.progress import Progress
 
 # Where no number of sequences is asked for.
@@ -40,16 +40,16 @@ class Row:
 class HarnessModel(HFLM):  # type: ignore[misc]
     _max_length: int | None
 
-    def __init__(self, opened: Opened, tokenizer: Any, *, most_rows: int | None, max_length: int | None) -> None:
+    def __init__(self, loaded: LoadedModel, tokenizer: Any, *, most_rows: int | None, max_length: int | None) -> None:
         """``most_rows`` is None for as many as memory allows, ``max_length`` for the length in the config."""
-        super().__init__(pretrained=opened.model, tokenizer=tokenizer, batch_size=1, max_length=max_length)
-        device = opened.model.device.type
+        super().__init__(pretrained=loaded.model, tokenizer=tokenizer, batch_size=1, max_length=max_length)
+        device = loaded.model.device.type
         self.most_rows = most_rows or MOST_ROWS.get(device, MOST_ROWS["cpu"])
         self.most_tokens = MOST_TOKENS if most_rows is None else None
         # Answers that are longer than the model's length: rotary positions go on, a table of positions does not.
-        self.may_be_longer = max_length is None and opened.longest is None
-        self.what_limits = "the positions of the model" if opened.longest == self.max_length else "the --max-length"
-        self.length_matters = changes_with_length(opened.model)
+        self.may_be_longer = max_length is None and loaded.longest is None
+        self.what_limits = "the positions of the model" if loaded.longest == self.max_length else "the --max-length"
+        self.length_matters = changes_with_length(loaded.model)
         self.cut_texts = 0
         # Windows of a long text, which come many at a time, are batched by memory as all else.
         self.batch_size_per_gpu = self.most_rows

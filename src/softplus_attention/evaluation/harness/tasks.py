@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.evaluation import harness_ruler as ruler
-from softplus_attention.evaluation.harness_data import (
-    FOUND_IN_HUB,
+from softplus_attention.evaluation.harness import ruler
+from softplus_attention.evaluation.harness.data import (
     OUR_TASKS,
     TASKS,
-    USUAL,
     LocalData,
     check_lengths,
     described_file,
     described_folder,
     harness_folder,
     known_task,
-    length_words,
-    local_data,
+    length_settings,
     overrides,
-    ruler_texts,
 )
-from softplus_attention.evaluation.models import Opened
+from softplus_attention.evaluation.models import LoadedModel
 from softplus_attention.evaluation.texts import tokenizer_digest
 from softplus_attention.utils import results as files
 from softplus_attention.utils.progress import Progress
-from softplus_attention.validation import fail
-
-__all__ = [
-    "FOUND_IN_HUB",
-    "MEASURE",
-    "OUR_TASKS",
-    "TASKS",
-    "USUAL",
-    "check_lengths",
-    "check_names",
-    "csv_rows",
-    "length_words",
-    "local_data",
-    "measure_downstream",
-    "overrides",
-    "parts_of",
-    "quiet",
-    "rows_of",
-    "ruler_texts",
-    "table_of",
-    "task_manager",
-]
+from softplus_attention.validation import did_you_mean, fail
 
 MEASURE = "downstream"
 LONGEST_REASON = 240
@@ -96,22 +70,21 @@ def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mappin
         manager = TaskManager(include_path=more, metadata=dict(metadata))
         unknown = [name for name in names if name not in manager.all_tasks]
     for name in unknown:
-        near = difflib.get_close_matches(name, [*TASKS, *manager.all_tasks], 3)
-        hint = f"; near it: {', '.join(dict.fromkeys(near))}" if near else ""
+        hint = did_you_mean(name, [*TASKS, *manager.all_tasks])
         fail("--tasks", f"{', '.join(TASKS)}, or another task of the harness", f"{name!r}{hint}")
     return manager
 
 
-def language_model(opened: Opened, tokenizer: Any, *, batch_size: int | None, max_length: int | None) -> Any:
+def language_model(loaded: LoadedModel, tokenizer: Any, *, batch_size: int | None, max_length: int | None) -> Any:
     """The model as the harness wants it; ``batch_size`` None is as memory allows."""
     # Imported late: it needs the harness, which takes seconds.
-    from softplus_attention.evaluation.harness_model import HarnessModel
+    from softplus_attention.evaluation.harness.model import HarnessModel
 
-    return HarnessModel(opened, tokenizer, most_rows=batch_size, max_length=max_length)
+    return HarnessModel(loaded, tokenizer, most_rows=batch_size, max_length=max_length)
 
 
 def measure_downstream(
-    opened: Opened,
+    loaded: LoadedModel,
     tokenizer: Any,
     names: Sequence[str],
     output: Path,
@@ -140,18 +113,18 @@ def measure_downstream(
         "tokenizer": tokenizer_digest(tokenizer),
     }
     empty: dict[str, Any] = {"finished": [], "tasks": [], "skipped": []}
-    file = files.ResultFile(output, MEASURE, opened.description(), settings, opened.model.device, empty)
+    file = files.ResultFile(output, MEASURE, loaded.description(), settings, loaded.model.device, empty)
     progress = Progress()
     parts = parts_of(names)
     left = [part for part in parts if part not in file.results["finished"]]
     if left:
-        allowed = allowed_length(opened, max_length, progress)
-        model = language_model(opened, tokenizer, batch_size=batch_size, max_length=allowed)
-        made_for = getattr(tokenizer, "name_or_path", "") or opened.request.source
+        allowed = allowed_length(loaded, max_length, progress)
+        model = language_model(loaded, tokenizer, batch_size=batch_size, max_length=allowed)
+        made_for = getattr(tokenizer, "name_or_path", "") or loaded.spec.source
         with overrides(data, left, texts, limit) as own:
             for part in left:
-                progress.say(f"{opened.request.name}: {part}")
-                words = {**length_words(part, lengths), "pretrained": opened.request.source, "tokenizer": made_for}
+                progress.say(f"{loaded.spec.name}: {part}")
+                words = {**length_settings(part, lengths), "pretrained": loaded.spec.source, "tokenizer": made_for}
                 model.cut_texts = 0
                 # The texts of all lengths are one list, of which the harness takes the first.
                 records = limit * max(1, len(lengths)) if limit and part in ruler.PARTS else limit
@@ -159,12 +132,12 @@ def measure_downstream(
                     found = run_task(part, model, task_manager([part], [*include, *own], words), shots, records)
                 except Exception as error:
                     reason = reason_of(error, part, parts[part])
-                    progress.say(f"{opened.request.name}: {part} was left out: {reason}")
+                    progress.say(f"{loaded.spec.name}: {part} was left out: {reason}")
                     file.results["skipped"].append({"task": part, "reason": reason})
                 else:
                     if model.cut_texts:
                         said = f"{model.cut_texts} texts were longer than the model's {model.max_length} tokens allow"
-                        progress.say(f"{opened.request.name}: {part}: {said}, and lost their beginning")
+                        progress.say(f"{loaded.spec.name}: {part}: {said}, and lost their beginning")
                     file.results["tasks"] += [{**row, "asked": parts[part]} for row in found]
                     file.results["finished"].append(part)
                 file.save()
@@ -172,12 +145,12 @@ def measure_downstream(
     return file.save(complete=not file.results["skipped"])
 
 
-def allowed_length(opened: Opened, max_length: int | None, progress: Progress) -> int | None:
-    longest = opened.longest
+def allowed_length(loaded: LoadedModel, max_length: int | None, progress: Progress) -> int | None:
+    longest = loaded.longest
     if max_length is None or longest is None or max_length <= longest:
         return max_length
     words = f"--max-length {max_length} is cut to {longest}, the positions that the model has"
-    progress.say(f"{opened.request.name}: {words}")
+    progress.say(f"{loaded.spec.name}: {words}")
     return longest
 
 
@@ -256,33 +229,3 @@ def quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "datasets"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def table_of(results: Sequence[Mapping[str, Any]]) -> str:
-    names = [result["model"]["name"] for result in results]
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for result in results:
-        for row in result["results"]["tasks"]:
-            error = row["standard_error"]
-            # A perplexity beyond all numbers is null in the file.
-            words = "no number" if row["value"] is None else f"{row['value']:.4f}"
-            words += f" ± {error:.4f}" if error is not None else ""
-            cells.setdefault((row["task"], row["metric"]), {})[result["model"]["name"]] = words
-    width = max([20, *(len(name) + 2 for name in names)])
-    lines = [f"{'task':26}{'metric':14}" + "".join(f"{name:>{width}}" for name in names)]
-    for (task, metric), by_name in cells.items():
-        lines.append(f"{task:26}{metric:14}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names))
-    for result in results:
-        for skip in result["results"]["skipped"]:
-            lines.append(f"left out: {result['model']['name']}: {skip['task']}: {skip['reason']}")
-    return "\n".join(lines)
-
-
-def csv_rows(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    head = ["task", "metric", "value", "standard_error", "samples", "shots"]
-    rows = [
-        [result["model"]["name"], *(row[word] for word in head)]
-        for result in results
-        for row in result["results"]["tasks"]
-    ]
-    return ["model", *head], rows

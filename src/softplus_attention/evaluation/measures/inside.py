@@ -1,15 +1,155 @@
-"""Inside the attention: entropy, sink, keys, zeros and tiles, by length, layer and head."""
+"""``evaluate inside``: entropy, sink, keys, zeros and tiles of the attention, by length, layer and head."""
 
 from __future__ import annotations
 
+import argparse
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from softplus_attention.charts.model import Block, HeatMap, LineChart, Number, Series, SeriesStyles, Table, shown
 from softplus_attention.evaluation import layers
-from softplus_attention.evaluation.charts.results import LENGTH, LoadedResult, base_of, by_length, length_names, notes
-from softplus_attention.evaluation.layers import LayerGroup
+from softplus_attention.evaluation.layers import QUANTITIES, LayerGroup
+from softplus_attention.evaluation.measures.base import (
+    CsvTable,
+    Measure,
+    Outcome,
+    Result,
+    Results,
+    add_integer,
+    add_text_arguments,
+    check_at_least,
+    documents_for,
+    measure_each,
+    measure_lengths_in_turn,
+    parse_lengths,
+    resolve_models,
+    skipped_lines,
+    split_by_feasibility,
+)
+from softplus_attention.evaluation.measures.loaded import (
+    LENGTH,
+    LoadedResult,
+    base_of,
+    by_length,
+    length_names,
+    notes,
+)
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
 from softplus_attention.utils.untrusted import count_of, number_of, rows_of
+
+if TYPE_CHECKING:
+    from softplus_attention.evaluation.models import LoadedModel
+    from softplus_attention.evaluation.texts import Documents
+
+# Rows of one head that exist at a time: blocks of a batch share the memory of the weights.
+TOKENS_AT_ONCE = 4096
+# Columns of the table: log N, then those of SHOWN.
+HEADS = ("log N", "stage 1", "frozen", "final", "first key", "eff. keys", "zeros", "empty tiles")
+SHOWN = [name for name in QUANTITIES if name != "mass"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_text_arguments(parser)
+    parser.add_argument("--lengths", default="1,2,4,8,16", help="as in `evaluate lengths` (default: %(default)s)")
+    add_integer(parser, "--sequences", "texts", 4)
+    add_integer(parser, "--blocks", "of 64 rows per sequence, at most", 8)
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    check_at_least(options, sequences=1, blocks=1)
+    specs, training_length = resolve_models(options)
+    lengths = parse_lengths(options.lengths, training_length)
+    settings = {"sequences": options.sequences, "blocks": options.blocks}
+
+    def measure(loaded: LoadedModel) -> Result:
+        return measure_inside(loaded, documents_for(options, loaded), lengths, options.output, **settings)
+
+    return measure_each(options, specs, training_length, measure)
+
+
+def measure_inside(
+    loaded: LoadedModel,
+    documents: Documents,
+    lengths: Sequence[int],
+    folder: Path | None,
+    *,
+    sequences: int = 4,
+    blocks: int = 8,
+    progress: Progress | None = None,
+) -> Result:
+    from softplus_attention.evaluation.inside import TILE, look_inside
+    from softplus_attention.evaluation.lengths import cut_documents
+    from softplus_attention.evaluation.memory import TooLongError, is_out_of_memory, sequences_at_once
+    from softplus_attention.evaluation.texts import check_vocabulary
+
+    model, trained = loaded.model, loaded.training_length
+    check_vocabulary(documents, model)
+    found, skipped, longest = split_by_feasibility(lengths, documents.longest, loaded.longest)
+    texts = cut_documents(documents.at_least(longest), longest, sequences)
+    settings = {"data": documents.source, "longest": longest, "sequences": len(texts.rows), "blocks": blocks}
+    empty = {"rows": f"of the last half of each sequence, {blocks} blocks of {TILE} at most", "lengths": []}
+    file = ResultFile(folder, "inside", loaded.description(), settings, model.device, empty)
+    file.results["skipped"] = skipped
+
+    def measure(length: int, title: str) -> Result:
+        # The beginnings of the same texts, as many at every length.
+        rows = texts.rows[:, :length]
+        started = time.perf_counter()
+        try:
+            at_once = min(sequences_at_once(model, length, TOKENS_AT_ONCE), len(rows))
+            inside = look_inside(model, rows, blocks=blocks, frozen_length=trained, at_once=at_once)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TooLongError(str(error)) from error
+        return {
+            "length": length,
+            "times": length / trained,
+            "sequences": len(rows),
+            "rows": sum(end - first for first, end in inside.blocks) * len(rows),
+            "log_keys": inside.log_keys,
+            "heads": inside.heads(),
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+
+    name = f"{loaded.spec.name}, inside"
+    return measure_lengths_in_turn(file, found, name, progress or Progress(), measure, (TooLongError,))
+
+
+def table(results: Results) -> str:
+    """Means over the layers that see as many keys, and their heads; each layer and head is in the files."""
+    rows: dict[str, list[tuple[int, list[Number]]]] = {}
+    for result in results:
+        entries = result["results"]["lengths"]
+        for group in layers.layer_groups(entries):
+            title = ", ".join(filter(None, (result["model"]["name"], group.words)))
+            rows[title] = [
+                (e["length"], [layers.log_keys(e, group), *(layers.mean_of(e, group, name) for name in SHOWN)])
+                for e in entries
+            ]
+    width = max(20, *(len(title) + 2 for title in rows))
+    lines = ["means over rows, layers and heads; entropies in nats"]
+    lines.append(f"{'':<{width}}length" + "".join(f"{head:>12}" for head in HEADS))
+    for title, entries in rows.items():
+        for number, (length, values) in enumerate(entries):
+            cells = "".join(f"{'-' if value is None else f'{value:.4g}':>12}" for value in values)
+            lines.append(f"{title if number == 0 else '':<{width}}{length:>6}{cells}")
+    return "\n".join([*lines, *skipped_lines(results)])
+
+
+def csv_rows(results: Results) -> CsvTable:
+    rows = []
+    for result in results:
+        for entry in result["results"]["lengths"]:
+            for head in entry["heads"]:
+                log_keys = layers.log_keys_of(entry, head)
+                place = [result["model"]["name"], entry["length"], log_keys, head["layer"], head["head"]]
+                rows.append([*place, *(head[word] for word in QUANTITIES)])
+    return ["model", "length", "log_keys", "layer", "head", *QUANTITIES], rows
+
 
 TITLE = "Inside the attention"
 
@@ -32,7 +172,7 @@ BY_LENGTH = (
     Quantity("empty_tiles", "Tiles without any weight", "share of the tiles", True),
 )
 HELD = "stage1_entropy_frozen"
-HELD_WORDS = ", log N held"
+HELD_SUFFIX = ", log N held"
 HELD_CAPTION = "Hollow marks: the same queries and keys with log N held at that of the training length."
 
 
@@ -96,7 +236,7 @@ def by_layer_chart(members: Sequence[LoadedResult], quantity: Quantity, styles: 
     lines = [series_by_layer(m, quantity.name, styles) for m in members]
     caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
     if quantity is STAGE1:
-        held = [series_by_layer(m, HELD, styles, HELD_WORDS) for m in members]
+        held = [series_by_layer(m, HELD, styles, HELD_SUFFIX) for m in members]
         lines += [line for line in held if any(value is not None for value in line.y)]
         caption += f" {HELD_CAPTION}"
     limits = (0, None) if quantity.is_share else (None, None)
@@ -131,7 +271,7 @@ def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, words: str, ba
 
 def stage1_series(parts: Sequence[Part], held: Sequence[Part], styles: SeriesStyles, is_share: bool) -> list[Series]:
     growing = [part.series(STAGE1.name, styles, is_share=is_share) for part in parts]
-    return growing + [part.series(HELD, styles, HELD_WORDS, is_share) for part in held]
+    return growing + [part.series(HELD, styles, HELD_SUFFIX, is_share) for part in held]
 
 
 def equal_series(parts: Sequence[Part]) -> list[Series]:
@@ -208,7 +348,7 @@ def share_maps(m: LoadedResult, folder: str) -> list[HeatMap]:
     lengths = [row["length"] for row in m.content]
     names = length_names(lengths, m.training_length)
     found = []
-    for name, words in ((STAGE1.name, ""), (HELD, HELD_WORDS)):
+    for name, words in ((STAGE1.name, ""), (HELD, HELD_SUFFIX)):
         values = [[layers.share_of_log_keys(row, one_layer(layer), name) for row in m.content] for layer in numbers]
         if any(value is not None for line in values for value in line):
             found.append(
@@ -254,3 +394,21 @@ def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult
         f"Every layer and head at {row['length']} tokens.",
         percent=quantity.is_share,
     )
+
+
+MEASURE = Measure(
+    name="inside",
+    place=4,
+    help="entropy, sink, effective keys, zeros and empty tiles by layer, head and length",
+    description="What the weights look like, for each layer and head, by length: the entropy of stage 1 (also with "
+    "log N held at the training length) and of the final weights, the mass on the first token, the effective number "
+    "of keys, exact zeros, and tiles of 64 by 64 without any weight. Rows are looked at a block at a time.",
+    add_arguments=add_arguments,
+    run=run,
+    table=table,
+    csv={"inside": csv_rows},
+    title=TITLE,
+    read=read,
+    charts=charts,
+    drawn=lambda block: isinstance(block, LineChart),  # each head has its place in the report
+)

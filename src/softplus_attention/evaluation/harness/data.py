@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.evaluation import harness_ruler as ruler
+from softplus_attention.evaluation.harness import ruler
+from softplus_attention.utils.files import sha256
 from softplus_attention.validation import fail
 
-OUR_TASKS = Path(__file__).parent / "harness_tasks"
+OUR_TASKS = Path(__file__).parent / "yaml"
 # By the name that `datasets` has for the format.
 FORMATS = {"json": ".jsonl", "parquet": ".parquet"}
 
@@ -52,13 +53,11 @@ TASKS = {
     "lambada_openai": KnownTask("lambada", ("text",), ("test",)),
     "lambada_standard": KnownTask("lambada", ("text",), ("test",)),
     "summscreen": KnownTask("", ("input", "output"), ("validation", "test"), in_hub=False),
-    # What ruler reads from files is in harness_ruler.
+    # What ruler reads from files is in ruler.py.
     "ruler": KnownTask("ruler", in_local_files=False),
     "babilong": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
     "babilong_longctx": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
 }
-USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lambada_openai", "summscreen")
-FOUND_IN_HUB = tuple(name for name in USUAL if TASKS[name].in_hub)
 
 
 def known_task(name: str) -> KnownTask | None:
@@ -83,8 +82,7 @@ class LocalData:
 
 def described_file(path: Path) -> dict[str, str]:
     """With the sha256 of what it holds, so that results of other data under the same name are not taken for its own."""
-    with path.open("rb") as file:
-        return {"path": str(path), "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"path": str(path), "sha256": sha256(path)}
 
 
 def described_folder(folder: Path) -> dict[str, str]:
@@ -229,7 +227,7 @@ def check_lengths(names: Sequence[str], lengths: Sequence[int], is_local: bool =
         fail("--lengths", f"left out but for {most}, which alone have longer texts", f"{lengths[0]} with {short[0]!r}")
 
 
-def length_words(name: str, lengths: Sequence[int]) -> dict[str, Any]:
+def length_settings(name: str, lengths: Sequence[int]) -> dict[str, Any]:
     """How a task is told which lengths to make."""
     if not lengths:
         return {}

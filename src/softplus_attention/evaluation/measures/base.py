@@ -1,0 +1,372 @@
+"""What every measure of ``softplus-attention evaluate`` is, and what they share: options, models, texts, files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.charts.model import Block, SeriesStyles, Table
+from softplus_attention.evaluation.measures.loaded import LoadedResult, load
+from softplus_attention.utils import results as files
+from softplus_attention.utils.files import write_csv
+from softplus_attention.utils.progress import Progress
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from softplus_attention.evaluation.models import LoadedModel, ModelSpec
+    from softplus_attention.evaluation.texts import Documents
+
+MODEL_HELP = (
+    "[NAME=]FOLDER[+OPTION=VALUE...]: a folder with a saved model or a name on the hub, what to call it, and what to "
+    "change at inference for it alone, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
+)
+RESUME = "The same command again reuses what is finished."
+MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
+
+Result = dict[str, Any]
+Results = Sequence[Result]
+CsvTable = tuple[list[str], list[list[Any]]]
+
+
+@dataclass
+class Outcome:
+    """The results of the models that could be measured; ``status`` is 1 where some could not."""
+
+    results: list[Result]
+    status: int = 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure: its options, how it runs, and how its results become text, CSV files and charts.
+
+    A module of this folder that holds one as ``MEASURE`` is a measure; nothing else has to name it.
+    """
+
+    name: str
+    place: int  # in --help and in a report
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], Outcome]
+    table: Callable[[Results], str]
+    csv: Mapping[str, Callable[[Results], CsvTable]]  # by file name
+    title: str  # of its section in a report
+    read: Callable[[Result], Any]  # checks the ``results`` of a file that a stranger may have made
+    charts: Callable[[Sequence[LoadedResult], SeriesStyles, str], list[Block]]
+    drawn: Callable[[Block], bool] = lambda block: True  # what `evaluate` draws; a report draws everything
+    needs_model: bool = True
+
+    def add_parser(self, actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+        parser = actions.add_parser(self.name, help=self.help, description=f"{self.description} {RESUME}")
+        if self.needs_model:
+            add_model_arguments(parser)
+        self.add_arguments(parser)
+        parser.set_defaults(run=self.command)
+        return parser
+
+    def command(self, options: argparse.Namespace) -> int:
+        """Measures, prints the table, and writes CSV files and figures beside the results."""
+        try:
+            with warnings.catch_warnings():
+                # Of torch and transformers, about how they are used here: nothing that the user could change.
+                warnings.simplefilter("ignore")
+                outcome = self.run(options)
+                print(self.table(outcome.results))
+                self.finish(options.output, outcome.results)
+        except KeyboardInterrupt:
+            print("\nstopped; the same command continues where it was", file=sys.stderr)
+            return 130
+        return outcome.status
+
+    def finish(self, folder: Path, results: Results) -> None:
+        written = [files.path_of(folder, result) for result in results]
+        written += [*self.write_tables(folder, results), *self.draw(folder, results)]
+        print()
+        for path in written:
+            print(f"written: {path}")
+        if find_spec("matplotlib") is None:
+            print(
+                "figures were left out, since matplotlib is not installed: draw them later, here or elsewhere, with "
+                f"softplus-attention evaluate figures {folder}",
+                file=sys.stderr,
+            )
+
+    def blocks(self, results: Sequence[Mapping[str, Any]]) -> list[Block]:
+        """Charts, tables and notes of result files, as `utils.results` reads them."""
+        return self.charts([load(dict(result), self.read) for result in results], SeriesStyles(), "")
+
+    def write_tables(self, folder: Path, results: Results) -> list[Path]:
+        return [write_csv(folder / f"{name}.csv", *rows(results)) for name, rows in self.csv.items()]
+
+    def draw(self, folder: Path, results: Results) -> list[Path]:
+        """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
+        if find_spec("matplotlib") is None:
+            return []
+        from softplus_attention.charts.draw import draw
+
+        shown = [r for r in results if r["results"].get("lengths", True) and r["results"].get("cells", True)]
+        figures = [b for b in self.blocks(shown) if not isinstance(b, Table | str) and self.drawn(b)]
+        return draw(figures, folder / self.name) if figures else []
+
+    def check(self, folder: Path, results: Results) -> None:
+        """Files that somebody has changed or cut are named before anything is written."""
+        for result in results:
+            try:
+                for rows in self.csv.values():
+                    rows([result])
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                path = files.path_of(folder, result) if "name" in result.get("model", {}) else folder
+                fail("result file", f"one that holds what `evaluate {self.name}` measured", f"{str(path)!r}: {error!r}")
+
+
+# ---- options
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=MODEL_HELP)
+    add_output(parser)
+    parser.add_argument(
+        "--train-length", type=int, metavar="N", help="tokens the models were trained at (default: from their config)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16", "mixed"),
+        default="auto",
+        help="mixed: float32 weights in bfloat16 arithmetic, as in training on a GPU (default: as saved)",
+    )
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    change = parser.add_argument_group("changes at inference, for every model")
+    change.add_argument("--power", metavar="P", help="another power: a number, grow:BASE,SLOPE, or log:FACTOR")
+    change.add_argument("--reweight", action="store_true", help="the second stage on weights trained without it")
+    change.add_argument("--window", metavar="N", help="each token sees itself and the N - 1 before it")
+    change.add_argument("--rope", metavar="TYPE:FACTOR", help="linear:4, ntk:4 (dynamic NTK) or yarn:4")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results (default: %(default)s)"
+    )
+
+
+def add_text_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    texts = parser.add_mutually_exclusive_group(required=required)
+    texts.add_argument("--data", metavar="FOLDER", help="written by `softplus-attention data prepare`")
+    texts.add_argument(
+        "--text", nargs="+", metavar="FILE", help=".txt or .jsonl files, or builtin: the validation text of the package"
+    )
+    parser.add_argument("--split", default="validation", help="of --data (default: %(default)s)")
+    parser.add_argument("--tokenizer", help="for --text (default: the one saved with each model)")
+
+
+def add_integer(parser: Any, name: str, help_text: str, default: int | None = None) -> None:
+    """An option for a whole number; its help ends with the default where there is one."""
+    shown = "" if default is None else " (default: %(default)s)"
+    parser.add_argument(name, type=int, default=default, metavar="N", help=help_text + shown)
+
+
+def add_old_name(parser: Any, name: str, dest: str | None = None, **kwargs: Any) -> None:
+    """An option by the name that it had before: taken, and not in --help."""
+    dest = dest or name.removeprefix("--").replace("-", "_")
+    parser.add_argument(name, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
+
+
+def check_at_least(options: argparse.Namespace, **least: int) -> None:
+    """Options that are not given are fine."""
+    for name, value in least.items():
+        given = getattr(options, name)
+        if given is not None and given < value:
+            fail(f"--{name.replace('_', '-')}", f"at least {value}", given)
+
+
+def parse_lengths(text: str, training_length: int) -> list[int]:
+    """Tokens from "1,2,4" or "2x,4x" (times the training length) or "512,1024" (tokens), in rising order.
+
+    A sequence of one token has no loss, so a list that begins with 1 cannot mean tokens. Another could mean either
+    where all of it is small and below the training length: it is refused.
+    """
+    expected = "whole numbers such as 1,2,4 or 1x,8x,64x (times the training length) or 512,1024 (tokens)"
+    lengths = []
+    parts = [part.strip() for part in text.split(",")]
+    multiples = parts[0] == "1"
+    for part in parts:
+        number = part.removesuffix("x")
+        if not number.isdecimal() or int(number) < 1:
+            fail("--lengths", expected, repr(text))
+        lengths.append(int(number) * (training_length if multiples or part.endswith("x") else 1))
+    if max(lengths) < training_length and max(lengths) <= max(MULTIPLES):
+        times = ",".join(f"{part}x" for part in parts)
+        longest = f"{training_length} tokens, the training length, or more"
+        fail("--lengths", f"{times} for multiples of the training length, or up to {longest}", repr(text))
+    if min(lengths) < 2:
+        fail("--lengths", "of at least 2 tokens each", repr(text))
+    return sorted(set(lengths))
+
+
+def check_output(path: Path) -> None:
+    """Before anything is measured for it."""
+    if path.exists() and not path.is_dir():
+        fail("--output", "a folder, or a name for one", f"{str(path)!r}, which is a file")
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        fail("--output", "a folder that can be written", f"{str(path)!r}: {error.strerror}")
+
+
+# ---- models and texts
+
+
+def resolve_models(options: argparse.Namespace) -> tuple[list[ModelSpec], int]:
+    """The models and the length that all of them were trained at."""
+    from softplus_attention.evaluation.models import check_spec, parse_model_specs, training_length_of
+    from softplus_attention.huggingface.loading import check_device, quiet
+
+    quiet()
+    check_output(options.output)
+    check_device(options.device)
+    common = {name: getattr(options, name) for name in ("power", "window", "rope")}
+    specs = parse_model_specs(
+        options.models, common | ({"reweight": ""} if options.reweight else {}), options.trust_remote_code
+    )
+    found = {spec.name: training_length_of(spec) for spec in specs}
+    length = options.train_length
+    if length is not None and length < 2:
+        fail("--train-length", "at least 2", length)
+    if length is None:
+        lengths = set(found.values())
+        if len(lengths) > 1 or None in lengths:
+            given = ", ".join(f"{name}: {length or 'not in its config'}" for name, length in found.items())
+            fail("--train-length", "given where the models' configs do not agree on it", given)
+        length = next(length for length in lengths if length is not None)
+    for spec in specs:
+        check_spec(spec, length)
+    return specs, length
+
+
+def measure_each(
+    options: argparse.Namespace,
+    specs: Sequence[ModelSpec],
+    training_length: int,
+    measure: Callable[[LoadedModel], Result],
+) -> Outcome:
+    """One model in memory at a time. If one of several fails, it is reported and the others are measured."""
+    from softplus_attention.evaluation.models import load_for_evaluation
+
+    outcome = Outcome([])
+    for spec in specs:
+        try:
+            loaded = load_for_evaluation(spec, training_length, dtype=options.dtype, device=options.device)
+            outcome.results.append(measure(loaded))
+        except Exception as error:
+            if len(specs) == 1:
+                raise
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            print(f"{spec.name} was not measured: {kind}{error}", file=sys.stderr)
+            outcome.status = 1
+    if not outcome.results:
+        fail("MODEL", "at least one that can be measured", f"none of {len(specs)}")
+    return outcome
+
+
+def tokenizer_for(options: argparse.Namespace, loaded: LoadedModel) -> Any:
+    from softplus_attention.huggingface.loading import load_tokenizer
+
+    return load_tokenizer(options.tokenizer or loaded.spec.source, loaded.spec.trust_remote_code)
+
+
+def documents_for(options: argparse.Namespace, loaded: LoadedModel) -> Documents:
+    from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
+
+    if options.data is not None:
+        check_same_tokenizer(options.data, options.tokenizer or loaded.spec.source)
+        return folder_documents(options.data, options.split)
+    return text_documents(raw_texts(options.text), options.text, tokenizer_for(options, loaded))
+
+
+# ---- lengths, one after the other
+
+
+def measure_lengths_in_turn(
+    file: files.ResultFile,
+    lengths: Iterable[int],
+    name: str,
+    progress: Progress,
+    measure: Callable[[int, str], Result],
+    gaps: tuple[type[Exception], ...],
+) -> Result:
+    """``measure(length, title)`` for each length that the file does not have; it is saved after each. An error of
+    ``gaps`` leaves the length out, with its reason."""
+    for length in lengths:
+        title = f"{name}, {length} tokens"
+        if file.has("lengths", length=length):
+            progress.say(f"{title}: found in {file.path}")
+            continue
+        progress.update(f"{title}: begun")
+        try:
+            entry = measure(length, title)
+        except gaps as error:
+            reason = str(error).splitlines()[0]
+            progress.say(f"{title}: {reason}")
+            file.results["skipped"].append({"length": length, "reason": reason})
+        else:
+            file.add("lengths", entry, ["length"])
+    progress.clear()
+    return file.save(complete=True)
+
+
+def split_by_feasibility(
+    lengths: Sequence[int], longest: int, max_positions: int | None = None
+) -> tuple[list[int], list[dict[str, Any]], int]:
+    """The lengths that some document has and the model has positions for, the others, each with the reason, and the
+    longest that some document has: what every model is measured on, however many positions it has."""
+    in_documents = [length for length in lengths if length <= longest]
+    bounds = {longest: f"the longest document has {longest} tokens"}
+    if max_positions is not None:
+        bounds[max_positions] = f"the model has positions for {max_positions} tokens"
+    bound = min(bounds)
+    skipped = [{"length": length, "reason": bounds[bound]} for length in lengths if length > bound]
+    found = [length for length in lengths if length <= bound]
+    if not found:
+        fail("--lengths", f"at most {bound} ({bounds[bound]})", min(lengths))
+    for length in found:
+        if in_documents[-1] % length:
+            fail("--lengths", f"divisors of the longest that the documents allow, {in_documents[-1]}", length)
+    return found, skipped, in_documents[-1]
+
+
+# ---- tables in a terminal
+
+
+def by_length_table(
+    title: str, rows: Mapping[str, Mapping[int, str]], training_length: float, width: int = 10
+) -> list[str]:
+    """A line for each model, a column for each length."""
+    lengths = sorted({length for cells in rows.values() for length in cells})
+    first = max(24, *(len(name) + 2 for name in rows))
+    head = [
+        f"{title:<{first}}" + "".join(f"{length:>{width}}" for length in lengths) + "  tokens",
+        " " * first + "".join(f"{length / training_length:>{width - 1}.4g}x" for length in lengths),
+    ]
+    return head + [
+        f"{name:<{first}}" + "".join(f"{cells.get(length, '-'):>{width}}" for length in lengths)
+        for name, cells in rows.items()
+    ]
+
+
+def skipped_lines(results: Results) -> list[str]:
+    """What was left out, once for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        for skip in result["results"]["skipped"]:
+            what = f" at {skip['length']}" if "length" in skip else f": {skip['task']}"
+            reasons.setdefault(skip["reason"], []).append(f"{result['model']['name']}{what}")
+    return [f"left out: {', '.join(which)}: {reason}" for reason, which in reasons.items()]

@@ -1,0 +1,214 @@
+"""``evaluate downstream``: lm-evaluation-harness on our models and any other."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.charts.model import BarChart, Block, Series, SeriesStyles, Table, shown
+from softplus_attention.evaluation.measures.base import (
+    CsvTable,
+    Measure,
+    Outcome,
+    Result,
+    Results,
+    add_integer,
+    check_at_least,
+    measure_each,
+    resolve_models,
+    skipped_lines,
+    tokenizer_for,
+)
+from softplus_attention.evaluation.measures.loaded import LoadedResult, notes, with_error
+from softplus_attention.utils.untrusted import number_of, rows_of, text_of
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from softplus_attention.evaluation.models import LoadedModel
+
+# What is measured where no task is named; the last has no public set.
+USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lambada_openai", "summscreen")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tasks",
+        help="names by comma: ruler, ruler's and babilong's parts, babilong, or any of the harness (default: "
+        f"{','.join(USUAL)}, the last only with --data)",
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="FOLDER", help="local files in place of the hub, for every task that is named"
+    )
+    parser.add_argument(
+        "--include-path", type=Path, action="append", default=[], metavar="FOLDER", help="YAML files of more tasks"
+    )
+    parser.add_argument("--tokenizer", help="default: the one saved with each model")
+    add_integer(parser, "--limit", "only the first N records of each task")
+    add_integer(parser, "--shots", "examples in the prompt (default: the task's own)")
+    parser.add_argument(
+        "--batch-size", default="auto", help="at most, or auto; memory can make it smaller (default: %(default)s)"
+    )
+    add_integer(parser, "--max-length", "tokens of context before it is cut (default: from the config)")
+    parser.add_argument(
+        "--lengths", default="", metavar="N,N", help="lengths of ruler's texts (default: 4096), or one of babilong's"
+    )
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    check_at_least(options, limit=1, max_length=1, shots=0)
+    names = names_in(options)
+    settings: dict[str, Any] = {name: getattr(options, name) for name in ("shots", "limit", "max_length")}
+    settings["lengths"] = lengths = whole_numbers("--lengths", options.lengths)
+    settings["batch_size"] = (
+        None if options.batch_size == "auto" else whole_numbers("--batch-size", options.batch_size)[0]
+    )
+
+    import lm_eval  # noqa: F401  missing, it is named before models are read
+
+    from softplus_attention.evaluation.harness import data, tasks
+
+    tasks.quiet()
+    data.check_lengths(names, lengths, options.data is not None)
+    settings |= {"data": [], "include": options.include_path}
+    if options.data is not None:
+        settings["data"] = data.local_data(options.data, names, options.shots, lengths)
+        settings["texts"] = data.ruler_texts(options.data, list(tasks.parts_of(names)))
+    tasks.check_names(names, options.include_path, settings["data"])
+    specs, training_length = resolve_models(options)
+
+    def measure(loaded: LoadedModel) -> Result:
+        return tasks.measure_downstream(loaded, tokenizer_for(options, loaded), names, options.output, **settings)
+
+    outcome = measure_each(options, specs, training_length, measure)
+    outcome.status |= any(result["results"]["skipped"] for result in outcome.results)
+    return outcome
+
+
+def names_in(options: argparse.Namespace) -> list[str]:
+    if options.tasks is None:
+        if options.data is None:
+            print(f"{USUAL[-1]} is left out: it has no public set, and is read from --data", file=sys.stderr)
+        return list(USUAL if options.data is not None else USUAL[:-1])
+    names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
+    if not names:
+        fail("--tasks", "at least one name", repr(options.tasks))
+    return names
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or (not parts and name == "--batch-size"):
+        fail(name, "whole numbers above 0", repr(text))
+    return [int(part) for part in parts]
+
+
+def table(results: Results) -> str:
+    names = [result["model"]["name"] for result in results]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for result in results:
+        for row in result["results"]["tasks"]:
+            error = row["standard_error"]
+            # A perplexity beyond all numbers is null in the file.
+            words = "no number" if row["value"] is None else f"{row['value']:.4f}"
+            words += f" ± {error:.4f}" if error is not None else ""
+            cells.setdefault((row["task"], row["metric"]), {})[result["model"]["name"]] = words
+    width = max([20, *(len(name) + 2 for name in names)])
+    lines = [f"{'task':26}{'metric':14}" + "".join(f"{name:>{width}}" for name in names)]
+    for (task, metric), by_name in cells.items():
+        lines.append(f"{task:26}{metric:14}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names))
+    return "\n".join([*lines, *skipped_lines(results)])
+
+
+def csv_rows(results: Results) -> CsvTable:
+    head = ["task", "metric", "value", "standard_error", "samples", "shots"]
+    rows = [
+        [result["model"]["name"], *(row[word] for word in head)]
+        for result in results
+        for row in result["results"]["tasks"]
+    ]
+    return ["model", *head], rows
+
+
+TITLE = "Downstream tasks"
+# The first of these that a task has is drawn; the table has all.
+ACCURACIES = ("acc", "acc_norm", "exact_match")
+Rows = Sequence[Mapping[str, Any]]
+
+
+def read(results: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = rows_of(results, "tasks")
+    for row in rows:
+        text_of(row, "task"), text_of(row, "metric"), number_of(row, "value"), number_of(row, "standard_error")
+        number_of(row, "samples")
+    return rows
+
+
+def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
+    return [*bars(members, styles, folder), metrics_table(members, folder), *notes(members)]
+
+
+def bars(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str) -> list[Block]:
+    found = [accuracies(m.content) for m in members]
+    places = list(dict.fromkeys(key for own in found for key in own))
+    series = []
+    for m, own in zip(members, found, strict=True):
+        there = [place for place, key in enumerate(places) if key in own]
+        values, errors = (
+            [number_of(own[places[place]], name) for place in there] for name in ("value", "standard_error")
+        )
+        series.append(Series(m.label, there, values, errors, styles.of(m.name)))
+    names = [f"{task}\n{metric}" for task, metric in places]
+    title, caption = f"Accuracy on downstream tasks{folder}", "By lm-evaluation-harness. Bars are standard errors."
+    return [BarChart(title, "", "accuracy", names, series, caption, (0, 1))] if places else []
+
+
+def is_accuracy(row: Mapping[str, Any]) -> bool:
+    # ruler's metrics are named by the length of the text.
+    metric = str(row["metric"]).partition(" ")[0]
+    return row["value"] is not None and (metric in ACCURACIES or metric.isdecimal())
+
+
+def accuracies(content: Rows) -> dict[tuple[str, str], dict[str, Any]]:
+    """One row for each task that was asked for; the parts of a group only where it has no number of its own."""
+    rows = [row for row in content if is_accuracy(row)]
+    found: dict[tuple[str, str], Any] = {}
+    for asked in dict.fromkeys(row.get("asked", row["task"]) for row in rows):
+        whole = [row for row in rows if row["task"] == asked]
+        for row in whole or [row for row in rows if row.get("asked", row["task"]) == asked]:
+            metrics = [other["metric"] for other in rows if other["task"] == row["task"]]
+            best = [name for name in ACCURACIES if name in metrics][:1] or metrics
+            if row["metric"] in best:
+                found[row["task"], row["metric"]] = row
+    return found
+
+
+def metrics_table(members: Sequence[LoadedResult], folder: str) -> Table:
+    cells = {}
+    for m in members:
+        for row in m.content:
+            key = (row["task"], row["metric"], shown(number_of(row, "samples")), m.label)
+            cells[key] = with_error(number_of(row, "value"), number_of(row, "standard_error"))
+    names = list(dict.fromkeys(m.label for m in members))
+    body = [[*row, *(cells.get((*row, name), "") for name in names)] for row in dict.fromkeys(key[:3] for key in cells)]
+    caption = "By lm-evaluation-harness; ± is the standard error it gives."
+    return Table(f"{TITLE}{folder}", ["task", "metric", "samples", *names], body, caption)
+
+
+MEASURE = Measure(
+    name="downstream",
+    place=6,
+    help="accuracy on ARC, HellaSwag, PIQA, SciQ, MMLU, LAMBADA, a summary task and others",
+    description="Runs lm-evaluation-harness (pip install 'softplus-attention[harness]') on the models. Data comes from "
+    "the hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task (docs/evaluation.md). A task that "
+    "fails is left out with its reason, and the exit status is then 1.",
+    add_arguments=add_arguments,
+    run=run,
+    table=table,
+    csv={"downstream": csv_rows},
+    title=TITLE,
+    read=read,
+    charts=charts,
+)

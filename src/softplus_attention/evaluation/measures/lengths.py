@@ -1,0 +1,278 @@
+"""``evaluate lengths``: loss by length, what the context beyond the training length is worth, loss by position."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.charts.model import Block, Number, Series, SeriesStyles, Table, shown
+from softplus_attention.evaluation.measures.base import (
+    CsvTable,
+    Measure,
+    Outcome,
+    Result,
+    Results,
+    add_integer,
+    add_old_name,
+    add_text_arguments,
+    by_length_table,
+    check_at_least,
+    documents_for,
+    measure_each,
+    measure_lengths_in_turn,
+    parse_lengths,
+    resolve_models,
+    skipped_lines,
+    split_by_feasibility,
+)
+from softplus_attention.evaluation.measures.loaded import LoadedResult, base_of, by_length, columns_by_length, notes
+from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.results import ResultFile
+from softplus_attention.utils.untrusted import count_of, mapping, number_of, rows_of
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from softplus_attention.evaluation.models import LoadedModel
+    from softplus_attention.evaluation.texts import Documents
+
+CONTROL_FRACTION = 0.25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_text_arguments(parser)
+    parser.add_argument(
+        "--lengths",
+        default="1,2,4,8,16,32,64",
+        help="times the training length (1,2,4 or 2x,8x), or tokens (512,4096); numbers without an x are tokens unless "
+        "the first is 1; each divides the longest (default: %(default)s)",
+    )
+    add_integer(parser, "--sequences", "documents cut to the longest length, at most", 32)
+    parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    parser.add_argument(
+        "--control-fraction",
+        dest="control_share",
+        type=float,
+        default=CONTROL_FRACTION,
+        metavar="X",
+        help="last fraction of each sequence, scored again with 1x context only, half a training length at least "
+        "(default: %(default)s)",
+    )
+    add_old_name(parser, "--control-share", type=float)
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    check_at_least(options, sequences=1)
+    check_fraction("--control-fraction", options.control_share)
+    specs, training_length = resolve_models(options)
+    lengths = parse_lengths(options.lengths, training_length)
+    settings = {name: getattr(options, name) for name in ("sequences", "control", "control_share")}
+
+    def measure(loaded: LoadedModel) -> Result:
+        return measure_lengths(loaded, documents_for(options, loaded), lengths, options.output, **settings)
+
+    return measure_each(options, specs, training_length, measure)
+
+
+def check_fraction(argument: str, fraction: float) -> None:
+    if not 0 <= fraction <= 1:
+        fail(argument, "a fraction of the sequence, from 0 to 1", fraction)
+
+
+def measure_lengths(
+    loaded: LoadedModel,
+    documents: Documents,
+    lengths: Sequence[int],
+    folder: Path | None,
+    *,
+    sequences: int | None = 32,
+    control: bool = True,
+    control_share: float = CONTROL_FRACTION,
+    progress: Progress | None = None,
+) -> Result:
+    """The result file's content; lengths that an earlier run finished with the same settings are not run again."""
+    from softplus_attention.evaluation.lengths import LengthEvaluator, cut_documents
+    from softplus_attention.evaluation.loss import TokenLoss
+    from softplus_attention.evaluation.memory import TooLongError
+    from softplus_attention.evaluation.texts import check_vocabulary
+
+    check_fraction("control_share", control_share)
+    progress = progress or Progress()
+    model = loaded.model
+    check_vocabulary(documents, model)
+    found, skipped, longest = split_by_feasibility(lengths, documents.longest, loaded.longest)
+    texts = cut_documents(documents.at_least(longest), longest, sequences)
+    settings = {"data": documents.source, "longest": longest, "sequences": len(texts.rows), "control": control}
+    settings |= {"first_length": found[0], "control_share": control_share}
+    file = ResultFile(folder, "lengths", loaded.description(), settings, model.device, {"lengths": [], "skipped": []})
+    file.results |= {
+        "documents": [{"length": length, "long_enough": documents.long_enough(length)} for length in lengths],
+        "used": {"documents": texts.documents, "sequences": len(texts.rows), "longest": texts.longest},
+        "skipped": skipped,
+    }
+    evaluator = LengthEvaluator(
+        model, TokenLoss(model), texts, found[0], loaded.training_length, control, control_share
+    )
+
+    def measure(length: int, title: str) -> Result:
+        return evaluator.at(length, lambda done, of: progress.update(f"{title}: {100 * done // of}%"))
+
+    return measure_lengths_in_turn(file, found, loaded.spec.name, progress, measure, (TooLongError,))
+
+
+def number(value: float | None, sign: str = "") -> str:
+    return "no number" if value is None else f"{value:{sign}.4f}"
+
+
+def table(results: Results) -> str:
+    """Loss of each model by length, and under it what the context beyond the training length is worth."""
+    trained = results[0]["model"]["training_length"]
+    rows = {result["model"]["name"]: result["results"]["lengths"] for result in results}
+    losses = {name: {entry["length"]: number(entry["loss"]) for entry in own} for name, own in rows.items()}
+    lines = by_length_table("loss (nats per token)", losses, trained)
+    gains = {
+        name: {e["length"]: number(e["control"]["gain"], "+") for e in own if e["control"]}
+        for name, own in rows.items()
+        if any(entry["control"] for entry in own)
+    }
+    if gains:
+        lines.append(f"\ngain by the context beyond {trained} tokens, on the same target tokens (negative: it hurts)")
+        every = {name: {length: gains[name].get(length, "-") for length in losses[name]} for name in gains}
+        lines += by_length_table("", every, trained)[2:]
+    used = results[0]["results"]["used"]
+    lines.append(
+        f"\n{used['sequences']} texts of {used['longest']} tokens, from the {used['documents']} documents that are "
+        "long enough"
+    )
+    lines += skipped_lines(results)
+    if len({result["settings"]["data"]["fingerprint"] for result in results}) > 1:
+        lines.append("the models have different tokenizers: losses per token are not comparable between them")
+    return "\n".join(lines)
+
+
+def csv_rows(results: Results) -> CsvTable:
+    head = ["model", "attention", "length", "times", "loss", "standard_error", "full_context", "short_context", "gain"]
+    rows = []
+    for result in results:
+        for entry in result["results"]["lengths"]:
+            control = entry["control"] or {}
+            values = [entry[word] for word in ("length", "times", "loss", "standard_error")]
+            values += [control.get(word) for word in ("full", "short", "gain")]
+            rows.append([result["model"]["name"], result["model"]["attention"], *values])
+    return head, rows
+
+
+def position_rows(results: Results) -> CsvTable:
+    rows = [
+        [result["model"]["name"], entry["length"], part["first"], part["end"], part["loss"]]
+        for result in results
+        for entry in result["results"]["lengths"]
+        for part in entry["positions"]
+    ]
+    return ["model", "length", "first_position", "end_position", "loss"], rows
+
+
+TITLE = "Loss by length"
+CONTROL = ("window", "full", "short", "gain", "standard_error")
+
+
+def read(results: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = rows_of(results, "lengths")
+    for row in rows:
+        count_of(row, "length")
+        for name in ("loss", "standard_error"):
+            number_of(row, name)
+        for place in rows_of(row, "positions") if row.get("positions") is not None else []:
+            count_of(place, "first"), count_of(place, "end"), number_of(place, "loss")
+        if row.get("control") is not None:
+            for name in CONTROL:
+                number_of(mapping(row, "control"), name)
+    return sorted(rows, key=lambda row: row["length"])
+
+
+def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
+    base = base_of(members)
+    caption = "The same documents cut to each length; mean over all positions. "
+    losses = [loss_series(m, styles) for m in members]
+    blocks: list[Block] = [by_length(TITLE + folder, "mean loss (nats)", losses, caption + used_texts(members), base)]
+    gains = [series for series in (gain_series(m, styles) for m in members) if series.x]
+    if gains:
+        caption = (
+            "The control: the loss of the same target tokens with the last tokens only, minus that with the whole "
+            "context. Above 0 the long context is used; at 0 a flat curve means that it is ignored."
+        )
+        title = f"What the context beyond the window is worth{folder}"
+        blocks.append(by_length(title, "gain (nats)", gains, caption, base, baseline=0))
+    placed = [series for series in (position_series(m, styles) for m in members) if series.x]
+    if placed:
+        chart = by_length(f"Loss by position at the longest length{folder}", "mean loss (nats)", placed, "", base)
+        caption = "Means over buckets of positions, drawn at the end of each bucket."
+        blocks.append(replace(chart, x_label="position in the sequence", caption=caption))
+    if gains:
+        controls = [
+            [m.label, shown(row["length"]), *(shown(number_of(row["control"], name)) for name in CONTROL)]
+            for m in members
+            for row in controlled(m)
+        ]
+        head = ["model", "length", "window", "full context", "short context", "gain", "standard error"]
+        blocks.append(Table(f"The control{folder}", head, controls, "Losses in nats on the same target tokens."))
+    return blocks + notes(members)
+
+
+def loss_points(m: LoadedResult) -> tuple[list[float], list[Number]]:
+    lengths, (losses,) = columns_by_length(m.content, "loss")
+    return lengths, losses
+
+
+def loss_series(m: LoadedResult, styles: SeriesStyles) -> Series:
+    return Series(m.label, *loss_points(m), None, styles.of(m.name))
+
+
+def controlled(m: LoadedResult) -> list[dict[str, Any]]:
+    return [row for row in m.content if row.get("control") is not None]
+
+
+def gain_series(m: LoadedResult, styles: SeriesStyles) -> Series:
+    rows = controlled(m)
+    values, errors = ([number_of(row["control"], name) for row in rows] for name in ("gain", "standard_error"))
+    return Series(m.label, [row["length"] for row in rows], values, errors, styles.of(m.name))
+
+
+def position_series(m: LoadedResult, styles: SeriesStyles) -> Series:
+    places = (m.content[-1].get("positions") or []) if m.content else []
+    losses = [number_of(place, "loss") for place in places]
+    return Series(m.label, [place["end"] for place in places], losses, None, styles.of(m.name))
+
+
+def used_texts(members: Sequence[LoadedResult]) -> str:
+    """What each was measured on: once where it is the same for all."""
+    counts = {m.label: text_count(m.results.get("used")) for m in members}
+    different = {count for count in counts.values() if count}
+    if len(different) == 1 and all(counts.values()):
+        return f"{different.pop()}."
+    return " ".join(f"{name}: {count}." for name, count in counts.items() if count)
+
+
+def text_count(used: Any) -> str:
+    if not isinstance(used, dict):
+        return ""
+    return f"{used.get('sequences')} sequences of {used.get('longest')} tokens from {used.get('documents')} documents"
+
+
+MEASURE = Measure(
+    name="lengths",
+    place=1,
+    help="loss by length, and whether the long context is used",
+    description="The mean loss over all positions of the same documents, cut to 1 to 64 times the training length, and "
+    "by position. The control compares the loss on the same target tokens with the full context and with the last 1x "
+    "tokens alone: a flat curve can come from a model that ignores what is far away.",
+    add_arguments=add_arguments,
+    run=run,
+    table=table,
+    csv={"lengths": csv_rows, "lengths-positions": position_rows},
+    title=TITLE,
+    read=read,
+    charts=charts,
+)
