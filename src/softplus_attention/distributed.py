@@ -29,6 +29,7 @@ from softplus_attention.visibility import Visibility, document_of, window_start
 
 Mode = Literal["gather", "ulysses"]
 MODES = ("gather", "ulysses")
+IGNORED = -100  # a label that is no target
 LARGEST_BLOCK = 128  # tokens that stay together: a block of the kernels' rows
 BLOCKS_EACH = 8  # at least so many blocks for each process, where the sequence is long enough
 
@@ -330,6 +331,38 @@ def sharded(record: ContextParallel) -> Iterator[ContextParallel]:
         yield record
     finally:
         _active = before
+
+
+def shard_batch(
+    inputs: Mapping[str, Any], group: dist.ProcessGroup | None = None, mode: Mode = "gather"
+) -> tuple[ContextParallel, dict[str, Any]]:
+    """The record of a causal language model's batch, and what its forward takes on this process inside ``sharded``.
+
+    "input_ids" and "labels" (B, length) are the same on every process of the group; "position_ids", where they start
+    anew, begin documents. The labels are shifted here, since a row's next token may be elsewhere: "shift_labels".
+    """
+    tokens = inputs["input_ids"]
+    left = sorted(set(inputs) - {"input_ids", "labels", "position_ids", "shift_labels"})
+    if left:
+        raise ValueError(f"context parallel cannot share out {left}: pass input_ids, labels and position_ids alone")
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    position_ids = inputs.get("position_ids")
+    if position_ids is None:
+        record = context_parallel(tokens.shape[1], group=group, mode=mode, device=tokens.device)
+        position_ids = place[None].expand_as(tokens)
+    else:
+        begun = torch.where(position_ids == 0, place, 0).cummax(1).values
+        if not torch.equal(position_ids, place - begun):
+            raise ValueError("context parallel needs position_ids that count from 0 in each document")
+        record = context_parallel(document_starts=begun, group=group, mode=mode)
+    shared = {"input_ids": record.shard(tokens, 1), "position_ids": record.shard(position_ids, 1)}
+    labels = inputs.get("labels")
+    if labels is not None:
+        shifted = inputs.get("shift_labels")
+        if shifted is None:
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        shared |= {"labels": record.shard(labels, 1, IGNORED), "shift_labels": record.shard(shifted, 1, IGNORED)}
+    return record, shared
 
 
 def active() -> ContextParallel | None:

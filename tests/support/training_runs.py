@@ -128,8 +128,8 @@ class Run:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return json.loads(lines[-1])["step"] if lines else 0
 
-    def losses(self) -> dict[int, float]:
-        return {entry["step"]: entry["loss"] for entry in self.entries() if "loss" in entry}
+    def losses(self, name: str = "loss") -> dict[int, float]:
+        return {entry["step"]: entry[name] for entry in self.entries() if name in entry}
 
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*") if "." not in path.name)

@@ -132,6 +132,12 @@ class TrainConfig:
         SPEED, "bf16 or fp16 (mixed; fp16 scales the loss), fp32, or auto: bf16 on a GPU", "auto", free=True
     )
     parallel: str = option(SPEED, "under torchrun: ddp, or fsdp (FSDP2: everything sharded)", "ddp", free=True)
+    context_parallel: int = option(
+        SPEED, "under torchrun: so many processes share each sequence; exact, for lengths one cannot hold", 1, free=True
+    )
+    tensor_parallel: int = option(
+        SPEED, "under torchrun: so many processes share the heads of each layer; the rest is as with fsdp", 1, free=True
+    )
     micro_batch_size: int = option(
         SPEED, "sequences on a device at a time, at most; gradients accumulate up to the batch", 32, free=True
     )
@@ -175,12 +181,28 @@ class TrainConfig:
                 fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         if self.precision == "fp16" and self.parallel == "fsdp":
             fail("precision", "bf16 or fp32 with --parallel fsdp", "'fp16'")
+        self.check_parallel()
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
         if self.width // self.heads > LARGEST_HEAD_DIM:
             fail("heads", f"so many that each is at most {LARGEST_HEAD_DIM} wide (`width` {self.width})", self.heads)
         self.check_layers()
         self.check_power()
+
+    @property
+    def sharing(self) -> int:
+        """Processes that work on the same sequences."""
+        return self.context_parallel * self.tensor_parallel
+
+    def check_parallel(self) -> None:
+        if self.heads % self.tensor_parallel:
+            fail("tensor_parallel", f"a divisor of the {self.heads} heads", self.tensor_parallel)
+        if self.tensor_parallel > 1 and self.loss != "plain":
+            fail("loss", "plain with tensor_parallel, which divides the vocabulary", repr(self.loss))
+        if self.tensor_parallel > 1 and self.optimizer != "adamw":
+            fail("optimizer", "adamw with tensor_parallel: muon needs whole matrices", repr(self.optimizer))
+        if self.sharing > 1 and self.compile:
+            fail("compile", "False with context_parallel or tensor_parallel", True)
 
     def check_layers(self) -> None:
         every = self.global_every
@@ -205,7 +227,15 @@ class TrainConfig:
 
     def check_numbers(self) -> None:
         least = {"layers": 1, "width": 1, "heads": 1, "sequence_length": 2, "steps": 1, "batch_size": 1, "keep": 1}
-        least |= {"micro_batch_size": 1, "log_every": 1, "save_every": 1, "evaluate_sequences": 1, "seed": 0}
+        least |= {
+            "micro_batch_size": 1,
+            "context_parallel": 1,
+            "tensor_parallel": 1,
+            "log_every": 1,
+            "save_every": 1,
+            "evaluate_sequences": 1,
+            "seed": 0,
+        }
         least |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
         for name, value in least.items():
             if not value <= getattr(self, name) < math.inf:

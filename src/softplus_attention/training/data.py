@@ -43,6 +43,23 @@ class RepeatedDataset(Dataset[dict[str, Tensor]]):
         return self.sequences[place]
 
 
+class SharedDataset(Dataset[dict[str, Tensor]]):
+    """Each of ``sharing`` processes beside each other gets the sequences of the first.
+
+    accelerate gives batches of ``batch`` sequences to the processes in turn: number n is of batch n // batch.
+    """
+
+    def __init__(self, sequences: Any, batch: int, sharing: int) -> None:
+        self.sequences, self.batch, self.sharing = sequences, batch, sharing
+
+    def __len__(self) -> int:
+        return len(self.sequences) * self.sharing
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        turn, place = divmod(number, self.batch)
+        return self.sequences[turn // self.sharing * self.batch + place]
+
+
 def collate(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
     # Nothing predicts a sequence's first token: a label there would be counted by some versions of Trainer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from softplus_attention.validation import fail
 
 PARALLEL = ("ddp", "fsdp")
 
@@ -60,17 +59,59 @@ def run_on_rank0(make: Callable[[], Any]) -> Any:
     return made[0] if made else None
 
 
-def shard(model: nn.Module, device: torch.device, bf16: bool) -> None:
+def mesh_of(device: torch.device, context: int, tensor: int) -> Any:
+    """Processes beside each other share the heads, then the sequence; "data" is all that is not "tensor"."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("replicas", "context", "tensor")
+    mesh = init_device_mesh(device.type, (world_size() // (context * tensor), context, tensor), mesh_dim_names=names)
+    mesh["replicas", "context"]._flatten("data")
+    return mesh
+
+
+def divide_heads(model: Any, mesh: Any) -> None:
+    """Tensor parallel: each module by the model's own plan, in torch's words."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles: dict[str, Callable[[], Any]] = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+    for pattern, style in model.tp_plan.items():
+        for name in matching(model, pattern):
+            holder, _, last = name.rpartition(".")
+            place = getattr(model.get_submodule(holder), last)
+            if isinstance(place, nn.Module):
+                parallelize_module(place, mesh, styles[style]())
+            else:
+                part = nn.Parameter(distribute_tensor(place.data, mesh, [Shard(0)]))
+                setattr(model.get_submodule(holder), last, part)
+    model.tie_weights()
+
+
+def matching(model: nn.Module, pattern: str) -> list[str]:
+    """The modules and parameters that a line of a plan means; "*" is the number of a layer."""
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return [name for name in names if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)]
+
+
+def norm_of_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Of parameters that are divided in different ways, which torch's own function refuses."""
+    norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
+
+
+def shard(model: nn.Module, mesh: Any, bf16: bool) -> None:
     """FSDP2 by torch's ``fully_shard``, each layer its own unit. The parameters are DTensors from here on.
 
     Trainer and accelerate asked for FSDP run DDP on a CPU and say nothing, so the model is sharded before they see it.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    if not dist.is_initialized():
-        fail("parallel", "ddp for a single process that torchrun did not start", "'fsdp'")
-    mesh = init_device_mesh(device.type, (world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32 if bf16 else None
     )

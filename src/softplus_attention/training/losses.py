@@ -31,14 +31,24 @@ def linear_loss(name: str) -> Loss:
         import_liger()
 
     def loss(
-        hidden: Tensor, weight: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, **_: Any
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        shift_labels: Tensor | None = None,
+        **_: Any,
     ) -> Tensor:
         # The last position predicts nothing; cutting it off would copy the hidden states and leave odd sizes.
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED).reshape(-1)
+        targets = shifted(labels).reshape(-1) if shift_labels is None else shift_labels.reshape(-1)
         total = chosen(hidden.flatten(0, 1), weight, targets)
         return total / ((targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
     return loss
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """What each position predicts."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:

@@ -32,14 +32,16 @@ def optimizer_of(
     if name not in OPTIMIZERS:
         fail("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(name))
     named = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
-    fused = bool(named) and named[0][1].device.type == "cuda"
+    meshes = {getattr(p, "device_mesh", None) for _, p in named}
+    fused = bool(named) and named[0][1].device.type == "cuda" and len(meshes) == 1
+    foreach = None if len(meshes) == 1 else False  # tensors divided in different ways are stepped one by one
     matrices = [p for path, p in named if p.dim() >= 2 and (name == "adamw" or not is_hidden_matrix(path, p))]
     vectors = [p for _, p in named if p.dim() < 2]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    words: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused}
+    words: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused, "foreach": foreach}
     if name == "adamw":
         return torch.optim.AdamW(groups, **words)
     hidden = [p for path, p in named if is_hidden_matrix(path, p)]

@@ -17,7 +17,7 @@ from softplus_attention.huggingface.loading import quiet
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.config import TrainConfig
-from softplus_attention.training.data import Folder, RepeatedDataset, collate, padded_vocabulary
+from softplus_attention.training.data import Folder, RepeatedDataset, SharedDataset, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
 from softplus_attention.training.metrics import (
@@ -91,9 +91,14 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         fail("precision", "bf16 or fp32 on a CPU", "'fp16'")
     check_reporter(config.report_to)
     processes = distributed.world_size()
-    if config.batch_size % processes:
-        fail("batch_size", f"a multiple of the {processes} processes", config.batch_size)
-    share = config.batch_size // processes
+    if processes % config.sharing:
+        expected = f"so many that they divide the processes that torchrun starts, {processes}"
+        fail("context_parallel * tensor_parallel", expected, config.sharing)
+    readers = processes // config.sharing
+    if config.batch_size % readers:
+        of = f"{readers} processes" if config.sharing == 1 else f"{readers} groups of {config.sharing} processes"
+        fail("batch_size", f"a multiple of the {of}", config.batch_size)
+    share = config.batch_size // readers
     micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
     schedule, words = learning_rate_schedule(config)
     return TrainingArguments(
@@ -183,6 +188,8 @@ def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> 
         # A last batch that is not full would count double for some sequences, by the number of processes.
         if count < config.batch_size:
             arguments.per_device_eval_batch_size = 1
+            if config.sharing > 1:
+                count -= count % (distributed.world_size() // config.sharing)
         else:
             count -= count % config.batch_size
         validation = Subset(held, range(count))
@@ -199,14 +206,26 @@ def trainer_of(
     dataset: Any,
     validation: Any = None,
 ) -> SoftplusTrainer:
-    model.linear_loss = linear_loss(config.loss)
+    # Divided by tensor parallel, the head is no matrix that a loss could take.
+    model.linear_loss = linear_loss(config.loss) if config.tensor_parallel == 1 else None
     model.to(arguments.device)
     count = sum(p.numel() for p in model.parameters())
     schedule = config.power_schedule
     if config.compile:
         compile_model(model, config)
-    if config.parallel == "fsdp":
-        distributed.shard(model, arguments.device, arguments.bf16)
+    mesh: Any = None
+    if config.parallel == "fsdp" or config.sharing > 1:
+        if distributed.world_size() == 1:
+            fail("parallel", "ddp for a single process that torchrun did not start", repr(config.parallel))
+        mesh = distributed.mesh_of(arguments.device, config.context_parallel, config.tensor_parallel)
+    if config.tensor_parallel > 1:
+        distributed.divide_heads(model, mesh["tensor"])
+    if config.parallel == "fsdp" or config.tensor_parallel > 1:
+        distributed.shard(model, mesh["data"], arguments.bf16)
+    if config.sharing > 1:
+        dataset = SharedDataset(dataset, arguments.per_device_train_batch_size, config.sharing)
+        if validation is not None:
+            validation = SharedDataset(validation, arguments.per_device_eval_batch_size, config.sharing)
     power = None if schedule is None else PowerCallback(schedule, config.steps)
     throughput = Throughput(
         config.batch_size * config.sequence_length,
@@ -227,6 +246,7 @@ def trainer_of(
         eval_dataset=validation,
         data_collator=collate,
         callbacks=callbacks,
+        group=mesh["context"].get_group() if config.context_parallel > 1 else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from softplus_attention.distributed import shard_batch, sharded
 from softplus_attention.huggingface import set_power
 from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.checkpoints import POSITION, SCHEDULER, TRAINER_STATE
@@ -37,9 +38,15 @@ class SoftplusTrainer(Trainer):
     """A run of ``TrainConfig``; ``power`` and ``throughput`` add their figures to what is logged."""
 
     def __init__(
-        self, config: TrainConfig, throughput: Throughput, power: PowerCallback | None = None, **words: Any
+        self,
+        config: TrainConfig,
+        throughput: Throughput,
+        power: PowerCallback | None = None,
+        group: Any = None,
+        **words: Any,
     ) -> None:
         self.config, self.throughput, self.power = config, throughput, power
+        self.group = group  # the processes that share a sequence
         self.pending: dict[str, Any] = {}
         self.optimizer: Any
         super().__init__(**words)
@@ -95,6 +102,19 @@ class SoftplusTrainer(Trainer):
         finally:
             self.args.dataloader_drop_last = True
 
+    def get_cp_size(self) -> int:
+        return self.config.context_parallel
+
+    def get_tp_size(self) -> int:
+        return self.config.tensor_parallel
+
+    def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Called around each forward and backward: a context, and the rows of this process."""
+        if self.group is None:
+            return nullcontext, inputs
+        record, inputs = shard_batch(inputs, self.group)
+        return functools.partial(sharded, record), inputs
+
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return 0  # counted by Throughput; Trainer's own count walks over all parameters in every step
 
@@ -109,9 +129,16 @@ class SoftplusTrainer(Trainer):
             raise
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        if self.config.tensor_parallel > 1:
+            parameters = list(model.parameters())
+            norm = distributed.norm_of_gradients(parameters)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm, foreach=False)
+            return norm
         return whole(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | float:
+        if grad_norm is None and self.config.tensor_parallel > 1:
+            return distributed.norm_of_gradients(list(model.parameters()))
         return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

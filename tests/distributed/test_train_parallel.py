@@ -1,0 +1,100 @@
+"""``train`` with the sequence or the heads of each layer divided over processes: the losses of one process."""
+
+from pathlib import Path
+
+import pytest
+from training_runs import TINY, Run, text_folder
+
+STEPS = 20
+SETTINGS = {**TINY, "steps": STEPS, "power": "learned", "precision": "fp32", "batch_size": 4, "micro_batch_size": 2}
+SETTINGS |= {"evaluate_every": 10, "evaluate_sequences": 4, "sequence_length": 61, "heads": 4, "save_every": 10}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return text_folder(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return Run(tmp_path_factory.mktemp("alone") / "run", {**SETTINGS, "data": data}).finish()
+
+
+@pytest.fixture
+def run(data: Path, tmp_path: Path) -> Run:
+    return Run(tmp_path / "run", {**SETTINGS, "data": data})
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert len(other.losses()) == STEPS
+    assert run.losses() == pytest.approx(other.losses(), abs=1e-5)
+    assert run.losses("eval_loss") == pytest.approx(other.losses("eval_loss"), abs=1e-5)
+    assert len(run.losses("eval_loss")) == 2
+
+
+def test_a_sequence_on_two_processes(run: Run, alone: Run) -> None:
+    assert_same(run.finish(processes=2, context_parallel=2, gradient_checkpointing=True), alone)
+
+
+def test_heads_on_two_processes(run: Run, alone: Run) -> None:
+    assert_same(run.finish(processes=2, tensor_parallel=2), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"processes": 4, "context_parallel": 2},
+        {"processes": 4, "context_parallel": 2, "parallel": "fsdp"},
+        {"processes": 4, "tensor_parallel": 2},
+        {"processes": 4, "context_parallel": 2, "tensor_parallel": 2},
+        {"processes": 3, "context_parallel": 3, "parallel": "fsdp"},
+        {"processes": 2, "context_parallel": 2, "loss": "chunked"},
+    ],
+    ids=str,
+)
+def test_more_processes(run: Run, alone: Run, words: dict) -> None:
+    assert_same(run.finish(**words), alone)
+
+
+@pytest.mark.slow
+def test_documents_on_two_processes(data: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "data": data, "document_mask": True, "window": 9, "global_every": 2}
+    alone = Run(tmp_path / "alone", settings).finish()
+    assert_same(Run(tmp_path / "run", settings).finish(processes=2, context_parallel=2), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"processes": 2, "context_parallel": 2}, {"processes": 1}),
+        ({"processes": 2, "tensor_parallel": 2}, {"processes": 1}),
+        ({"processes": 1}, {"processes": 4, "context_parallel": 2, "tensor_parallel": 2}),
+        ({"processes": 4, "context_parallel": 2, "parallel": "fsdp"}, {"processes": 3, "context_parallel": 3}),
+    ],
+    ids=str,
+)
+def test_goes_on_with_other_processes(run: Run, alone: Run, first: dict, then: dict) -> None:
+    run.start(**first)
+    assert run.kill_when(lambda: (run.output / "checkpoint-10").exists())
+    run.finish(**then)
+    assert "from step 10" in run.words()
+    assert_same(run, alone)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"context_parallel": 2}, "divide the processes that torchrun starts, 1, got 2"),
+        ({"tensor_parallel": 3}, "`--tensor-parallel` must be a divisor of the 4 heads, got 3"),
+        ({"tensor_parallel": 2, "optimizer": "muon"}, "muon needs whole matrices"),
+        ({"tensor_parallel": 2, "loss": "chunked"}, "divides the vocabulary"),
+        ({"context_parallel": 2, "compile": True}, "`--compile` must be "),
+    ],
+)
+def test_what_cannot_be_is_refused(run: Run, words: dict, said: str) -> None:
+    run.start(**words)
+    assert run.wait() == 2
+    assert said in run.words()
+    assert "Traceback" not in run.words()
