@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SERVING ?= .venv-serving
 # Two busy cores spinning on each other's OpenMP locks cost up to ten times the work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lint test-slow test-gpu bench-cpu pages clean
+.PHONY: setup demo test lint test-serving test-slow test-gpu bench-cpu pages clean
 
 setup: $(VENV)/installed
 
@@ -28,6 +29,17 @@ lint: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal
 
+# vLLM pins a torch and a transformers of its own: an environment beside ours.
+$(SERVING)/installed: pyproject.toml constraints-serving.txt
+	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-serving.txt
+	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# Real engines and a real server, on a CPU.
+test-serving: $(SERVING)/installed
+	OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -q --disable-warnings --confcutdir=tests/serving tests/serving
+
 test-slow: setup
 	$(BIN)/python -m pytest -q -m slow
 
@@ -43,4 +55,4 @@ pages: setup
 	$(BIN)/python -m experiments.study.figures
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(SERVING) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis

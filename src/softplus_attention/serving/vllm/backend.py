@@ -127,9 +127,7 @@ class PagedAttention(AttentionImpl[PagedBatch]):
             f"attention of the kind {attn_type!r}": attn_type != AttentionType.DECODER,
             "a key/value cache shared between layers": kv_sharing_target_layer_name,
             f"kv_cache_dtype={kv_cache_dtype!r} in a model of {own}": kv_cache_dtype not in ("auto", own),
-            # Their parts are merged by softmax's log-sum-exp.
-            "decode context parallelism": self.dcp_world_size > 1,
-            "prefill context parallelism": self.pcp_world_size > 1,
+            "context parallelism": self.total_cp_world_size > 1 or self.pcp_world_size > 1,
             **{f"`{word}`": value for word, value in others.items()},
         }
         for what, value in asked.items():

@@ -7,25 +7,28 @@ import os
 from typing import Any
 
 BACKEND = "SOFTPLUS"
+MODELS = {"SoftplusGPTForCausalLM": "softplus_gpt"}
 UNTESTED_ON_GPU = "SOFTPLUS_ATTENTION_VLLM_NEVER_RUN_ON_A_GPU"
 
 
 def register() -> None:
     from vllm.config import ModelConfig
     from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     import softplus_attention.huggingface  # noqa: F401  AutoConfig knows our types from here on
-    from softplus_attention.serving.vllm.lengths import UnlimitedLength
+    from softplus_attention.serving.vllm.config import UnlimitedLength, WithoutContextParallel
 
     refuse_stock_architectures(ModelConfig)
     if BACKEND not in AttentionBackendEnum.__members__:
         # A model gives its layers the class itself; vLLM looks the name up.
         AttentionBackendEnum.register(BACKEND, "softplus_attention.serving.vllm.backend.SoftplusBackend")
     MODEL_ARCH_CONFIG_CONVERTORS["softplus_gpt"] = UnlimitedLength
-    models = "softplus_attention.serving.vllm.softplus_gpt"
-    ModelRegistry.register_model("SoftplusGPTForCausalLM", f"{models}:SoftplusGPTForCausalLM")
+    for architecture, module in MODELS.items():
+        MODELS_CONFIG_MAP[architecture] = WithoutContextParallel
+        ModelRegistry.register_model(architecture, f"softplus_attention.serving.vllm.{module}:{architecture}")
 
 
 def refuse_stock_architectures(config_class: Any) -> None:

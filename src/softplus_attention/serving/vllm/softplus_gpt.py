@@ -16,6 +16,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.models.utils import maybe_prefix
 
 from softplus_attention.attentions.catalog import SOFTMAX
+from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTRotaryEmbedding, layer_norm
 from softplus_attention.nn.learned_power import LearnedParameters
@@ -58,7 +59,7 @@ class SoftplusGPTAttention(LearnedParameters):
             quant_config=vllm_config.quant_config,
             per_layer_sliding_window=spec.window,
             prefix=f"{prefix}.attn",
-            **({} if spec.but(window=None, positions="rope") == SOFTMAX else ours),
+            **({} if is_plain_softmax(spec) else ours),
         )
 
     def forward(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -68,6 +69,10 @@ class SoftplusGPTAttention(LearnedParameters):
             q, k = (rotate(x.transpose(0, 1), *position_embeddings).transpose(0, 1) for x in (q, k))
         out, _ = self.o_proj(self.attn(q.flatten(1), k.flatten(1), v.flatten(1)))
         return out
+
+
+def is_plain_softmax(spec: AttentionSpec) -> bool:
+    return spec.positions != "alibi" and spec.but(window=None, positions=SOFTMAX.positions) == SOFTMAX
 
 
 def load_heads(parameter: Tensor, loaded: Tensor) -> None:

@@ -1,0 +1,99 @@
+"""What vLLM must not do with our models, each refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from serving_cases import SIZE, ask, assert_as_in_transformers, engine, save_gpt
+from transformers import AutoModelForCausalLM, LlamaConfig
+from vllm.model_executor.layers.attention import Attention
+
+from softplus_attention.serving.vllm import plugin
+from softplus_attention.serving.vllm.backend import PagedBatchBuilder, SoftplusBackend
+
+
+def assert_refused(folder: Path, words: str, **options: Any) -> None:
+    """vLLM wraps what is raised while it reads a config, and not what a layer raises."""
+    with pytest.raises((NotImplementedError, ValueError), match=words), engine(folder, **options):
+        pass
+
+
+def test_no_flag_replaces_the_backend(recipe: Path) -> None:
+    with engine(recipe, attention_backend="TRITON_ATTN") as llm:
+        model = llm.llm_engine.model_executor.driver_worker.get_model()
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        assert [layer.attn_backend for layer in layers] == [SoftplusBackend] * 4
+        answers = ask(llm)
+    assert_as_in_transformers(answers, recipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' in a model of float32 is not supported"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' in a model of float32 is not supported"),
+        ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported for this model"),
+    ],
+)
+def test_refused_at_the_start(options: dict[str, Any], words: str, recipe: Path) -> None:
+    assert_refused(recipe, words, **options)
+
+
+def test_rope_that_follows_the_longest_request(tmp_path: Path) -> None:
+    folder = save_gpt(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
+    assert_refused(folder, "follow the longest request")
+
+
+def test_context_parallel(tmp_path: Path) -> None:
+    """Before a process is started."""
+    folder = save_gpt(tmp_path, num_key_value_heads=1)
+    words = "decode_context_parallel_size=2: the attention of SoftplusGPTForCausalLM"
+    assert_refused(folder, words, tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
+def test_cascade(recipe: Path) -> None:
+    with engine(recipe) as llm:
+        (group, *_) = llm.llm_engine.model_executor.driver_worker.model_runner.attn_groups[0]
+        builder = group.get_metadata_builder()
+        assert isinstance(builder, PagedBatchBuilder)
+        with pytest.raises(NotImplementedError, match="cascade"):
+            builder.build(16, None)
+
+
+def llama(folder: Path, **changes: Any) -> Path:
+    size = {**SIZE, "intermediate_size": 128, "max_position_embeddings": 256, "pad_token_id": 0}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**size)).save_pretrained(folder)
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return folder
+
+
+def test_stock_type_with_our_attention(tmp_path: Path) -> None:
+    """As versions before the types of our own saved it: vLLM would take it for a Llama with softmax."""
+    folder = llama(tmp_path, attn_implementation="lssar", softplus_attention={"power": 7})
+    assert_refused(folder, "was trained with the attention 'lssar', and vLLM's LlamaForCausalLM would run softmax")
+
+
+def test_stock_models_are_left_alone(tmp_path: Path) -> None:
+    folder = llama(tmp_path)
+    with engine(folder) as llm:
+        answers = ask(llm)
+    assert_as_in_transformers(answers, folder)
+
+
+@pytest.mark.parametrize("allowed", [None, "0", "1"])
+def test_gpu_needs_the_switch(allowed: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(plugin.UNTESTED_ON_GPU, raising=False)
+    if allowed is not None:
+        monkeypatch.setenv(plugin.UNTESTED_ON_GPU, allowed)
+    plugin.refuse_untested_device("cpu")
+    if allowed == "1":
+        plugin.refuse_untested_device("cuda")
+    else:
+        with pytest.raises(NotImplementedError, match=f"{plugin.UNTESTED_ON_GPU}=1"):
+            plugin.refuse_untested_device("cuda")
