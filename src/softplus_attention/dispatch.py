@@ -23,7 +23,7 @@ Impl = Literal["auto", "triton", "chunked", "reference"]
 IMPLS = ("auto", "triton", "chunked", "reference")
 # The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
 MAX_DECODE_ROWS = 16
-NO_TRITON = "triton is not installed (pip install -e '.[triton]')"
+NO_TRITON = "triton is not installed (pip install 'softplus-attention[triton]')"
 # Looked for once: torch.compile cannot follow the search.
 HAS_TRITON = find_spec("triton") is not None
 

@@ -488,7 +488,7 @@ def test_entmax_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without_entmax)
     q, k, _ = inputs()
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[baselines\]"):
+    with pytest.raises(ImportError, match=r"pip install 'softplus-attention\[baselines\]'"):
         composed_weights(attention("entmax").spec, q, k, Visibility(T, T, q.device))
 
 

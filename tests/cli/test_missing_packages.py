@@ -27,10 +27,14 @@ NOT_TORCH = ["numpy", "transformers", "huggingface_hub", "tokenizers", "accelera
         (["--version"], 0, softplus_attention.__version__),
         (["train", "--help"], 0, "--preset"),
         (["generate", "--help"], 0, "--prompt"),
-        (["generate", "--model", "x", "--prompt", "y"], 2, "`generate` needs transformers: pip install -e '.[hug"),
+        (
+            ["generate", "--model", "x", "--prompt", "y"],
+            2,
+            "`generate` needs transformers: pip install 'softplus-attention[",
+        ),
         (["evaluate", "lengths", "x", "--text", "y"], 2, "`evaluate` needs "),
         (["data", "prepare", "builtin", "--output", "x", "--tokenizer", "bytes"], 2, "`data` needs "),
-        (["demo"], 2, "`demo` needs transformers: pip install -e '.[hug"),
+        (["demo"], 2, "`demo` needs transformers: pip install 'softplus-attention["),
     ],
 )
 def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
@@ -45,8 +49,12 @@ def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_pat
 @pytest.mark.parametrize(
     ("missing", "arguments", "words"),
     [
-        ("matplotlib", ["demo"], "`demo` needs matplotlib: pip install -e '.[plots]'"),
-        ("pyoperon", ["newton", "--preset", "cpu"], "`newton` needs pyoperon: pip install -e '.[physics]'"),
+        ("matplotlib", ["demo"], "`demo` needs matplotlib: pip install 'softplus-attention[plots]'"),
+        (
+            "pyoperon",
+            ["newton", "--preset", "cpu"],
+            "`newton` needs pyoperon: pip install 'softplus-attention[physics]'",
+        ),
         (
             "entmax",
             [
@@ -62,7 +70,7 @@ def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_pat
                 "--evaluate-every",
                 "0",
             ],
-            "`train` needs entmax: pip install -e '.[baselines]'",
+            "`train` needs entmax: pip install 'softplus-attention[baselines]'",
         ),
     ],
 )

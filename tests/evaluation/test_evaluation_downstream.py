@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
 from harness_cases import QUESTIONS, records, result_of, values, words_for, write

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
 from harness_cases import result_of, values, words_for, write

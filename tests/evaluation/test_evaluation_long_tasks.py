@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[harness]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
 from harness_cases import result_of, values, words_for, write

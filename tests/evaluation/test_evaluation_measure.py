@@ -478,7 +478,7 @@ class TestModels:
     def test_foreign(self, tmp_path, folder):
         size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         BertModel(BertConfig(vocab_size=30, **size)).save_pretrained(tmp_path / "bert")
-        with pytest.raises(ValueError, match="which lacks"):
+        with pytest.raises(ValueError, match="it lacks"):
             open_saved(tmp_path / "bert")
         (tmp_path / "odd").mkdir()
         (tmp_path / "odd" / "config.json").write_text('{"model_type": "no-such-model"}')

@@ -72,7 +72,7 @@ def entmax(scores: Tensor, visible: Tensor, alpha: float) -> Tensor:
     try:
         from entmax import entmax15, entmax_bisect
     except ImportError as error:
-        words = "normaliser='entmax' needs the entmax package: pip install -e '.[baselines]'"
+        words = "normaliser='entmax' needs the entmax package: pip install 'softplus-attention[baselines]'"
         raise ModuleNotFoundError(words, name="entmax") from error
     if not scores.shape[-1]:
         return scores

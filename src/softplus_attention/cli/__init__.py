@@ -73,13 +73,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         named = where_from(error.filename, options)
         complain(f"{error.filename}: {error.strerror}{named}")
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        complain(f"not enough memory{': ' if str(error) else ''}{' '.join(str(error).split())}")
+        return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
             raise
-        extra = f"pip install -e '.[{EXTRAS[package]}]' in a clone of softplus-attention"
+        extra = f"pip install 'softplus-attention[{EXTRAS[package]}]'"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has an error of its own for a GPU, and none for the CPU."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
 
 
 def complain(sentence: str) -> None:

@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         fail("--tokenizer", f"that of the model, which has {known} tokens", got)
 
     words: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    words |= {"num_beams": 1, "num_return_sequences": 1}  # a saved generation config may say otherwise
     if options.temperature > 0:
         words |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     end = model.generation_config.eos_token_id

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ VERSION = 1
 INDEX = "index.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation")
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 LARGEST_INDEX = 64 * untrusted.MIB
 BLOCK = 1 << 22
 
@@ -88,6 +86,7 @@ class Index:
         size, end, plan, counts = (data[name] for name in ("vocabulary_size", "end_of_document", "plan", "counts"))
         check(is_count(size) and is_count(end) and end < size <= 1 << 32, "vocabulary_size or end_of_document")
         check(all(is_count(counts[name]) for name in ("documents", "bytes", "empty", "forced_cuts")), "counts")
+        check(is_count(counts.get("crlf", 0)), "counts")
         scalars = [*plan["sources"], *plan["options"].values(), plan["options"]["tokenizer"]]
         check(isinstance(plan["sources"], list), "the sources of the plan")
         check(not any(isinstance(value, list | dict) for value in scalars), "plan")
@@ -188,7 +187,7 @@ def is_count(value: Any) -> bool:
 
 def file_record(record: dict[str, Any]) -> dict[str, Any]:
     """A file that lies in the folder itself."""
-    check(PLAIN_NAME.fullmatch(record["file"]) is not None, f"the file name {record['file']!r}")
+    check(untrusted.PLAIN_NAME.fullmatch(record["file"]) is not None, f"the file name {record['file']!r}")
     check(is_count(record["bytes"]) and isinstance(record["sha256"], str), f"the entry of {record['file']}")
     return record
 

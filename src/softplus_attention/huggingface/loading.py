@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from difflib import get_close_matches
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassClassValidationError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -22,6 +24,7 @@ ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
 WITHOUT_CODE = "auto_map in its JSON; read that code, then pass --trust-remote-code to run it"
 LONGEST_REASON = 300
 LARGEST_JSON = 256 * untrusted.MIB
+LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers", "decoder_layers")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,36 +64,79 @@ def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **words
     and a `y` in a pipe would be the answer."""
     check_model_folder(argument, source)
     try:
-        return kind.from_pretrained(source, trust_remote_code=trust_remote_code, **words)
+        found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **words)
+        if isinstance(found, tuple):
+            check_end(found[0].generation_config)
+        return found
     # The folder of a stranger can fail in any way; torch, tokenizers and safetensors have errors of their own.
     except Exception as error:
         if is_disk_full(error):
             raise
-        reason = " ".join(str(error).split())
+        cause = error.__cause__ if isinstance(error, StrictDataclassClassValidationError) else None
+        reason = " ".join(str(cause or error).split())
         if not trust_remote_code and "custom code" in reason:
             reason = f"it needs code of its own ({WITHOUT_CODE})"
         elif not Path(source).exists():
             reason = f"no such folder, and the Hugging Face Hub did not give a model of that name ({reason})"
         elif isinstance(error, SafetensorError):
             reason = f"its weights are cut off or damaged ({reason})"
+        elif isinstance(error, UnpicklingError):
+            reason = "its weights are no file of tensors, and pickles of anything else are not read"
+        elif "ignore_mismatched_sizes" in reason:
+            reason = "its weights have other sizes than its config.json says"
         elif not isinstance(error, OSError | ValueError | RuntimeError):
             reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{argument} {source}: {reason[:LONGEST_REASON]}") from error
 
 
+def check_end(generation: Any) -> None:
+    """transformers takes whatever generation_config.json holds."""
+    ends = generation.eos_token_id if generation is not None else None
+    if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
+        raise ValueError(f"eos_token_id in its generation_config.json is {ends!r}")
+
+
 def check_model_folder(argument: str, source: str) -> None:
-    """Before transformers reads it: regular files, JSON of reasonable size and depth."""
+    """Before transformers reads it: regular files, JSON of reasonable size and depth, weights in this folder, and no
+    more layers than there are weights, which would be built one by one."""
     folder = Path(source)
     if not folder.is_dir():
         return
     try:
+        tensors = 0
         for path in sorted(folder.iterdir()):
-            if path.name.endswith(".json"):
+            if path.name.endswith(".index.json"):
+                weights = untrusted.mapping(untrusted.read_json(path, LARGEST_JSON), "weight_map")
+                tensors += len(weights)
+                for name in set(map(str, weights.values())):
+                    untrusted.check_plain_name(path, name)
+            elif path.name.endswith(".json"):
                 untrusted.read_json(path, LARGEST_JSON)
             elif path.exists() and not path.is_dir():
                 untrusted.check_regular(path)
-    except untrusted.UntrustedFileError as error:
-        raise ValueError(f"{argument} {error}") from None
+                tensors += tensors_in(path) if path.suffix == ".safetensors" else 0
+        if tensors and (folder / "config.json").is_file():
+            check_layers(folder / "config.json", tensors)
+    except (untrusted.UntrustedFileError, untrusted.UnreadableError) as error:
+        raise ValueError(f"{argument} {source}: {error}") from None
+
+
+def tensors_in(path: Path) -> int:
+    try:
+        with safe_open(path, "pt") as file:
+            return len(file.keys())
+    except SafetensorError as error:
+        raise untrusted.UntrustedFileError(path, f"cut off or damaged ({error})") from None
+
+
+def check_layers(path: Path, tensors: int) -> None:
+    def check_config(config: Any) -> None:
+        for name, value in config.items() if isinstance(config, dict) else ():
+            if name in LAYERS and isinstance(value, int) and value > tensors:
+                raise untrusted.UntrustedFileError(path, f"{name} is {value}, and the weights are {tensors} tensors")
+            check_config(value)
+
+    check_config(untrusted.read_json(path, LARGEST_JSON))
 
 
 @torch.no_grad()

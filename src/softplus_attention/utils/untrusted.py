@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 MIB = 1 << 20
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 DEEPEST_JSON = 64
 MOST_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
 
@@ -26,6 +28,13 @@ def check_regular(path: Path) -> None:
     """The file, which may be a link, is no FIFO and no device."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise UntrustedFileError(path, "not a regular file")
+
+
+def check_plain_name(path: Path, name: str) -> str:
+    """A name in the file ``path`` that must be one of a file beside it."""
+    if not PLAIN_NAME.fullmatch(name):
+        raise UntrustedFileError(path, f"{short(name)} is no plain file name")
+    return name
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
