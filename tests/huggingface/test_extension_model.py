@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from softplus_attention.huggingface.extension.settings import Extension
 VOCABULARY = 97
 BASE = Extension(trained=64, length=256, far_heads=[[1], [], [0, 1, 2]], window=9, sink=2, near=12, group=5)
 FORMS = {form: replace(BASE, far=form) for form in ("clip", "group", "yarn", "rope")}
+FORMS |= {f"log N, {keys}": replace(BASE, trained=20, log_n=keys) for keys in ("far", "all")}
 
 
 def host_model(host: str = "llama", **changes: Any) -> Any:
@@ -88,6 +90,7 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
         q, k = (x * cos[:, None] - modeling_llama.rotate_half(x) * sin[:, None] for x in (q, k))
         q, k, v = q[0], k[0].repeat_interleave(2, 0), v[0].repeat_interleave(2, 0)
         distance = every[:, None] - every
+        factor = ((every + 1).clamp(min=extension.trained).log() / math.log(extension.trained))[:, None]
         out = []
         for head in range(6):
             far = head // 2 in extension.far_heads[module.layer_idx]
@@ -97,6 +100,10 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
             turned = (turned * cos + modeling_llama.rotate_half(turned) * sin).view(length, length, -1)
             scores = torch.einsum("qkd,kd->qk", turned, k[head]) * scaling
             hidden = distance < 0
+            if far and extension.log_n == "all":
+                scores = scores * factor
+            if far and extension.log_n == "far":
+                scores = torch.where(distance < near, scores, scores * factor)
             if not far:
                 hidden = hidden | ((distance >= extension.window) & (every >= extension.sink))
             out.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[head])
@@ -107,11 +114,13 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
     return logits(model, ids)
 
 
-def test_clip_is_rerope_written_out() -> None:
+@pytest.mark.parametrize("log_n", ["none", "far", "all"])
+def test_clip_is_rerope_written_out(log_n: str) -> None:
+    extension = replace(BASE, trained=20, log_n=log_n)
     model = host_model().float()  # tables are in float32
     ids = tokens(1, 50)
-    found = logits(extended(model, BASE), ids)
-    torch.testing.assert_close(found, dense_clip(model, BASE, ids), rtol=2e-3, atol=2e-4)
+    found = logits(extended(model, extension), ids)
+    torch.testing.assert_close(found, dense_clip(model, extension, ids), rtol=2e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("extension", FORMS.values(), ids=FORMS.keys())
@@ -258,6 +267,7 @@ def test_what_generate_asks_for_in_vain() -> None:
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"far_heads": [[3], [], []]}, "far_heads` must be for each of 3 layers a sorted list of heads below 3"),
     "layers": ({"far_heads": [[1]]}, "far_heads` must be for each of 3 layers"),
+    "log N": ({"log_n": True}, "`extension log_n` must be one of none, far, all"),
     "form": ({"far": "alibi"}, "`extension far` must be one of clip, group, yarn, rope"),
     "window": ({"window": 64}, "`extension window` must be below 64"),
     "near": ({"near": True}, "`extension near` must be an integer, at least 2"),

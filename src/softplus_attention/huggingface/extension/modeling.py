@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +38,20 @@ IMPLEMENTATION = "softplus-extension"
 Table = tuple[Tensor, Tensor]
 
 
-class Rotations(NamedTuple):
-    """Cosines and sines of one forward pass: of exact positions, of queries towards the sink, and of the far heads."""
+class Tables(NamedTuple):
+    """Cosines and sines of a group of heads. ``far_keys`` is None where they are not rotated."""
 
-    exact: Table
-    sink: Table
-    origin: Table | None  # of keys that are not rotated: the factor of the attention, None where it is 1
-    far_exact: Table
+    queries: Table
+    keys: Table
     far_queries: Table
     far_keys: Table | None
+
+
+class Rotations(NamedTuple):
+    """Of one forward pass: the heads with a window, and the far ones."""
+
+    window: Tables
+    far: Tables
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,7 +101,18 @@ class FarPositions:
             far_queries = at(grouped + extension.near - extension.near // extension.group)
         else:
             far_queries = at(extension.near)
-        return Rotations(exact, at(extension.window), origin, far_exact, far_queries, far_keys)
+        near_queries = far_exact
+        if extension.log_n != "none":
+            far_queries = self.sharpened(far_queries, positions)
+            near_queries = self.sharpened(far_exact, positions) if extension.log_n == "all" else far_exact
+        window = Tables(exact, exact, at(extension.window), origin)
+        return Rotations(window, Tables(near_queries, far_exact, far_queries, far_keys))
+
+    def sharpened(self, table: Table, positions: Tensor) -> Table:
+        """Beyond the trained length scores grow with the log of the number of keys."""
+        factor = (positions + 1).clamp(min=self.extension.trained).log() / math.log(self.extension.trained)
+        cos, sin = (x * factor[..., None].to(x.dtype) for x in table)
+        return cos, sin
 
 
 class HeadGroup:
@@ -104,12 +121,6 @@ class HeadGroup:
     def __init__(self, heads: list[int], reach: Reach, is_far: bool, query_heads: int) -> None:
         self.heads, self.reach, self.is_far = heads, reach, is_far
         self.queries = [query_heads * head + number for head in heads for number in range(query_heads)]
-
-    def of(self, rotations: Rotations) -> tuple[Table, Table, Table | None]:
-        """Of exact positions, of queries towards far keys, and of those keys."""
-        if self.is_far:
-            return rotations.far_exact, rotations.far_queries, rotations.far_keys
-        return rotations.exact, rotations.sink, rotations.origin
 
 
 def groups_of(extension: Extension, layer: int, heads: int, query_heads: int) -> list[HeadGroup]:
@@ -158,7 +169,7 @@ class ExtendedAttention:
         parts = []
         for number, group in enumerate(self.groups):
             own = (q, k, v) if whole else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
-            parts.append(attend_group(group, *own, group.of(rotations), layer, number, starts, self.scaling))
+            parts.append(attend_group(group, *own, rotations.far if group.is_far else rotations.window, layer, number, starts, self.scaling))
         out = parts[0] if whole else torch.cat(parts, 1)[:, self.back]
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
@@ -168,16 +179,15 @@ def attend_group(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    tables: tuple[Table, Table, Table | None],
+    tables: Tables,
     layer: ExtendedLayer | None,
     number: int,
     starts: list[int] | None,
     scale: float,
 ) -> Tensor:
     reach, rows = group.reach, q.shape[2]
-    exact, far_queries, far_keys = tables
-    near_q, near_k, near_v = rotate(q, *exact), rotate(k, *exact), v
-    far_k, far_v = (k if far_keys is None else rotate(k, *far_keys)), v
+    near_q, near_k, near_v = rotate(q, *tables.queries), rotate(k, *tables.keys), v
+    far_k, far_v = (k if tables.far_keys is None else rotate(k, *tables.far_keys)), v
     held = None if layer is None else layer.near[number]
     first = 0 if held is None else held.end
     end = first + rows
@@ -197,7 +207,7 @@ def attend_group(
         store.append(far_k, far_v)
         far_k, far_v = store.raw()
     is_seen = reach.most_far and end > reach.near
-    far = (rotate(q, *far_queries), far_k, far_v) if is_seen else None
+    far = (rotate(q, *tables.far_queries), far_k, far_v) if is_seen else None
     near = near_q, near_k, near_v
     if starts is None:
         return two_part_attention(near, far, first, reach, scale)

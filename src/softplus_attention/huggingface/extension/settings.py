@@ -10,6 +10,7 @@ from softplus_attention import validation as check
 from softplus_attention.huggingface.extension.attention import Reach
 
 FORMS = ("clip", "group", "yarn", "rope")
+LOG_N = ("none", "far", "all")
 # Rotations whose frequencies are the same at every length.
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -22,6 +23,9 @@ class Extension:
     far: the positions of the far heads. "clip": exact to a distance of ``near``, all beyond at that distance.
     "group": exact to ``near``, beyond it distances are divided by ``group``. "yarn": YaRN by ``factor``. "rope": as
     they are.
+
+    log_n: beyond the trained length the scores of "all" keys of the far heads, of the "far" ones beyond ``near``, or of
+    "none" are multiplied by log(position) / log(trained).
     """
 
     trained: int
@@ -33,6 +37,7 @@ class Extension:
     near: int = 4096
     group: int = 8
     factor: float = 4.0
+    log_n: str = "none"
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -58,6 +63,8 @@ class Extension:
             check.fail("extension far_heads", f"for each of {layers} layers a sorted list of heads below {heads}", rows)
         if self.far not in FORMS:
             check.fail("extension far", f"one of {', '.join(FORMS)}", repr(self.far))
+        if self.log_n not in LOG_N:
+            check.fail("extension log_n", f"one of {', '.join(LOG_N)}", repr(self.log_n))
         for name, least in (("trained", 2), ("length", 2), ("window", 2), ("sink", 0), ("near", 2), ("group", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
