@@ -2,7 +2,7 @@
 
 - mass: attention of an answer's rows on the sentence that holds the answer;
 - needles: what the loss of the answer gains where the head sees everything, from the gradient of a gate between the
-  full and the window's output;
+  full and the window's output (the mean of all gates half open and all shut);
 - text: the same for ordinary text;
 - beyond: attention of rows of ordinary text on keys that the window would drop.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from softplus_attention.extend.needles import FORMS, Encode, make_haystack
+from softplus_attention.extend.needles import FORMS, Encode, Haystack, make_haystack
 from softplus_attention.huggingface.extension.attention import Reach, two_part_attention
 from softplus_attention.validation import fail
 
@@ -34,10 +34,11 @@ Scores = list[list[float]]  # [layer][key head]
 
 @dataclass(frozen=True)
 class RankingSettings:
-    prompts: int = 6  # of needles, and as many of text
+    prompts: int = 6
     length: int = 1536  # tokens of a prompt
     window: int = 256  # of the gates: short, so that much lies beyond it
     sink: int = 4
+    targets: int = 512  # tokens whose loss is the text's
     seed: int = 0
 
 
@@ -69,37 +70,44 @@ def ordered(scores: Scores) -> list[Head]:
 
 
 @dataclass
+class Look:
+    """Rows of which the mass on some keys is wanted: ``hits`` (rows or 1, keys)."""
+
+    rows: Tensor
+    hits: Tensor
+
+
+@dataclass
 class Probe:
-    """The attention of a forward pass that is looked into. ``gates`` (layers, key heads) blends full and window."""
+    """The attention of a forward pass that is looked into. ``gates`` (layers, key heads) blends full and window; None
+    is full."""
 
     reach: Reach
     gates: Tensor | None = None
-    rows: Tensor | None = None  # whose weights are summed up
-    hits: Callable[[Tensor], Tensor] | None = None  # (rows, keys) -> which keys count
-    mass: dict[int, Tensor] = field(default_factory=dict)
+    looks: dict[str, Look] = field(default_factory=dict)
+    mass: dict[str, list[Tensor]] = field(default_factory=dict)  # of each layer, (key heads)
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
-        layer, group = module.layer_idx, q.shape[1] // k.shape[1]
-        if self.rows is not None and self.hits is not None:
-            self.mass[layer] = self.weigh(q, k, scaling)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        if self.gates is not None:
-            window = two_part_attention((q, k, v), (q, k, v), 0, self.reach, scaling)
-            gate = self.gates[layer].to(q.dtype).repeat_interleave(group)[None, :, None, None]
-            out = window + gate * (out - window)
-        return out.transpose(1, 2), None
-
-    @torch.no_grad()
-    def weigh(self, q: Tensor, k: Tensor, scaling: float) -> Tensor:
-        """(key heads): the mean mass on the keys that count, of the query head with the most."""
-        assert self.rows is not None
-        assert self.hits is not None
         group = q.shape[1] // k.shape[1]
-        keys = torch.arange(k.shape[2], device=k.device)
-        scores = q[:, :, self.rows].float() @ k.float().repeat_interleave(group, 1).mT * scaling
-        scores = scores.masked_fill(keys > self.rows[:, None], float("-inf"))
-        mass = (scores.softmax(-1) * self.hits(keys)).sum(-1).mean((0, 2))
-        return mass.view(-1, group).amax(1)
+        for name, look in self.looks.items():
+            self.mass.setdefault(name, []).append(mass_on(q, k, look, scaling))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        if self.gates is None:
+            return out.transpose(1, 2), None
+        window = two_part_attention((q, k, v), (q, k, v), 0, self.reach, scaling)
+        gate = self.gates[module.layer_idx].to(q.dtype).repeat_interleave(group)[None, :, None, None]
+        return (window + gate * (out - window)).transpose(1, 2), None
+
+
+@torch.no_grad()
+def mass_on(q: Tensor, k: Tensor, look: Look, scaling: float) -> Tensor:
+    """(key heads): the mean mass on the keys that count, of the query head with the most."""
+    group = q.shape[1] // k.shape[1]
+    keys = torch.arange(k.shape[2], device=k.device)
+    scores = q[:, :, look.rows].float() @ k.float().repeat_interleave(group, 1).mT * scaling
+    scores = scores.masked_fill(keys > look.rows[:, None], float("-inf"))
+    mass = (scores.softmax(-1) * look.hits).sum(-1).mean((0, 2))
+    return mass.view(-1, group).amax(1).cpu()
 
 
 CURRENT: list[Probe] = []
@@ -133,21 +141,6 @@ def probing(model: Any, probe: Probe) -> Iterator[None]:
             x.requires_grad_(one)
 
 
-def loss_of_last(model: Any, ids: Tensor, count: int) -> Tensor:
-    """The mean loss of the last ``count`` tokens."""
-    logits = model(ids, use_cache=False, logits_to_keep=count + 1).logits[0, :-1]
-    return torch.nn.functional.cross_entropy(logits.float(), ids[0, -count:])
-
-
-def gate_gain(model: Any, ids: Tensor, count: int, reach: Reach, at: float) -> Tensor:
-    """(layers, key heads): how much the loss of the last ``count`` tokens falls per gate that is opened."""
-    layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-    gates = torch.full((layers, heads), at, device=model.device, requires_grad=True)
-    with probing(model, Probe(reach, gates)), torch.enable_grad():
-        (gain,) = torch.autograd.grad(loss_of_last(model, ids, count), gates)
-    return -gain.float().cpu()
-
-
 def rank_heads(
     model: Any,
     encode: Encode,
@@ -156,58 +149,53 @@ def rank_heads(
     progress: Callable[[int, int], None] | None = None,
 ) -> Ranking:
     """``documents`` are tokens of ordinary text, of which prompts are cut."""
-    length, reach = settings.length, Reach(settings.window, settings.sink)
+    length = settings.length
     if length > model.config.max_position_embeddings:
         fail("ranking length", f"at most the trained {model.config.max_position_embeddings}", length)
     texts = [list(one) for one in documents if len(one) >= length]
     if not texts:
         fail("text", f"a document of at least {length} tokens, to rank heads by", max(map(len, documents), default=0))
     found: dict[str, list[Tensor]] = {name: [] for name in MEASURES}
-    forms, total = list(FORMS), settings.prompts * 2 * len(GATES)
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
-
     generator = torch.Generator().manual_seed(settings.seed)
+    forms = list(FORMS)
     for number in range(settings.prompts):
         text = texts[number % len(texts)]
         begin = int(torch.randint(len(text) - length + 1, (1,), generator=generator))
+        # The last of the text is left without needles, so that each lies beyond the window.
+        depth = (number + 0.5) / settings.prompts * (1 - 1.5 * settings.window / length)
         stretch = text[begin : begin + length]
-        depth = (number + 0.5) / settings.prompts * 0.7
         hay = make_haystack(encode, stretch, length, forms[number % len(forms)], [depth], settings.seed + number)
-        question = hay.questions[0]
-        ids = torch.tensor([hay.ids + question.ids], device=model.device)
-        rows = torch.arange(ids.shape[1] - question.answer - 1, ids.shape[1] - 1, device=ids.device)
-        probe = Probe(reach, rows=rows, hits=on_span(question.span))
-        with probing(model, probe), torch.no_grad():
-            model(ids, use_cache=False, logits_to_keep=1)
-        found["mass"].append(stacked(probe))
-        for at in GATES:
-            found["needles"].append(gate_gain(model, ids, question.answer, reach, at))
-            step()
-        ids = torch.tensor([stretch], device=model.device)
-        rows = torch.arange(length // 2, length, max(1, length // 64), device=ids.device)
-        probe = Probe(reach, rows=rows, hits=dropped_by(reach, rows))
-        with probing(model, probe), torch.no_grad():
-            model(ids, use_cache=False, logits_to_keep=1)
-        found["beyond"].append(stacked(probe))
-        for at in GATES:
-            found["text"].append(gate_gain(model, ids, length - 2 * settings.window, reach, at))
-            step()
+        for name, scores in look_into(model, hay, settings):
+            found[name].append(scores)
+        if progress is not None:
+            progress(number + 1, settings.prompts)
     return Ranking({name: torch.stack(scores).mean(0).tolist() for name, scores in found.items()})
 
 
-def on_span(span: tuple[int, int]) -> Callable[[Tensor], Tensor]:
-    return lambda keys: (keys >= span[0]) & (keys < span[1])
-
-
-def dropped_by(reach: Reach, rows: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda keys: (keys <= rows[:, None] - reach.near) & (keys >= reach.most_far)
-
-
-def stacked(probe: Probe) -> Tensor:
-    return torch.stack([probe.mass[layer] for layer in sorted(probe.mass)]).cpu()
+def look_into(model: Any, hay: Haystack, settings: RankingSettings) -> Iterator[tuple[str, Tensor]]:
+    """(layers, key heads) by each measure."""
+    layers, heads, device = model.config.num_hidden_layers, model.config.num_key_value_heads, model.device
+    reach, question = Reach(settings.window, settings.sink), hay.questions[0]
+    ids = torch.tensor([hay.ids + question.ids], device=device)
+    end = ids.shape[1] - 1
+    answer = torch.arange(end - question.answer, end, device=device)
+    text = torch.arange(len(hay.ids) - settings.targets, len(hay.ids) - 1, device=device)
+    keys, some = torch.arange(end + 1, device=device), text[:: max(1, len(text) // 64)]
+    looks = {
+        "mass": Look(answer, (keys >= question.span[0]) & (keys < question.span[1])),
+        "beyond": Look(some, (keys <= some[:, None] - reach.near) & (keys >= reach.most_far)),
+    }
+    probe = Probe(reach, looks=looks)
+    with probing(model, probe), torch.no_grad():
+        model(ids, use_cache=False, logits_to_keep=1)
+    for name, rows in probe.mass.items():
+        yield name, torch.stack(rows)
+    kept = torch.cat([text, answer])
+    for at in GATES:
+        gates = torch.full((layers, heads), at, device=device, requires_grad=True)
+        with probing(model, Probe(reach, gates)), torch.enable_grad():
+            logits = model(ids, use_cache=False, logits_to_keep=kept).logits[0].float()
+            losses = torch.nn.functional.cross_entropy(logits, ids[0, kept + 1], reduction="none")
+            for name, part in zip(("text", "needles"), losses.split([len(text), len(answer)]), strict=True):
+                (gain,) = torch.autograd.grad(part.mean(), gates, retain_graph=name == "text")
+                yield name, -gain.cpu()

@@ -169,7 +169,17 @@ class ExtendedAttention:
         parts = []
         for number, group in enumerate(self.groups):
             own = (q, k, v) if whole else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
-            parts.append(attend_group(group, *own, rotations.far if group.is_far else rotations.window, layer, number, starts, self.scaling))
+            parts.append(
+                attend_group(
+                    group,
+                    *own,
+                    rotations.far if group.is_far else rotations.window,
+                    layer,
+                    number,
+                    starts,
+                    self.scaling,
+                )
+            )
         out = parts[0] if whole else torch.cat(parts, 1)[:, self.back]
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 

@@ -72,7 +72,7 @@ class Extension:
         if not self.factor >= 1:
             check.fail("extension factor", "at least 1", self.factor)
         windows = sum(map(len, rows)) < layers * heads
-        for name, counts in (("window", windows), ("near", self.far in ("clip", "group"))):
+        for name, counts in (("window", windows), ("near", any(rows) and self.far in ("clip", "group"))):
             if counts and getattr(self, name) >= self.trained:
                 expected = f"below {self.trained}, the length that the model was trained at"
                 check.fail(f"extension {name}", expected, getattr(self, name))

@@ -1,0 +1,151 @@
+"""Methods of reading beyond the trained length, beside each other: loss of fixed tokens by context, and needles.
+
+    python experiments/extend/measure.py --model DIR --text DIR --ranking FILE --output DIR \
+        --methods original yarn:factor=4 heads:heads=12 --lengths 2048 8192 16384
+
+``--text`` holds .txt files named KIND--NAME.txt; the loss is of the last 1,024 tokens of the longest of ``--lengths``
+that a document has, and needles are hidden in the same documents. ``--output``/measure.json grows as results come; the
+same command goes on where it stopped. Methods: softplus_attention.extend.methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from softplus_attention.extend.measuring import TARGETS, ask, context_losses
+from softplus_attention.extend.methods import apply_method, parse_method
+from softplus_attention.extend.needles import FORMS, make_haystack
+from softplus_attention.extend.ranking import Ranking
+from softplus_attention.utils import provenance
+from softplus_attention.utils.files import write_json
+
+
+def main() -> None:
+    options = parse()
+    begun = time.monotonic()
+    device = torch.device(options.device)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    ranking = Ranking(json.loads(options.ranking.read_text())["scores"]) if options.ranking else None
+    lengths = sorted(options.lengths)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    documents = read_documents(options.text, encode, lengths, options.documents)
+    path = options.output / "measure.json"
+    options.output.mkdir(parents=True, exist_ok=True)
+    found = json.loads(path.read_text()) if path.exists() else {"methods": {}}
+    found |= {
+        "command": provenance.command("experiments/extend/measure.py"),
+        "commit": provenance.commit(),
+        "machine": provenance.machine(device),
+        "versions": provenance.versions(),
+        "dtype": options.dtype,
+        "documents": [{"name": name, "kind": kind, "tokens": len(ids)} for name, kind, ids in documents],
+        "targets": TARGETS,
+        "needles": options.needles,
+    }
+    print(f"{len(documents)} documents, {time.monotonic() - begun:.0f} s to load", flush=True)
+    for name in options.methods:
+        method = parse_method(name)
+        own = found["methods"].setdefault(name, {"loss": {}, "needles": {}, "cache_bytes": {}, "seconds": {}})
+        changed = apply_method(model, method, ranking)
+        for length in lengths:
+            for kind, work in (("loss", losses), ("needles", needles)):
+                if str(length) in own[kind] or (kind == "needles" and not options.haystacks):
+                    continue
+                if options.time_limit and time.monotonic() - begun > options.time_limit:
+                    print(f"stopped at --time-limit {options.time_limit} s; the same command goes on", flush=True)
+                    table(found, lengths)
+                    return
+                started = time.monotonic()
+                try:
+                    work(changed, documents, length, lengths, own, options, encode)
+                except torch.OutOfMemoryError as error:
+                    own[kind][str(length)] = []
+                    print(f"{name} {kind} {length}: {str(error).splitlines()[0]}", flush=True)
+                own["seconds"][f"{kind} {length}"] = round(time.monotonic() - started, 2)
+                write_json(path, found)
+        print(line(name, own, lengths), f" {sum(own['seconds'].values()):.0f} s", flush=True)
+    table(found, lengths)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder of a pretrained model")
+    parser.add_argument("--text", required=True, type=Path, help="a folder of held-back documents")
+    parser.add_argument("--ranking", type=Path, help="of heads, as experiments/extend/rank.py writes it")
+    parser.add_argument("--methods", required=True, nargs="+")
+    parser.add_argument("--lengths", required=True, nargs="+", type=int)
+    parser.add_argument("--documents", type=int, help="at most so many (default: all)")
+    parser.add_argument("--haystacks", type=int, default=3, help="a length, each with --needles questions")
+    parser.add_argument("--needles", type=int, default=10, help="in one haystack, at as many depths")
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch-tokens", type=int, default=0, help="(default: 131,072 on a GPU, one row on a CPU)")
+    parser.add_argument("--time-limit", type=float, default=0, help="seconds")
+    return parser.parse_args()
+
+
+def read_documents(folder: Path, encode: Any, lengths: list[int], most: int | None) -> list[tuple[str, str, list[int]]]:
+    """(name, kind, tokens), cut to the longest length that each has; the longest first."""
+    found = []
+    for path in sorted(folder.glob("*.txt")):
+        ids = encode(path.read_text(encoding="utf-8")[: 8 * lengths[-1]])
+        if own := [length for length in lengths if length <= len(ids)]:
+            found.append((path.stem, path.stem.partition("--")[0], ids[: own[-1]]))
+    found.sort(key=lambda one: (-len(one[2]), one[0]))
+    return found[:most]
+
+
+def losses(model: Any, documents: Any, length: int, lengths: list[int], own: Any, options: Any, encode: Any) -> None:
+    rows = [ids for _, _, ids in documents if len(ids) >= length]
+    most = options.batch_tokens or (131072 if model.device.type == "cuda" else 1)
+    batch = max(1, most // length)
+    found: list[float] = []
+    for begin in range(0, len(rows), batch):
+        found += context_losses(model, rows[begin : begin + batch], length)
+    own["loss"][str(length)] = [round(x, 5) for x in found]
+
+
+def needles(model: Any, documents: Any, length: int, lengths: list[int], own: Any, options: Any, encode: Any) -> None:
+    rows = [ids for _, _, ids in documents if len(ids) >= length]
+    depths = [(number + 0.5) / options.needles for number in range(options.needles)]
+    answers = []
+    for number in range(options.haystacks):
+        form = list(FORMS)[number % len(FORMS)]
+        haystack = make_haystack(encode, rows[number % len(rows)], length, form, depths, number)
+        found, size = ask(model, haystack, options.needles if model.device.type == "cuda" else 1)
+        answers.append({"form": form, "found": found})
+        own["cache_bytes"][str(length)] = size
+    own["needles"][str(length)] = answers
+
+
+def line(name: str, own: dict[str, Any], lengths: list[int]) -> str:
+    loss, asked = [], []
+    for length in map(str, lengths):
+        values = own["loss"].get(length) or [float("nan")]
+        loss.append(f"{sum(values) / len(values):6.3f}")
+        hits = [hit for one in own["needles"].get(length, []) for hit in one["found"]]
+        asked.append(f"{100 * sum(hits) / len(hits):3.0f}" if hits else "  -")
+    size = own["cache_bytes"].get(str(lengths[-1]))
+    return f"{name:44s} {' '.join(loss)} | {' '.join(asked)} | {'' if size is None else f'{size / 2**20:.0f} MiB'}"
+
+
+def table(found: dict[str, Any], lengths: list[int]) -> None:
+    print(f"\nmean loss at {lengths} | needles found, % | cache at the last")
+    for name, own in found["methods"].items():
+        print(line(name, own, lengths))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""What a context is worth to a model: the loss of fixed tokens by how much precedes them, needles, and cost."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.extend.needles import Haystack, Question
+
+TARGETS = 1024
+
+
+@torch.inference_mode()
+def context_losses(model: Any, rows: Sequence[Sequence[int]], length: int, targets: int = TARGETS) -> list[float]:
+    """The mean loss of the last ``targets`` tokens of each row, given what fits into ``length`` tokens."""
+    ids = torch.tensor([row[-length:] for row in rows], device=model.device)
+    logits = model(ids, use_cache=False, logits_to_keep=targets + 1).logits[:, :-1]
+    losses = [
+        torch.nn.functional.cross_entropy(one.float(), row[-targets:]) for one, row in zip(logits, ids, strict=True)
+    ]
+    return torch.stack(losses).tolist()
+
+
+@torch.inference_mode()
+def ask(model: Any, haystack: Haystack, at_once: int = 1) -> tuple[list[bool], int]:
+    """Whether greedy decoding gives each answer, and the bytes of the cache. One prefill, each question from a copy."""
+    ids = torch.tensor([haystack.ids], device=model.device)
+    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    found: list[bool] = []
+    for begin in range(0, len(haystack.questions), at_once):
+        asked = haystack.questions[begin : begin + at_once]
+        own = copy.deepcopy(cache)
+        if len(asked) > 1:
+            own.batch_repeat_interleave(len(asked))
+        longest = max(len(question.ids) for question in asked)
+        rows = [question.ids + [0] * (longest - len(question.ids)) for question in asked]  # causal: padding is not seen
+        logits = model(torch.tensor(rows, device=model.device), past_key_values=own, use_cache=True).logits
+        found += [is_found(one, question) for one, question in zip(logits, asked, strict=True)]
+    return found, cache_bytes(cache)
+
+
+def is_found(logits: Tensor, question: Question) -> bool:
+    end = len(question.ids)
+    greedy = logits[end - question.answer - 1 : end - 1].argmax(-1).tolist()
+    return bool(greedy == question.ids[end - question.answer :])
+
+
+def cache_bytes(cache: Any) -> int:
+    """What is allocated for keys and values."""
+    if (found := getattr(cache, "nbytes", None)) is not None:
+        return int(found)
+    return sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))

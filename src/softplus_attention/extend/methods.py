@@ -1,0 +1,131 @@
+"""Ways to read beyond the trained length, without training: ours and those it is measured against.
+
+A method is written ``NAME`` or ``NAME:setting=value,...``, such as ``heads:far=group,heads=24``.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from softplus_attention.extend.ranking import Ranking
+from softplus_attention.huggingface.extension.modeling import extended
+from softplus_attention.huggingface.extension.settings import FORMS, Extension
+from softplus_attention.validation import did_you_mean, fail
+
+
+@dataclass(frozen=True)
+class Method:
+    """``heads`` -1 is all of them, ``group`` 0 the smallest power of two that keeps SelfExtend's rule."""
+
+    kind: str  # original, yarn, ntk or heads
+    heads: int = -1
+    far: str = "clip"
+    window: int = 2048
+    sink: int = 4
+    near: int = 4096
+    group: int = 0
+    factor: float = 8.0
+    log_n: str = "none"
+    ranking: str = "best"
+    length: int = 65536  # that it is set up for
+
+
+METHODS = {
+    "original": Method("original"),
+    "yarn": Method("yarn"),
+    "ntk": Method("ntk", factor=2.0),
+    "selfextend": Method("heads", far="group", near=1024),
+    "rerope": Method("heads", far="clip"),
+    "window": Method("heads", heads=0, window=4096),
+    "duo": Method("heads", heads=24, far="rope"),
+    "heads": Method("heads", heads=12),
+}
+
+
+def parse_method(text: str) -> Method:
+    name, _, given = text.partition(":")
+    if name not in METHODS:
+        fail("method", f"one of {', '.join(METHODS)}", f"{name!r}{did_you_mean(name, METHODS)}")
+    kinds = {one.name: type(getattr(METHODS[name], one.name)) for one in fields(Method) if one.name != "kind"}
+    changes: dict[str, Any] = {}
+    for pair in filter(None, given.split(",")):
+        key, _, value = pair.partition("=")
+        if key not in kinds:
+            fail("method", f"with settings of {', '.join(kinds)}", f"{text!r}{did_you_mean(key, kinds)}")
+        try:
+            changes[key] = -1 if (key, value) == ("heads", "all") else kinds[key](value)
+        except ValueError:
+            fail("method", f"with {kinds[key].__name__} as {key}", repr(text))
+    return replace(METHODS[name], **changes)
+
+
+def smallest_group(trained: int, length: int, near: int) -> int:
+    """SelfExtend's rule: the largest distance that is seen, near + (length - near) / group, is at most two thirds of
+    the trained length."""
+    group = 1
+    while near + (length - near) / group > trained * 2 / 3:
+        group *= 2
+        if group > length:
+            fail("near", f"below two thirds of the trained length, {trained}", near)
+    return group
+
+
+def trained_length(config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+
+
+def extension_of(method: Method, config: Any, ranking: Ranking | None) -> Extension:
+    layers, heads, trained = config.num_hidden_layers, config.num_key_value_heads, trained_length(config)
+    if method.heads in (-1, 0, layers * heads):
+        far_heads = [list(range(heads)) if method.heads else [] for _ in range(layers)]
+    elif not 0 < method.heads < layers * heads:
+        fail("heads", f"from 0 to {layers * heads}, the key heads of the model", method.heads)
+    elif ranking is None:
+        fail("ranking", f"given for {method.heads} of {layers * heads} heads", "none")
+    else:
+        far_heads = ranking.far_heads(method.heads, method.ranking)
+    if method.far not in FORMS:
+        fail("far", f"one of {', '.join(FORMS)}", repr(method.far))
+    return Extension(
+        trained=trained,
+        length=method.length,
+        far_heads=far_heads,
+        window=method.window,
+        sink=method.sink,
+        far=method.far,
+        near=method.near,
+        group=method.group or (smallest_group(trained, method.length, method.near) if method.far == "group" else 1),
+        factor=method.factor,
+        log_n=method.log_n,
+    )
+
+
+def scaled_rope(model: Any, kind: str, factor: float, length: int) -> Any:
+    """The same weights, shared, with the rotation of transformers' rope type ``kind`` in every head."""
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": factor}
+    trained = trained_length(model.config)
+    config.rope_parameters["original_max_position_embeddings"] = trained
+    # Dynamic scaling begins where a text is longer than this.
+    config.max_position_embeddings = trained if kind == "dynamic" else length
+    with torch.device("meta"):
+        found = type(model)(config)
+    found.load_state_dict(model.state_dict(), assign=True)
+    found.tie_weights()
+    found.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(model.device)
+    found.generation_config = model.generation_config
+    return found.eval()
+
+
+def apply_method(model: Any, method: Method, ranking: Ranking | None = None) -> Any:
+    """A model of the same weights; the model itself is as it was."""
+    if method.kind == "original":
+        return model
+    if method.kind in ("yarn", "ntk"):
+        return scaled_rope(model, "yarn" if method.kind == "yarn" else "dynamic", method.factor, method.length)
+    return extended(model, extension_of(method, model.config, ranking))
