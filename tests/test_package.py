@@ -50,7 +50,7 @@ def test_the_module_is_the_command() -> None:
 ROOMS = (
     "validation", "power", "visibility", "utils", "reference", "kernels", "dispatch", "functional", "paged",
     "attentions", "baselines", "catalog", "distributed", "nn", "huggingface", "recipes", "serving", "charts", "data",
-    "training", "evaluation", "physics", "report", "cli", "__main__",
+    "training", "evaluation", "extend", "physics", "report", "cli", "__main__",
 )  # fmt: skip
 
 

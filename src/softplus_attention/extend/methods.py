@@ -110,9 +110,11 @@ def scaled_rope(model: Any, kind: str, factor: float, length: int) -> Any:
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": factor}
     trained = trained_length(model.config)
-    config.rope_parameters["original_max_position_embeddings"] = trained
-    # Dynamic scaling begins where a text is longer than this.
-    config.max_position_embeddings = trained if kind == "dynamic" else length
+    if kind == "yarn":
+        config.rope_parameters["original_max_position_embeddings"] = trained
+        config.max_position_embeddings = length
+    else:  # dynamic scaling begins where a text is longer than this
+        config.max_position_embeddings = trained
     with torch.device("meta"):
         found = type(model)(config)
     found.load_state_dict(model.state_dict(), assign=True)
