@@ -11,8 +11,8 @@ import transformers  # noqa: F401  first, so that it is what a command names whe
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.registration import register
-from softplus_attention.huggingface.remote_code import save_with_code
 from softplus_attention.huggingface.retrofit import set_power, use_attention
+from softplus_attention.huggingface.saving import save_with_code
 
 register()
 

@@ -23,6 +23,7 @@ from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.attention import SETTINGS, power_from_json, share_settings
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.hosts import PREFIX
 from softplus_attention.huggingface.retrofit import set_power, use_attention
 
 MARK = " adapter over {}: import softplus_attention.huggingface before loading it"
@@ -143,6 +144,7 @@ def wrap_peft(_: ModuleType) -> None:
         restore_from(saved, self, self.peft_config, adapter_name)
         return load(self, model_id, adapter_name, *args, **kwargs)
 
+    share_targets()
     PeftConfigMixin.to_dict = to_dict_with_attention
     PeftConfigMixin.from_json_file = classmethod(from_json_file)  # type: ignore[arg-type]
     PeftConfigMixin.from_peft_type = classmethod(from_peft_type)  # type: ignore[arg-type]
@@ -150,6 +152,17 @@ def wrap_peft(_: ModuleType) -> None:
     PeftModel.load_adapter = load_adapter
     PeftModel.save_pretrained = save_within(PeftModel.save_pretrained)
     PreTrainedModel.save_pretrained = save_within(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+
+
+def share_targets() -> None:
+    """PEFT's default ``target_modules`` of a host are those of its type here too."""
+    from peft.utils import constants
+
+    for name, targets in vars(constants).items():
+        if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(targets, dict):
+            for host, found in list(targets.items()):
+                targets.setdefault(PREFIX + host, found)
+            targets.setdefault("softplus_gpt", targets.get("llama"))
 
 
 class AfterImport(MetaPathFinder):

@@ -26,8 +26,17 @@ from softplus_attention.huggingface.attention import (
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDED
+from softplus_attention.huggingface.hosts import (
+    PREFIX,
+    attention_names,
+    has_own,
+    host_names,
+    names_in,
+    register_hosts,
+)
 from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
+from softplus_attention.huggingface.saving import wrap_saving
 
 
 def register() -> None:
@@ -35,15 +44,17 @@ def register() -> None:
         AttentionInterface.register(name, attention_function(name))
         # Without its mask function transformers passes no mask at all, and padding would be attended to in silence.
         AttentionMaskInterface.register(name, range_mask)
-    AutoConfig.register(SoftplusGPTConfig.model_type, SoftplusGPTConfig, exist_ok=True)
-    AutoModel.register(SoftplusGPTConfig, SoftplusGPTModel, exist_ok=True)
-    AutoModelForCausalLM.register(SoftplusGPTConfig, SoftplusGPTForCausalLM, exist_ok=True)
-    for config, model, causal_lm in EXTENDED.values():
-        AutoConfig.register(config.model_type, config, exist_ok=True)
+    own = {SoftplusGPTConfig.model_type: (SoftplusGPTConfig, SoftplusGPTModel, SoftplusGPTForCausalLM)}
+    own |= {config.model_type: (config, *models) for config, *models in EXTENDED.values()}
+    for model_type, (config, model, causal_lm) in own.items():
+        AutoConfig.register(model_type, config, exist_ok=True)
         AutoModel.register(config, model, exist_ok=True)
         AutoModelForCausalLM.register(config, causal_lm, exist_ok=True)
     if not hasattr(PreTrainedConfig.to_dict, "knows_softplus_attention"):
+        register_hosts(own)
         save_attention_names()
+        keep_attention_names()
+        wrap_saving()
         refuse_models_without_the_interface()
         watch_peft()
 
@@ -64,31 +75,45 @@ def save_attention_names() -> None:
         for key in self.sub_configs:  # at loading they are shared again, whatever the whole then has
             part = getattr(self, key, None)
             settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
-            if isinstance(settings, SettingsOfTheWhole) and settings.whole is self:
+            if isinstance(settings, SettingsOfTheWhole) and vars(settings.whole).get(SETTINGS) is vars(self).get(
+                SETTINGS
+            ):
                 saved[key].pop(SETTINGS, None)
-        names = names_in(tree := attention_names(self))
-        if names & set(KNOWN):
-            saved["attn_implementation"] = names.pop() if len(names) == 1 and "" in tree else tree
+        if has_own(tree := attention_names(self)):
+            saved["attn_implementation"] = tree[""] if "" in tree and len(names_in(tree)) == 1 else tree
         return saved
 
     to_dict_with_attention.knows_softplus_attention = True  # type: ignore[attr-defined]
     PreTrainedConfig.to_dict = to_dict_with_attention  # type: ignore[method-assign]
 
 
-def attention_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """The attention of a config under "", and those of its parts, as ``attn_implementation`` takes them: at loading the
-    top decides for its parts, so that all are named there. Those that were never set are left out."""
-    own = None if isinstance(config, SoftplusGPTConfig) else vars(config).get("_attn_implementation_internal")
-    found: dict[str, Any] = {} if own is None else {"": own}
-    for key in config.sub_configs:
-        part = getattr(config, key, None)
-        if isinstance(part, PreTrainedConfig) and (names := attention_names(part)):
-            found[key] = names[""] if list(names) == [""] else names
-    return found
+def keep_attention_names() -> None:
+    """``attn_implementation=None``, which many programs pass, would replace the name in a config by softmax's."""
+    from_dict, get_dict = PreTrainedConfig.from_dict.__func__, PreTrainedConfig.get_config_dict.__func__
+    name = PreTrainedConfig._attn_implementation
 
+    @functools.wraps(from_dict)
+    def from_dict_keeping_name(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if kwargs.get("attn_implementation", "") is None and has_own(config_dict.get("attn_implementation")):
+            del kwargs["attn_implementation"]
+        return from_dict(cls, config_dict, **kwargs)
 
-def names_in(tree: Mapping[str, Any]) -> set[str]:
-    return set().union(*(names_in(x) if isinstance(x, Mapping) else {x} for x in tree.values()))
+    def set_unless_none(self: PreTrainedConfig, value: Any) -> None:
+        if value is not None or not has_own(attention_names(self)):
+            name.fset(self, value)
+
+    @functools.wraps(get_dict)
+    def get_dict_of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """Where a host's own class loads what is saved as ours, as users of that class write it."""
+        found, others = get_dict(cls, *args, **kwargs)
+        if cls.model_type and found.get("model_type") == PREFIX + cls.model_type:
+            found = {key: value for key, value in found.items() if key != "auto_map"}
+            found |= {"model_type": cls.model_type, "architectures": host_names(found.get("architectures"))}
+        return found, others
+
+    PreTrainedConfig.get_config_dict = classmethod(get_dict_of_class)  # type: ignore[assignment]
+    PreTrainedConfig.from_dict = classmethod(from_dict_keeping_name)  # type: ignore[arg-type, assignment]
+    PreTrainedConfig._attn_implementation = property(name.fget, set_unless_none)
 
 
 def uses_the_interface(model: PreTrainedModel) -> bool:

@@ -1,10 +1,49 @@
-"""Trained models as they are saved: ready to generate."""
+"""Models as they are saved: under a type that runs no other attention, with a card, and with code that loads them.
+
+``save_pretrained`` of a model with an attention of ours writes, beside the weights, config.json with our model type,
+a module for ``trust_remote_code=True``, and README.md where the folder has none.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from softplus_attention.huggingface.attention import SETTINGS
+from softplus_attention.huggingface.hosts import HostConfig, attention_names, auto_classes, own_type
+from softplus_attention.huggingface.remote_code import MODULE, code_of
+from softplus_attention.utils.files import write_whole
+
+CARD = "README.md"
+ABOUT = "A model with an attention of [softplus-attention](https://github.com/softplus-attention/softplus-attention)."
+CARD_TEXT = """---
+library_name: transformers
+{task}tags:
+- softplus-attention
+---
+
+# {name}
+
+{about}
+
+| | |
+|---|---|
+{table}
+
+Its attention is in a package, `pip install 'softplus-attention[huggingface]'`, and no other attention will do.
+
+```python
+import softplus_attention.huggingface  # or trust_remote_code=True in the next call
+from transformers import {auto}
+
+model = {auto}.from_pretrained("{name}")
+```
+"""
 
 from softplus_attention.huggingface.remote_code import save_with_code
 
@@ -23,3 +62,67 @@ def save_trained(
     save_with_code(model, directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def save_with_code(model: PreTrainedModel, directory: str | Path, **options: Any) -> None:
+    """``model.save_pretrained(directory)``, which also writes the code for ``trust_remote_code=True``."""
+    model.save_pretrained(directory, **options)
+
+
+def wrap_saving() -> None:
+    """Wrap ``save_pretrained`` of configs and of models."""
+    save_config, save_model = PreTrainedConfig.save_pretrained, PreTrainedModel.save_pretrained
+
+    @functools.wraps(save_config)
+    def save_config_with_type(self: PreTrainedConfig, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        config = own_type(self)
+        if config is not None and not Path(save_directory).is_file():
+            config = copy.copy(config)
+            kinds = auto_classes(config)
+            config.auto_map = {auto: f"{MODULE}.{name}" for auto, name in kinds.items()}
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_whole(Path(save_directory) / f"{MODULE}.py", code_of(kinds))
+        return save_config(config or self, save_directory, *args, **kwargs)
+
+    @functools.wraps(save_model)
+    def save_model_with_card(
+        self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        card, is_adapter = Path(save_directory) / CARD, getattr(self, "_hf_peft_config_loaded", False)
+        config = None if is_adapter or card.exists() or not is_main_process else own_type(self.config)
+        if config is not None and not Path(save_directory).is_file():
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_whole(card, model_card(config, Path(save_directory).name))
+        return save_model(self, save_directory, is_main_process, *args, **kwargs)
+
+    PreTrainedConfig.save_pretrained = save_config_with_type  # type: ignore[method-assign]
+    PreTrainedModel.save_pretrained = save_model_with_card  # type: ignore[method-assign]
+
+
+def model_card(
+    config: PreTrainedConfig, name: str, *, about: str = "", base: str | None = None, facts: Mapping[str, Any] = {}
+) -> str:
+    """README.md of a saved model: what it is, its attention and power, how to load it.
+
+    ``about`` is a sentence or two after the title, ``base`` the model that it was made from, ``facts`` further rows of
+    its table (losses, tokens seen, ...).
+    """
+    config = own_type(config) or config
+    kinds = auto_classes(config)
+    auto = "AutoModelForCausalLM" if "AutoModelForCausalLM" in kinds else [*kinds, "AutoModel"][1]
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    rows = {word.replace("_", " ").capitalize(): value for word, value in attention_settings(config).items()}
+    rows |= {"Context length": length, "Made from": base, **facts}
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows.items() if value is not None)
+    task = "pipeline_tag: text-generation\n" if auto == "AutoModelForCausalLM" else ""
+    return CARD_TEXT.format(name=name, about=about or ABOUT, table=table, task=task, auto=auto)
+
+
+def attention_settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """The attention of a saved config and its settings as JSON."""
+    saved = config.to_dict()
+    if isinstance(config, HostConfig):
+        names = attention_names(config)
+        return {"attention": names[""] if list(names) == [""] else names, **(saved.get(SETTINGS) or {})}
+    words = ("attention", "power", "score_scale", "window", "global_every", "local_attention")
+    return {word: saved.get(word) for word in words if word in saved}
