@@ -45,13 +45,11 @@ model = {auto}.from_pretrained("{name}")
 ```
 """
 
-from softplus_attention.huggingface.remote_code import save_with_code
-
 
 def save_trained(
     model: PreTrainedModel, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """``save_with_code(model, directory)`` with the key-value cache on, and the tokenizer beside it.
+    """``model.save_pretrained(directory)`` with the key-value cache on, and the tokenizer beside it.
 
     Trainer and gradient checkpointing switch ``use_cache`` off; saved like that, every generated token would run the
     whole sequence again.
@@ -59,7 +57,7 @@ def save_trained(
     model.config.use_cache = True
     if model.can_generate():
         model.generation_config.use_cache = True
-    save_with_code(model, directory)
+    model.save_pretrained(directory)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
