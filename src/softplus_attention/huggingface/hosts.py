@@ -213,4 +213,13 @@ def module_of(name: str) -> str:
     return _own_modules.get(name, __name__)
 
 
-__all__ = ["HostConfig", "HostModel", "attention_names", "auto_classes", "has_own", "own_type", "register_hosts"]
+__all__ = [
+    "HostConfig",
+    "HostModel",
+    "attention_names",
+    "auto_classes",
+    "has_own",
+    "names_in",
+    "own_type",
+    "register_hosts",
+]

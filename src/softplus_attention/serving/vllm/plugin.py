@@ -55,7 +55,7 @@ def refuse_stock_architectures(config_class: Any) -> None:
 def lost_attention(config: Any) -> str | None:
     """The attention of ours that a config of a stock type names."""
     from softplus_attention.attentions.catalog import KNOWN
-    from softplus_attention.huggingface.registration import attention_names, names_in
+    from softplus_attention.huggingface.hosts import attention_names, names_in
 
     if config.model_type.startswith("softplus_"):
         return None
