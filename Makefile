@@ -6,7 +6,7 @@ SERVING ?= .venv-serving
 # Two busy cores spinning on each other's OpenMP locks cost up to ten times the work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lint test-serving test-slow test-gpu bench-cpu pages clean
+.PHONY: setup demo test lint test-serving test-slow test-gpu first-hour docs bench-cpu pages clean
 
 setup: $(VENV)/installed
 
@@ -45,6 +45,13 @@ test-slow: setup
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu
+
+# From a built wheel in fresh environments, as a new user: minutes.
+first-hour: setup
+	$(BIN)/python -m pytest -q -m slow tests/first_hour
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict
 
 bench-cpu: setup
 	$(BIN)/python benchmarks/cpu.py

@@ -118,7 +118,7 @@ def test_workflows_run_what_exists() -> None:
     assert jobs["tests"]["strategy"]["matrix"]["python"] == named
     commands = " ".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
     targets = {word for before, word in zip(commands.split(), commands.split()[1:], strict=False) if before == "make"}
-    assert targets == {"lint", "test", "setup"}
+    assert targets == {"lint", "test", "setup", "first-hour"}
     makefile = (ROOT / "Makefile").read_text()
     assert all(f"\n{target}:" in makefile for target in targets)
     assert all((ROOT / word).exists() for word in commands.split() if word.startswith("tests/"))

@@ -133,7 +133,11 @@ def test_callable_after_each_order_of_imports() -> None:
     Each order begins in a fork of a process that has imported nothing of ours.
     """
     call = "softplus_attention(x, x, x, is_causal=True)"
-    script = ["import inspect, os, torch, transformers", "x = torch.arange(64.).view(1, 1, 4, 16)"]
+    script = [
+        "import inspect, os, torch",
+        "from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel",
+        "x = torch.arange(64.).view(1, 1, 4, 16)",
+    ]
     for first in IMPORTS:
         cells = [IMPORTS["function"], f"want, signature = {call}, inspect.signature(softplus_attention)"]
         for second in IMPORTS:
