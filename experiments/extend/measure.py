@@ -86,8 +86,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", required=True, nargs="+")
     parser.add_argument("--lengths", required=True, nargs="+", type=int)
     parser.add_argument("--documents", type=int, help="at most so many (default: all)")
-    parser.add_argument("--haystacks", type=int, default=3, help="a length, each with --needles questions")
-    parser.add_argument("--needles", type=int, default=10, help="in one haystack, at as many depths")
+    parser.add_argument("--haystacks", type=int, default=12, help="at each length")
+    parser.add_argument("--needles", type=int, default=2, help="in each haystack, each asked for")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -119,13 +119,14 @@ def losses(model: Any, documents: Any, length: int, lengths: list[int], own: Any
 
 def needles(model: Any, documents: Any, length: int, lengths: list[int], own: Any, options: Any, encode: Any) -> None:
     rows = [ids for _, _, ids in documents if len(ids) >= length]
-    depths = [(number + 0.5) / options.needles for number in range(options.needles)]
+    total = options.haystacks * options.needles
     answers = []
     for number in range(options.haystacks):
+        depths = [(number + step * options.haystacks + 0.5) / total for step in range(options.needles)]
         form = list(FORMS)[number % len(FORMS)]
         haystack = make_haystack(encode, rows[number % len(rows)], length, form, depths, number)
         found, size = ask(model, haystack, options.needles if model.device.type == "cuda" else 1)
-        answers.append({"form": form, "found": found})
+        answers.append({"form": form, "depths": [round(depth, 3) for depth in depths], "found": found})
         own["cache_bytes"][str(length)] = size
     own["needles"][str(length)] = answers
 

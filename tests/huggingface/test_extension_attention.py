@@ -30,6 +30,7 @@ REACHES = {
     "window and sink": Reach(7, 3),
     "wide sink": Reach(5, 20),
     "far": Reach(7),
+    "far, level": Reach(7, level=9),
     "one": Reach(1),
     "everything": Reach(),
     "wider than the text": Reach(99, 4),

@@ -19,6 +19,7 @@ VOCABULARY = 97
 BASE = Extension(trained=64, length=256, far_heads=[[1], [], [0, 1, 2]], window=9, sink=2, near=12, group=5)
 FORMS = {form: replace(BASE, far=form) for form in ("clip", "group", "yarn", "rope")}
 FORMS |= {f"log N, {keys}": replace(BASE, trained=20, log_n=keys) for keys in ("far", "all")}
+FORMS["level"] = replace(BASE, trained=20, level=True)
 
 
 def host_model(host: str = "llama", **changes: Any) -> Any:
@@ -104,6 +105,9 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
                 scores = scores * factor
             if far and extension.log_n == "far":
                 scores = torch.where(distance < near, scores, scores * factor)
+            if far and extension.level:
+                count = every[:, None] - near + 1
+                scores = scores - torch.where(distance < near, 0, (count.clamp(min=20 - near) / (20 - near)).log())
             if not far:
                 hidden = hidden | ((distance >= extension.window) & (every >= extension.sink))
             out.append(scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v[head])
@@ -114,9 +118,10 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
     return logits(model, ids)
 
 
+@pytest.mark.parametrize("level", [False, True], ids=["free", "level"])
 @pytest.mark.parametrize("log_n", ["none", "far", "all"])
-def test_clip_is_rerope_written_out(log_n: str) -> None:
-    extension = replace(BASE, trained=20, log_n=log_n)
+def test_clip_is_rerope_written_out(log_n: str, level: bool) -> None:
+    extension = replace(BASE, trained=20, log_n=log_n, level=level)
     model = host_model().float()  # tables are in float32
     ids = tokens(1, 50)
     found = logits(extended(model, extension), ids)
@@ -268,6 +273,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"far_heads": [[3], [], []]}, "far_heads` must be for each of 3 layers a sorted list of heads below 3"),
     "layers": ({"far_heads": [[1]]}, "far_heads` must be for each of 3 layers"),
     "log N": ({"log_n": True}, "`extension log_n` must be one of none, far, all"),
+    "level": ({"far": "rope", "level": True}, "`extension level` must be False, or True with far='clip'"),
     "form": ({"far": "alibi"}, "`extension far` must be one of clip, group, yarn, rope"),
     "window": ({"window": 64}, "`extension window` must be below 64"),
     "near": ({"near": True}, "`extension near` must be an integer, at least 2"),

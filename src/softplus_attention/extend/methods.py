@@ -30,6 +30,7 @@ class Method:
     group: int = 0
     factor: float = 8.0
     log_n: str = "none"
+    level: bool = False
     ranking: str = "best"
     length: int = 65536  # that it is set up for
 
@@ -57,9 +58,12 @@ def parse_method(text: str) -> Method:
         if key not in kinds:
             fail("method", f"with settings of {', '.join(kinds)}", f"{text!r}{did_you_mean(key, kinds)}")
         try:
-            changes[key] = -1 if (key, value) == ("heads", "all") else kinds[key](value)
-        except ValueError:
-            fail("method", f"with {kinds[key].__name__} as {key}", repr(text))
+            if kinds[key] is bool:
+                changes[key] = {"yes": True, "no": False}[value]
+            else:
+                changes[key] = -1 if (key, value) == ("heads", "all") else kinds[key](value)
+        except (KeyError, ValueError):
+            fail("method", f"with {'yes or no' if kinds[key] is bool else kinds[key].__name__} as {key}", repr(text))
     return replace(METHODS[name], **changes)
 
 
@@ -102,6 +106,7 @@ def extension_of(method: Method, config: Any, ranking: Ranking | None) -> Extens
         group=method.group or (smallest_group(trained, method.length, method.near) if method.far == "group" else 1),
         factor=method.factor,
         log_n=method.log_n,
+        level=method.level,
     )
 
 

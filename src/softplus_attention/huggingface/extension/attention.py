@@ -8,7 +8,7 @@ attention sink of a window. The parts are computed by torch's fused attention an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,10 +33,22 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """What the heads of a group see: the last ``near`` keys, and of those before them the first ``most_far``."""
+    """What the heads of a group see: the last ``near`` keys, and of those before them the first ``most_far``.
+
+    Where a row has n > ``level`` far keys, each weighs ``level`` / n: together no more than so many would.
+    """
 
     near: int = EVERYTHING
     most_far: int = EVERYTHING
+    level: int = EVERYTHING
+
+
+def level_bias(first: int, end: int, reach: Reach, like: Tensor) -> Tensor | None:
+    """(rows) of what is added to the far scores of the rows at the positions [first, end); None where it is 0."""
+    if end - reach.near <= reach.level:
+        return None
+    seen = torch.arange(first - reach.near + 1, end - reach.near + 1, device=like.device, dtype=torch.float64)
+    return -(seen.clamp(min=reach.level) / reach.level).log().to(torch.promote_types(like.dtype, torch.float32))
 
 
 def blocks(first: int, rows: int, near: int) -> Iterator[tuple[int, int]]:
@@ -175,6 +187,8 @@ def forward(views: _Views, end: int, reach: Reach, scale: float) -> tuple[Tensor
             folded = q.shape[1] != views.group
             found, log_sum = piece_forward(q, k, v, piece.form != "full", scale)
             found, log_sum = restored(found, piece, folded, -2), restored(log_sum, piece, folded, -1)
+            if piece.part == "far" and (bias := level_bias(*piece.rows, reach, log_sum)) is not None:
+                log_sum = log_sum + bias
             if out is None:  # the first piece has all rows
                 out, total = found, log_sum
                 continue
@@ -219,6 +233,8 @@ class TwoParts(torch.autograd.Function):
                 rows, keys = views.slices(piece)
                 q, k, v = views.cut(piece)
                 turned = [grad[:, :, rows], out[:, :, rows], log_sum[..., rows]]
+                if piece.part == "far" and (bias := level_bias(*piece.rows, reach, log_sum)) is not None:
+                    turned[2] = turned[2] - bias
                 folded = q.shape[1] != views.group
                 turned = [restored(x, piece, folded, d) for x, d in zip(turned, (-2, -2, -1), strict=True)]
                 turned[0], turned[1] = turned[0].contiguous(), turned[1].contiguous()
@@ -250,7 +266,7 @@ def two_part_attention(
     """
     end = first + near[0].shape[2]
     if far is None:
-        reach = Reach(reach.near, 0)
+        reach = replace(reach, most_far=0)
     needed = min(end, reach.near + end - first - 1)
     if near[1].shape[2] < needed:
         raise ValueError(f"near keys: the last {needed} positions are seen, and {near[1].shape[2]} are given")
@@ -285,6 +301,9 @@ def dense_two_parts(
         q, k, v = far
         key = torch.arange(k.shape[2], device=q.device)
         hidden = (key > row - reach.near) | (key >= reach.most_far)
-        beyond = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(hidden, float("-inf"))
+        beyond = q @ k.repeat_interleave(group, 1).mT * scale
+        if (bias := level_bias(first, end, reach, beyond)) is not None:
+            beyond = beyond + bias[:, None]
+        beyond = beyond.masked_fill(hidden, float("-inf"))
         scores, values = torch.cat([beyond, scores], -1), torch.cat([v.repeat_interleave(group, 1), values], -2)
     return scores.softmax(-1) @ values

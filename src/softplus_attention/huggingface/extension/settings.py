@@ -25,7 +25,8 @@ class Extension:
     they are.
 
     log_n: beyond the trained length the scores of "all" keys of the far heads, of the "far" ones beyond ``near``, or of
-    "none" are multiplied by log(position) / log(trained).
+    "none" are multiplied by log(position) / log(trained). level: all keys beyond ``near`` together weigh no more than
+    as many as there are in the trained length.
     """
 
     trained: int
@@ -38,6 +39,7 @@ class Extension:
     group: int = 8
     factor: float = 4.0
     log_n: str = "none"
+    level: bool = False
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -65,6 +67,8 @@ class Extension:
             check.fail("extension far", f"one of {', '.join(FORMS)}", repr(self.far))
         if self.log_n not in LOG_N:
             check.fail("extension log_n", f"one of {', '.join(LOG_N)}", repr(self.log_n))
+        if not isinstance(self.level, bool) or (self.level and self.far not in ("clip", "group")):
+            check.fail("extension level", "False, or True with far='clip' or 'group'", repr(self.level))
         for name, least in (("trained", 2), ("length", 2), ("window", 2), ("sink", 0), ("near", 2), ("group", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -86,7 +90,9 @@ class Extension:
 
     @property
     def far_reach(self) -> Reach:
-        return Reach(self.near) if self.far in ("clip", "group") else Reach()
+        if self.far not in ("clip", "group"):
+            return Reach()
+        return Reach(self.near, level=self.trained - self.near) if self.level else Reach(self.near)
 
     @property
     def window_reach(self) -> Reach:
