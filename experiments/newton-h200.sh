@@ -14,7 +14,7 @@
 # All processes together make 70 to 75 updates a second, however many they are (five to fifteen); a run has 4,400, and its
 # long sequences take one to two minutes more. CUDA's multi-process service is used where it is installed.
 #
-# PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further words, such as "--pretrain-updates 1500") are
+# PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further words, such as "--pretrain-steps 1500") are
 # read from the environment. MORE must be the same in every call on one folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -40,8 +40,8 @@ case "${1:-}" in
   check)
     # 300 updates with and without the differences as inputs, one small tuning each: seconds per update and first R^2.
     for differences in no yes; do
-      newton --preset gpu --out "$out-check-$differences" --arms lssar --seeds 0 --labels 200 --pretrain-updates 300 \
-        --tune-updates 100 --test-systems 200 --without-pretraining no --differences "$differences" \
+      newton --preset gpu --output "$out-check-$differences" --arms lssar --seeds 0 --labels 200 --pretrain-steps 300 \
+        --tune-steps 100 --test-systems 200 --without-pretraining no --differences "$differences" \
         --stages pretrain,probe,tune
     done
     ;;
@@ -53,8 +53,8 @@ case "${1:-}" in
     pids=()
     for arm in "$@"; do
       for seed in 0 1 2; do
-        newton --preset gpu --out "$out" --arms "$arm" --seeds "$seed" --stages "$trained" --workers 1 \
-          --save-updates 500 &
+        newton --preset gpu --output "$out" --arms "$arm" --seeds "$seed" --stages "$trained" --workers 1 \
+          --save-every 500 &
         pids+=($!)
       done
     done
@@ -62,7 +62,7 @@ case "${1:-}" in
     exit "$failed"
     ;;
   faithful)
-    newton --preset faithful --out "$faithful_out" --arms "${2:?the name of an arm}" --stages pretrain,probe,tune
+    newton --preset faithful --output "$faithful_out" --arms "${2:?the name of an arm}" --stages pretrain,probe,tune
     ;;
   collect)
     file=${2:?the name of the archive}
@@ -72,8 +72,8 @@ case "${1:-}" in
     find "${folders[@]}" \( -name '*.json' -o -name '*.npz' \) -not -path '*/trainer/*' | tar -cf "$file" -T -
     ;;
   laws)
-    newton --preset gpu --out "$out" --stages laws,figures
-    if [ -d "$faithful_out" ]; then newton --preset faithful --out "$faithful_out" --stages laws,figures; fi
+    newton --preset gpu --output "$out" --stages laws,figures
+    if [ -d "$faithful_out" ]; then newton --preset faithful --output "$faithful_out" --stages laws,figures; fi
     ;;
   *)
     sed -n '2,18p' "$0"

@@ -35,7 +35,7 @@ def without_fronts(control: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="--out of the command")
+    parser.add_argument("folder", type=Path, help="--output of the command")
     parser.add_argument("destination", type=Path, help="NAME.json; figures go to the folder NAME beside it")
     parser.add_argument("--trained-on", type=Path, help="results.json of the machine that trained")
     parser.add_argument("--trained-at", help="its commit, where git was not there to say")

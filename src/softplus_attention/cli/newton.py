@@ -26,11 +26,11 @@ DISTRIBUTION_NAMES = (
 )
 # Sizes that replace the preset's, and what they are. Each is at least 1.
 NUMBERS = {
-    "pretrain_updates": "steps of the optimiser in pre-training",
-    "pretrain_batch": "systems per update and process in pre-training",
-    "tune_updates": "steps of the optimiser while the force is tuned",
-    "tune_batch": "labelled systems per update and process while the force is tuned",
-    "test_systems": "systems on which the said force is tested",
+    "pretrain_updates": "optimizer steps of pre-training",
+    "pretrain_batch": "systems per step and process in pre-training",
+    "tune_updates": "optimizer steps of force tuning",
+    "tune_batch": "labelled systems per step and process in force tuning",
+    "test_systems": "systems on which the predicted force is tested",
     "positions": "in a sequence: the time step, then each body's place step by step; odd where roll-outs follow",
     "layers": "how many the model has",
     "width": "of the model's hidden states, a multiple of --heads",
@@ -40,13 +40,16 @@ NUMBERS = {
     "law_restarts": "of the symbolic regression; all of them make one front",
 }
 
+# What the options are called, where results files keep an older name.
+RENAMED = {"pretrain_updates": "pretrain_steps", "tune_updates": "tune_steps"}
+
 
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "newton",
         help="a GPT on orbits, its force, and the law that symbolic regression finds",
-        description="Trains a GPT on simulated orbits, tunes it to say the force, and looks for the law by symbolic "
-        "regression, beside the controls. Every stage leaves files under --out and is not run again; the stages laws "
+        description="Trains a GPT on simulated orbits, tunes it to predict the force, and looks for the law by symbolic "
+        "regression, beside the controls. Every stage leaves files under --output and is not run again; the stages laws "
         "and figures need nothing but those files.",
     )
     parser.add_argument(
@@ -55,42 +58,48 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         default="cpu",
         help="the sizes and settings; the options below replace single ones (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, help="folder for all files (default: newton-PRESET)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for all files (default: newton-PRESET)")
+    parser.add_argument("--out", type=Path, dest="output", help=argparse.SUPPRESS)
     parser.add_argument("--stages", default=",".join(STAGE_NAMES), help="some of %(default)s")
     parser.add_argument("--arms", help="attentions of the catalogue, or NAME-windowK for a window of K time steps")
     parser.add_argument("--seeds", help="of weights and systems, each a run of its own, such as 0,1,2")
     parser.add_argument("--labels", help="numbers of labelled systems, such as 50,200,2000")
-    parser.add_argument("--target", choices=("ln_force", "force", "vector"), help="what the force model says")
+    parser.add_argument(
+        "--target", choices=("ln_force", "force", "vector"), help="regression target of the force model"
+    )
     parser.add_argument("--distribution", choices=DISTRIBUTION_NAMES, help="from which systems are drawn")
     parser.add_argument("--form", choices=("continuous", "tokens"), help="how a model reads coordinates")
     parser.add_argument("--context-noise", type=float, help="in AU, on what the model reads while it is pre-trained")
-    parser.add_argument("--differences", choices=("yes", "no"), help="whether models also read each body's last way")
+    parser.add_argument("--differences", choices=("yes", "no"), help="also feed the displacement since the last step")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of the arithmetic in training")
     parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
     for name, words in NUMBERS.items():
-        parser.add_argument(option_of(name), type=int, metavar="N", help=words)
+        parser.add_argument(option_of(name), dest=name, type=int, metavar="N", help=words)
+        if name in RENAMED:
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes that simulate (default: 2 with a GPU, else 0)"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument(
-        "--save-updates",
+        "--save-every",
         type=int,
         default=0,
         metavar="N",
-        help="checkpoint every N updates, so that a call that was cut short goes on from there (default: never)",
+        help="checkpoint every N steps, so that a call that was cut short goes on from there (default: never)",
     )
+    parser.add_argument("--save-updates", type=int, dest="save_every", default=0, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="the commit to name in the results")
     parser.set_defaults(run=run)
 
 
 def option_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{RENAMED.get(name, name).replace('_', '-')}"
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    for name, least in {**dict.fromkeys(NUMBERS, 1), "workers": 0, "save_updates": 0}.items():
+    for name, least in {**dict.fromkeys(NUMBERS, 1), "workers": 0, "save_every": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:
             fail(option_of(name), f"at least {least}", value)
@@ -130,19 +139,20 @@ def run(options: argparse.Namespace) -> int:
     check_installed(*(package for stage, needed in NEEDED.items() if stage in stages for package in needed))
     from softplus_attention.huggingface.loading import quiet
     from softplus_attention.physics.presets import preset
-    from softplus_attention.physics.stages import Folder, is_main, run_stages, write_json
+    from softplus_attention.physics.stages import Folder, run_stages, write_json
     from softplus_attention.physics.summary import printed, summary
-    from softplus_attention.physics.training import Machine
+    from softplus_attention.physics.training import ComputeOptions
+    from softplus_attention.training import distributed
 
     quiet()  # loading a model for another head is what is done here on purpose
     experiment = preset(options.preset, **changes_of(options))
-    machine = Machine.of(
-        options.device, workers=options.workers, compile=options.compile, save_updates=options.save_updates
+    compute = ComputeOptions.of(
+        options.device, workers=options.workers, compile=options.compile, save_every=options.save_every
     )
-    folder = Folder(options.out or Path(f"newton-{options.preset}"), experiment)
+    folder = Folder(options.output or Path(f"newton-{options.preset}"), experiment)
     begun = time.perf_counter()
-    run_stages(folder, stages, machine)
-    if is_main():
+    run_stages(folder, stages, compute)
+    if distributed.is_rank0():
         command = shlex.join(["softplus-attention", *getattr(options, "arguments", sys.argv[1:])])
         found = summary(folder, command, options.commit, time.perf_counter() - begun)
         write_json(folder.path / "results.json", found)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
 from softplus_attention.training.metrics import METRICS
-from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.training.run import fit, model_config, trainer_of, training_arguments
 from softplus_attention.training.run_folder import RunFolder
 from softplus_attention.utils.files import write_whole
 from softplus_attention.utils.untrusted import read_json
@@ -265,9 +264,8 @@ def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
     trainer = trainer_of(config, arguments, model, dataset)
     if checkpoint is not None:
         checkpoints.check_fits(checkpoint, trainer.model)
-    run.rewind(checkpoint)
     started = time.perf_counter()
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    fit(run, trainer, checkpoint)
     seconds = time.perf_counter() - started
     run.save(lambda place: save_trained(trainer.model, place))
     losses = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
@@ -275,8 +273,7 @@ def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
     found = {"length": config.sequence_length, "steps": config.steps, "final_loss": final, "seconds": round(seconds, 1)}
     found |= {"steps_in_that_time": config.steps - step}
     write_whole(record, json.dumps(found) + "\n")
-    for leftover in checkpoints.checkpoints(run.path):
-        shutil.rmtree(leftover)
+    run.remove_checkpoints()
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import time
 import zipfile
 import zlib
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.physics.presets import Experiment
+from softplus_attention.training import distributed
 from softplus_attention.utils import files
 from softplus_attention.validation import fail
 
@@ -35,7 +36,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        fail("--out", DAMAGED, f"{path}: {error}")
+        fail("--output", DAMAGED, f"{path}: {error}")
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
                 for name in stored.files
             }
     except (ValueError, zipfile.BadZipFile, zlib.error) as error:
-        fail("--out", DAMAGED, f"{path}: {str(error).splitlines()[0]}")
+        fail("--output", DAMAGED, f"{path}: {str(error).splitlines()[0]}")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Folder:
             for word in sorted(set(words) | set(other), key=lambda word: (word != "preset", word)):
                 if words.get(word) != other.get(word):
                     expected = f"a folder of the same experiment: `{word}` is {other.get(word)!r} in it"
-                    fail("--out", expected, f"{word} = {words.get(word)!r}")
+                    fail("--output", expected, f"{word} = {words.get(word)!r}")
         else:
             write_json(file, words)
 
@@ -141,99 +142,100 @@ class Folder:
         return [cell for arm, seed in self.runs() for cell in self.cells(arm, seed)]
 
 
-def run_stages(folder: Folder, stages: tuple[str, ...], machine: Any) -> None:
-    """``machine`` is a ``training.Machine``; None where no stage trains."""
+def run_stages(folder: Folder, stages: tuple[str, ...], options: Any) -> None:
+    """``options`` are ``training.ComputeOptions``; None where no stage trains."""
     runners = {"laws": laws_stage, "figures": figures_stage}
     trained = [stage for stage in STAGES if stage in stages and stage not in runners]
     if trained:
         # Arm by arm, all its stages: a run that is cut short leaves whole arms.
         for arm, seed in folder.runs():
             for stage in trained:
-                training_stage(folder, stage, arm, seed, machine)
-                wait_for_all()
+                training_stage(folder, stage, arm, seed, options)
+                distributed.wait_for_all()
     for stage in STAGES:
         if stage in stages and stage in runners:
             runners[stage](folder)
 
 
-def training_stage(folder: Folder, stage: str, arm: str, seed: int, machine: Any) -> None:
+def training_stage(folder: Folder, stage: str, arm: str, seed: int, options: Any) -> None:
     {"pretrain": pretrain_stage, "probe": probe_stage, "tune": tune_stage, "long": long_stage}[stage](
-        folder, arm, seed, machine
+        folder, arm, seed, options
     )
 
 
-def is_main() -> bool:
-    """Of several processes under torchrun, the one that writes."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def wait_for_all() -> None:
-    """Under torchrun: no process reads what the main one has not finished writing."""
-    from torch import distributed
-
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.barrier()
-
-
-def pretrain_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+def pretrain_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
     from softplus_attention.huggingface.saving import save_trained
     from softplus_attention.physics.training import pretrain
+    from softplus_attention.training.run_folder import RunFolder
 
-    run = folder.run(arm, seed)
-    if (run / "pretrain.json").is_file():
+    place = folder.run(arm, seed)
+    if (place / "pretrain.json").is_file():
         return
-    model, measured = pretrain(folder.experiment, arm, seed, run / "pretraining", machine)
-    if is_main():
-        save_trained(model, run / "pretrained")
-        write_json(run / "pretrain.json", measured)
+    run = RunFolder(place / "pretraining", model=place / "pretrained")
+    with run.locked():
+        model, measured = pretrain(folder.experiment, arm, seed, run, options)
+        if distributed.is_rank0():
+            run.save(functools.partial(save_trained, model))
+            write_json(place / "pretrain.json", measured)
+            run.remove_checkpoints()
 
 
-def pretrained_model(folder: Folder, arm: str, seed: int, machine: Any) -> Any:
+def pretrained_model(folder: Folder, arm: str, seed: int, options: Any) -> Any:
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForTrajectories, check_checkpoint
 
     path = folder.run(arm, seed) / "pretrained"
     check_checkpoint(path, folder.experiment.form)
-    return OrbitGPTForTrajectories.from_pretrained(path).to(machine.device)
+    return OrbitGPTForTrajectories.from_pretrained(path).to(options.device)
 
 
-def probe_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+def probe_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
     from softplus_attention.physics.probing import probe
 
     file = folder.run(arm, seed) / "probes.json"
-    if file.is_file() or not is_main():
+    if file.is_file() or not distributed.is_rank0():
         return
-    write_json(file, probe(pretrained_model(folder, arm, seed, machine), folder.experiment, seed))
+    write_json(file, probe(pretrained_model(folder, arm, seed, options), folder.experiment, seed))
     print(f"probe {arm}, seed {seed}: done", flush=True)
 
 
-def tune_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
-    from softplus_attention.huggingface.saving import save_trained
-    from softplus_attention.physics.forces import quality, said_forces
-    from softplus_attention.physics.training import tune
+def tune_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
+    from softplus_attention.training.run_folder import RunFolder
 
     for cell in folder.cells(arm, seed):
         if (cell.folder / "tune.json").is_file():
             continue
-        pretrained = folder.run(arm, seed) / "pretrained" if cell.pretrained else None
-        model, measured = tune(folder.experiment, arm, seed, cell.labels, pretrained, cell.folder, machine)
-        if not is_main():
-            continue
-        arrays = said_forces(model.to(machine.device), folder.experiment, seed)
-        write_arrays(cell.folder / "force.npz", arrays)
-        if cell.labels == max(folder.experiment.labels):
-            save_trained(model, cell.folder / "model")
-        measured["quality"] = {"inside": quality(arrays, "inside")}
-        write_json(cell.folder / "tune.json", measured)
-        r2 = measured["quality"]["inside"].get("r2_ln_force", float("nan"))
-        print(f"tune {cell.title}: R^2 of ln F {r2:.4f} in {measured['seconds']:.0f} s", flush=True)
+        run = RunFolder(cell.folder)
+        with run.locked():
+            tune_cell(folder, cell, run, options)
 
 
-def long_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
+def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
+    from softplus_attention.huggingface.saving import save_trained
+    from softplus_attention.physics.forces import quality, said_forces
+    from softplus_attention.physics.training import tune
+
+    experiment, seed = folder.experiment, cell.seed
+    pretrained = folder.run(cell.arm, seed) / "pretrained" if cell.pretrained else None
+    model, measured = tune(experiment, cell.arm, seed, cell.labels, pretrained, run, options)
+    if not distributed.is_rank0():
+        return
+    arrays = said_forces(model.to(options.device), experiment, seed)
+    write_arrays(cell.folder / "force.npz", arrays)
+    if cell.labels == max(experiment.labels):
+        run.save(functools.partial(save_trained, model))
+    measured["quality"] = {"inside": quality(arrays, "inside")}
+    write_json(cell.folder / "tune.json", measured)
+    run.remove_checkpoints()
+    r2 = measured["quality"]["inside"].get("r2_ln_force", float("nan"))
+    print(f"tune {cell.title}: R^2 of ln F {r2:.4f} in {measured['seconds']:.0f} s", flush=True)
+
+
+def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
     from softplus_attention.physics.long_sequences import force_by_length, next_places, roll_outs
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 
     experiment, run = folder.experiment, folder.run(arm, seed)
-    if not experiment.multiples or not is_main():
+    if not experiment.multiples or not distributed.is_rank0():
         return
     before = read_json(run / "long.json") if (run / "long.json").is_file() else None
     tuned = {
@@ -252,7 +254,7 @@ def long_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
     if before is not None:
         found = before
     else:
-        model = pretrained_model(folder, arm, seed, machine)
+        model = pretrained_model(folder, arm, seed, options)
         rows, orbits = roll_outs(model, experiment, seed)
         found = {
             "trained_steps": experiment.steps,
@@ -263,7 +265,7 @@ def long_stage(folder: Folder, arm: str, seed: int, machine: Any) -> None:
         }
         write_arrays(run / "roll_out.npz", orbits)
     for name in missing:
-        model = OrbitGPTForForce.from_pretrained(tuned[name]).to(machine.device)
+        model = OrbitGPTForForce.from_pretrained(tuned[name]).to(options.device)
         found["force"][name] = force_by_length(model, experiment, seed)
     seconds = time.perf_counter() - begun
     found["seconds"] += seconds
@@ -282,7 +284,7 @@ def laws_stage(folder: Folder) -> None:
 
     found = [cell for cell in folder.all_cells() if (cell.folder / "force.npz").is_file()]
     if not found:
-        fail("--out", "a folder in which the stage `tune` has left forces", folder.path)
+        fail("--output", "a folder in which the stage `tune` has left forces", folder.path)
     for number, cell in enumerate(found, 1):
         truth = folder.path / "controls" / f"seed{cell.seed}.json"
         if not done(truth):

@@ -1,8 +1,7 @@
-"""Pre-training on orbits and tuning on forces, through transformers' Trainer."""
+"""Pre-training on orbits and tuning on forces, in run folders as ``train`` has them."""
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import PreTrainedModel, set_seed
+from transformers.trainer_utils import SaveStrategy
 
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.modeling_orbit_gpt import (
@@ -25,6 +24,9 @@ from softplus_attention.physics.modeling_orbit_gpt import (
 from softplus_attention.physics.orbits import OrbitalSystems, simulate
 from softplus_attention.physics.presets import Experiment
 from softplus_attention.physics.sequences import Batch, labelled_batch, mixed_batch
+from softplus_attention.training import TrainConfig, checkpoints, distributed
+from softplus_attention.training.run import fit, trainer_of, training_arguments
+from softplus_attention.training.run_folder import RunFolder, started
 from softplus_attention.validation import fail
 
 # Streams of random numbers that never meet: the same seed draws other systems for each purpose.
@@ -40,26 +42,27 @@ def to_tensors(batch: Batch) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ComputeOptions:
     """Where and how a run computes; nothing that decides what it computes."""
 
     device: torch.device
     workers: int = 0
     compile: bool = False
-    save_updates: int = 0
+    save_every: int = 0
 
     @classmethod
     def of(
-        cls, name: str | None, *, workers: int | None = None, compile: bool = False, save_updates: int = 0
-    ) -> Machine:
+        cls, name: str | None, *, workers: int | None = None, compile: bool = False, save_every: int = 0
+    ) -> ComputeOptions:
         name = name or ("cuda" if torch.cuda.is_available() else "cpu")
         if name not in ("cpu", "cuda"):
             fail("--device", "cpu or cuda (which GPU: by CUDA_VISIBLE_DEVICES)", repr(name))
         if name == "cuda" and not torch.cuda.is_available():
             fail("--device", "cpu: this torch sees no GPU", repr(name))
+        distributed.start(name)
         device = torch.device(name)
         usual = 2 if device.type == "cuda" else 0
-        return cls(device, usual if workers is None else workers, compile, save_updates)
+        return cls(device, usual if workers is None else workers, compile, save_every)
 
 
 class OrbitBatches(Dataset[dict[str, Tensor]]):
@@ -96,111 +99,60 @@ class LabelledBatches(Dataset[dict[str, Tensor]]):
         return {name: values[chosen] for name, values in self.labelled.items()}
 
 
-class FromTheFirst(torch.utils.data.Sampler[int]):
-    """0, 1, 2, ...: the batches are random already, and a permutation of 2^40 numbers would not fit."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Any:
-        return iter(range(self.count))
-
-
-class BatchTrainer(Trainer):
-    """A Trainer whose dataset holds whole batches."""
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return FromTheFirst(len(self.train_dataset))
-
-
-class Progress(TrainerCallback):
-    """One line that is rewritten on a terminal; elsewhere a line every ten seconds."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.begun, self.shown = title, time.perf_counter(), time.perf_counter()
-        self.losses: list[tuple[int, float]] = []
-
-    def on_log(self, arguments: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if not logs or "loss" not in logs:
-            return
-        self.losses.append((state.global_step, logs["loss"]))
-        if not state.is_world_process_zero:
-            return
-        now = time.perf_counter()
-        left = (now - self.begun) / state.global_step * (state.max_steps - state.global_step)
-        line = f"{self.title}: {state.global_step}/{state.max_steps}, loss {logs['loss']:.4g}, {left:.0f} s left"
-        if sys.stdout.isatty():
-            print(f"\r{line:<100}", end="\n" if state.global_step == state.max_steps else "", flush=True)
-        elif now - self.shown > 10 or state.global_step == state.max_steps:
-            self.shown = now
-            print(line, flush=True)
-
-
 def train(
-    model: torch.nn.Module,
+    model: PreTrainedModel,
     batches: Dataset[dict[str, Tensor]],
-    folder: Path,
+    run: RunFolder,
     title: str,
-    machine: Machine,
+    options: ComputeOptions,
     experiment: Experiment,
     *,
     updates: int,
     rate: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Trains in place; what it took comes back. Taken up from the last of the Trainer's own checkpoints, if any."""
-    on_gpu = machine.device.type == "cuda"
-    arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"),
-        max_steps=updates,
-        per_device_train_batch_size=1,
+    """Trains in place, in a folder that the caller has locked; what it took comes back. A training that was stopped
+    goes on from its last checkpoint."""
+    config = TrainConfig(
+        data="simulated",
+        output=str(run.path),
+        layers=experiment.layers,
+        width=experiment.width,
+        heads=experiment.heads,
+        sequence_length=experiment.positions,
+        steps=updates,
+        batch_size=distributed.world_size(),  # a whole batch on each process
         learning_rate=rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": 0.02},
-        warmup_steps=min(100, max(1, updates // 20)),
-        adam_beta1=0.9,
-        adam_beta2=0.95,
+        final_learning_rate=0.02,
+        warmup=min(100, max(1, updates // 20)),
         weight_decay=experiment.weight_decay,
-        max_grad_norm=1.0,
-        bf16=experiment.precision == "bf16",
-        tf32=experiment.precision == "tf32" if on_gpu else None,
-        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
-        torch_compile=machine.compile,
-        use_cpu=not on_gpu,
         seed=seed,
-        dataloader_num_workers=machine.workers,
-        dataloader_pin_memory=on_gpu,
-        remove_unused_columns=False,
-        label_names=["targets", "forces"],
-        logging_steps=max(1, updates // 50),
-        logging_nan_inf_filter=False,
+        device=options.device.type,
+        precision="bf16" if experiment.precision == "bf16" else "fp32",
+        compile=options.compile,
+        workers=options.workers,
+        log_every=max(1, updates // 50),
+        save_every=options.save_every or updates,
+        keep=1,
         report_to="none",
-        log_level="error",
-        log_level_replica="error",
-        disable_tqdm=True,
-        save_strategy="steps" if machine.save_updates else "no",
-        save_steps=machine.save_updates or 500,
-        save_total_limit=1,
-        ddp_find_unused_parameters=False,
     )
-    if arguments.n_gpu > 1:
-        # Several GPUs are several processes (torchrun); the Trainer would otherwise split each batch among them.
-        arguments._n_gpu = 1
-    progress = Progress(title)
-    trainer = BatchTrainer(
-        model=model, args=arguments, train_dataset=batches, data_collator=lambda whole: whole[0], callbacks=[progress]
-    )
-    trainer.remove_callback(PrinterCallback)
+    if options.device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if experiment.precision == "tf32" else "highest")
+    arguments = training_arguments(config)
+    if not options.save_every:
+        arguments.save_strategy = SaveStrategy.NO
+    record = run.record_of(config, experiment.distribution, False)
+    checkpoint = run.newest_checkpoint()
+    trainer = trainer_of(config, arguments, model, batches, collator=lambda whole: whole[0], title=title, seconds=10)
+    if checkpoint is not None:
+        checkpoints.check_fits(checkpoint, trainer.model)
+    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    run.write(record | {"starts": [*record.get("starts", []), started(options.device, step)]})
     begun = time.perf_counter()
-    last = get_last_checkpoint(arguments.output_dir) if Path(arguments.output_dir).is_dir() else None
-    trainer.train(resume_from_checkpoint=last)
-    final = progress.losses[-1][1] if progress.losses else float("nan")
-    if not np.isfinite(final):
-        raise RuntimeError(f"{title}: the loss became {final}; a lower rate may help")
-    return {"updates": updates, "seconds": time.perf_counter() - begun, "loss": final, "losses": progress.losses}
+    fit(run, trainer, checkpoint)
+    seconds = time.perf_counter() - begun
+    losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return {"updates": updates, "seconds": seconds, "loss": losses[-1][1], "losses": losses}
 
 
 def usual_displacement(experiment: Experiment) -> float:
@@ -211,14 +163,14 @@ def usual_displacement(experiment: Experiment) -> float:
 
 
 def pretrain(
-    experiment: Experiment, arm_name: str, seed: int, folder: Path, machine: Machine
+    experiment: Experiment, arm_name: str, seed: int, run: RunFolder, options: ComputeOptions
 ) -> tuple[OrbitGPTForTrajectories, dict[str, Any]]:
     set_seed(seed)
     model = OrbitGPTForTrajectories(experiment.config(arm_name, usual_displacement(experiment)))
     batches = OrbitBatches(experiment, seed)
     updates, rate = experiment.pretrain_updates, experiment.pretrain_rate
     title = f"pretrain {arm_name}, seed {seed}"
-    measured = train(model, batches, folder, title, machine, experiment, updates=updates, rate=rate, seed=seed)
+    measured = train(model, batches, run, title, options, experiment, updates=updates, rate=rate, seed=seed)
     measured["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return model, measured
 
@@ -267,8 +219,8 @@ def tune(
     seed: int,
     labels: int,
     pretrained: Path | None,
-    folder: Path,
-    machine: Machine,
+    run: RunFolder,
+    options: ComputeOptions,
 ) -> tuple[OrbitGPTForForce, dict[str, Any]]:
     """A force model from the model of orbits at ``pretrained``, or from fresh weights where that is None."""
     labelled = labelled_systems(experiment, labels, seed)
@@ -293,5 +245,5 @@ def tune(
     title = f"tune {arm_name}, seed {seed}, {labels} labelled systems{how}"
     batches = LabelledBatches(labelled, experiment.tune_batch, seed)
     updates, rate = experiment.tune_updates, experiment.tune_rate
-    measured = train(model, batches, folder, title, machine, experiment, updates=updates, rate=rate, seed=seed)
+    measured = train(model, batches, run, title, options, experiment, updates=updates, rate=rate, seed=seed)
     return model, {**measured, "labels": labels, "label_values": known.numel()}

@@ -69,6 +69,9 @@ def find_results(folder: Path, skip: Path | None = None) -> ResultSet:
                 else:
                     found.problems.append((relative(path, folder), str(error)))
                 continue
+            if kind == "training" and data["config"].get("data") == "simulated":
+                found.working_files += 1  # a stage of `newton`
+                continue
             found.results.append(Result(relative(path, folder), kind, data))
     return found
 

@@ -15,6 +15,14 @@ from torch import nn
 PARALLEL = ("ddp", "fsdp")
 
 
+def start(device: str) -> None:
+    """The process group, where torchrun started several: before it exists each process only knows itself."""
+    if world_size() > 1 and not dist.is_initialized():
+        from accelerate import PartialState
+
+        PartialState(cpu=device == "cpu", **({"backend": "gloo"} if device == "cpu" else {}))
+
+
 def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -57,6 +65,12 @@ def run_on_rank0(make: Callable[[], Any]) -> Any:
     made: list[Any] = []
     broadcast_from_rank0(lambda: made.append(make()))
     return made[0] if made else None
+
+
+def wait_for_all() -> None:
+    """No process reads what the first one has not finished writing."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def mesh_of(device: torch.device, context: int, tensor: int) -> Any:

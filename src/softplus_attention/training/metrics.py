@@ -140,18 +140,21 @@ def tensorboard(run: Path, from_step: int) -> Any:
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar on a terminal, a line per log elsewhere."""
+    """A bar on a terminal; elsewhere a line per log, or every so many ``seconds``."""
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, steps: int, title: str = "", seconds: float = 0) -> None:
+        self.steps, self.title, self.seconds = steps, title, seconds
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        self.progress = Progress(total=self.steps, initial=state.global_step, unit="step", seconds=0)
+        self.progress = Progress(
+            self.title, total=self.steps, initial=state.global_step, unit="step", seconds=self.seconds
+        )
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        self.progress.update(done=state.global_step)
+        if self.progress.has_bar:
+            self.progress.update(done=state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         self.progress.update(format_metrics(others["logs"]), done=state.global_step)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassClassValidationError
 from torch.utils.data import Subset
-from transformers import PrinterCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, set_seed
 
-from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, SoftplusGPTModel, set_power
 from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import quiet
 from softplus_attention.huggingface.saving import save_trained
@@ -60,16 +61,11 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         # Now, since a tokenizer that cannot be loaded must not cost a trained model.
         tokenizer = distributed.run_on_rank0(folder.tokenizer)
         run.check(checkpoint, trainer.model)
-        run.rewind(checkpoint)
         record |= {"starts": [*record.get("starts", []), started(arguments.device, step)]}
         run.write(record)
         if checkpoint is not None:
             say(f"continuing {run.path} from step {step}")
-        termination = Termination()
-        trainer.add_callback(termination)
-        with termination.listening():
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        termination.leave_if_asked(trainer.state.global_step, config.steps)
+        fit(run, trainer, checkpoint)
         weights = distributed.full_state_dict(trainer.model)
         if distributed.is_rank0():
             run.save(lambda place: save_model(place, config, trainer, weights, tokenizer))
@@ -79,6 +75,16 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
 
 
 # ---- the parts
+
+
+def fit(run: RunFolder, trainer: SoftplusTrainer, checkpoint: Path | None) -> None:
+    """Trains from ``checkpoint`` to the last step, or until it is asked to stop; the folder is locked."""
+    run.rewind(checkpoint)
+    termination = Termination()
+    trainer.add_callback(termination)
+    with termination.listening():
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    termination.leave_if_asked(trainer.state.global_step, trainer.config.steps)
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
@@ -101,7 +107,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     share = config.batch_size // readers
     micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
     schedule, words = learning_rate_schedule(config)
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=config.output,
         max_steps=config.steps,
         per_device_train_batch_size=micro,
@@ -138,6 +144,9 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         project="softplus-attention",
         disable_tqdm=True,
     )
+    # Several GPUs are several processes (torchrun); Trainer would otherwise split each batch among them.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def learning_rate_schedule(config: TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -202,12 +211,18 @@ def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> 
 def trainer_of(
     config: TrainConfig,
     arguments: TrainingArguments,
-    model: SoftplusGPTForCausalLM,
+    model: PreTrainedModel,
     dataset: Any,
     validation: Any = None,
+    *,
+    collator: Callable[[list[Any]], Any] = collate,
+    title: str = "",
+    seconds: float = 0,
 ) -> SoftplusTrainer:
-    # Divided by tensor parallel, the head is no matrix that a loss could take.
-    model.linear_loss = linear_loss(config.loss) if config.tensor_parallel == 1 else None
+    """``title`` and ``seconds`` between lines are of the progress that is shown."""
+    if isinstance(model, SoftplusGPTForCausalLM):
+        # Divided by tensor parallel, the head is no matrix that a loss could take.
+        model.linear_loss = linear_loss(config.loss) if config.tensor_parallel == 1 else None
     model.to(arguments.device)
     count = sum(p.numel() for p in model.parameters())
     schedule = config.power_schedule
@@ -235,7 +250,10 @@ def trainer_of(
     )
     callbacks: list[Any] = [] if power is None else [power]
     if distributed.is_rank0():
-        callbacks += [MetricsWriter(Path(config.output), config.report_to), ProgressCallback(config.steps)]
+        callbacks += [
+            MetricsWriter(Path(config.output), config.report_to),
+            ProgressCallback(config.steps, title, seconds),
+        ]
     trainer = SoftplusTrainer(
         config,
         throughput,
@@ -244,7 +262,7 @@ def trainer_of(
         args=arguments,
         train_dataset=dataset,
         eval_dataset=validation,
-        data_collator=collate,
+        data_collator=collator,
         callbacks=callbacks,
         group=mesh["context"].get_group() if config.context_parallel > 1 else None,
     )
@@ -252,7 +270,7 @@ def trainer_of(
     return trainer
 
 
-def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
+def compile_model(model: PreTrainedModel, config: TrainConfig) -> None:
     """In place, layer by layer: equal layers share their code, so a new power costs one layer's compilation, not all.
 
     FSDP2 asks for it too: it gathers and frees each layer's weights around it, which a graph of the whole cannot hold.
@@ -268,9 +286,10 @@ def compile_model(model: SoftplusGPTForCausalLM, config: TrainConfig) -> None:
     limits.recompile_limit = max(limits.recompile_limit, 8 * powers + 8)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * limits.recompile_limit)
     limits.fail_on_recompile_limit_hit = True
-    for layer in model.model.layers:
+    (layers,) = (module.layers for module in model.modules() if isinstance(module, SoftplusGPTModel))
+    for layer in layers:
         layer.compile()
-    if model.linear_loss is not None:
+    if isinstance(model, SoftplusGPTForCausalLM) and model.linear_loss is not None:
         # Uncompiled it would write and read the logits several times over.
         model.linear_loss = torch.compile(model.linear_loss)
 

@@ -43,8 +43,9 @@ ALLOW = ", or give --allow-config-changes to continue with the new ones"
 
 
 class RunFolder:
-    def __init__(self, path: Path) -> None:
-        self.path, self.model = path, path / MODEL
+    def __init__(self, path: Path, model: Path | None = None) -> None:
+        """``model``: where the trained model goes, in the folder where it is not given."""
+        self.path, self.model = path, path / MODEL if model is None else model
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -177,8 +178,14 @@ class RunFolder:
             checkpoints.flush(path)
         shutil.rmtree(self.model, ignore_errors=True)
         partial.replace(self.model)
-        checkpoints.flush(self.path)
+        checkpoints.flush(self.model.parent)
         return self.model
+
+    def remove_checkpoints(self) -> None:
+        """Of a training whose model is saved and that nobody continues."""
+        if distributed.is_rank0():
+            for checkpoint in checkpoints.checkpoints(self.path):
+                shutil.rmtree(checkpoint)
 
 
 def started(device: torch.device, step: int) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
     words = str(error)
     if config.report_to and type(error).__module__.partition(".")[0] == config.report_to:
         reason = " ".join(words.split())[:200]
-        return RunStopped(f"{config.report_to} cannot be used ({reason}). Mend it, or pass --report-to none")
+        return RunStopped(f"{config.report_to} cannot be used ({reason}). Pass --report-to none to train without it")
     again = "run the same command again: it continues from the last checkpoint"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
         if distributed.world_size() > 1:  # the others do not stop with a sentence
