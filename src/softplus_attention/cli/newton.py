@@ -48,9 +48,9 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "newton",
         help="a GPT on orbits, its force, and the law that symbolic regression finds",
-        description="Trains a GPT on simulated orbits, tunes it to predict the force, and looks for the law by symbolic "
-        "regression, beside the controls. Every stage leaves files under --output and is not run again; the stages laws "
-        "and figures need nothing but those files.",
+        description="Trains a GPT on simulated orbits, tunes it to predict the force, and looks for the law by "
+        "symbolic regression, beside the controls. Every stage leaves files under --output and is not run again; the "
+        "stages laws and figures need nothing but those files.",
     )
     parser.add_argument(
         "--preset",

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.charts.draw import COLOURS, MARKERS
+from softplus_attention.charts.draw import draw
+from softplus_attention.charts.model import LineChart, Series
 from softplus_attention.physics.stages import Folder, read_arrays, read_json
 from softplus_attention.physics.summary import pretrained_force
 from softplus_attention.utils.files import replacing
@@ -24,22 +25,18 @@ def draw_all(folder: Folder) -> list[Path]:
     target = folder.path / "figures"
     target.mkdir(parents=True, exist_ok=True)
     drawn = []
-    figures: dict[str, Callable[[Folder, Any], Any]] = {
-        "orbits": orbits,
-        "force_arrows": force_arrows,
-        "said_against_true": said_against_true,
-        "pareto_fronts": pareto_fronts,
-        "length": length,
-        "probes": probes,
-    }
-    for name, draw in figures.items():
-        figure = draw(folder, pyplot)
+    for paint in (orbits, force_arrows, said_against_true, pareto_fronts):
+        figure = paint(folder, pyplot)
         if figure is not None:
-            path = target / f"{name}.png"
+            path = target / f"{paint.__name__}.png"
             with replacing(path) as file:
                 figure.savefig(file, format="png", dpi=130, bbox_inches="tight")
             pyplot.close(figure)
             drawn.append(path)
+    for chart in (length, probes):
+        panels = chart(folder)
+        if panels:
+            drawn += draw(panels, target / chart.__name__)
     return drawn
 
 
@@ -180,14 +177,12 @@ def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
     return figure
 
 
-def length(folder: Folder, pyplot: Any) -> Any:
-    """Force, next place and roll-out beyond the trained number of steps: every seed thin, their median thick."""
+def length(folder: Folder) -> list[LineChart]:
+    """Force, next place and roll-out beyond the trained number of steps: the median of the seeds and their range."""
     found: dict[str, list[Any]] = {}
     for arm, seed in folder.runs():
         if (folder.run(arm, seed) / "long.json").is_file():
             found.setdefault(arm, []).append(read_json(folder.run(arm, seed) / "long.json"))
-    if not found:
-        return None
     panels: dict[str, Callable[[Any], dict[int, float]]] = {
         "1 - R^2 of the force": lambda run: {int(r["multiple"]): 1 - r["r2"] for r in pretrained_force(run)},
         "error of the next place, AU": lambda run: {r["multiple"]: r["error"] for r in run["next_place"]},
@@ -195,37 +190,28 @@ def length(folder: Folder, pyplot: Any) -> Any:
             r["multiple"]: r["median_ellipse_error"] for r in run["roll_out"]
         },
     }
-    figure, axes = grid(pyplot, 1, len(panels))
-    for axis, (title, values_of) in zip(axes[0], panels.items(), strict=True):
-        for number, (arm, runs) in enumerate(found.items()):
-            curves = [values_of(run) for run in runs]
-            look = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "ms": 4}
-            if len(curves) > 1:
-                for curve in curves:
-                    axis.plot(list(curve), list(curve.values()), color=look["color"], lw=0.6, alpha=0.5)
-            median = {m: float(np.median([curve[m] for curve in curves])) for m in curves[0]}
-            axis.plot(list(median), list(median.values()), label=arm, **look)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        multiples = [multiple for multiple in folder.experiment.multiples if multiple > 1 or "roll-out" not in title]
-        axis.set_xticks(multiples, [f"{multiple}x" for multiple in multiples])
-        axis.set_xlabel("the trained steps")
-        axis.set_title(title, fontsize=8)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8, frameon=False)
-    return figure
+    charts = []
+    for title, values_of in panels.items():
+        series = [
+            curve(arm, [values_of(run) for run in runs], number) for number, (arm, runs) in enumerate(found.items())
+        ]
+        if found:
+            charts.append(LineChart(title, "steps / trained steps", "", series, x_scale="log2", y_scale="log"))
+    return charts
 
 
-def probes(folder: Folder, pyplot: Any) -> Any:
-    runs = first_runs(folder, "probes.json")
-    if not runs:
-        return None
-    figure, axes = grid(pyplot, 1, len(runs))
-    for axis, (arm, file) in zip(axes[0], runs, strict=True):
-        for name, values in read_json(file)["r2"].items():
-            axis.plot(range(len(values)), np.maximum(values, -0.1), "o-", ms=3, label=name)
-        axis.set_ylim(-0.1, 1.02)
-        axis.set_xlabel("layer")
-        axis.set_title(f"{arm}: R^2 of linear probes", fontsize=8)
-    axes[0, 0].legend(fontsize=6)
-    return figure
+def curve(arm: str, seeds: list[dict[int, float]], look: int) -> Series:
+    values = [[seed[multiple] for seed in seeds] for multiple in seeds[0]]
+    band = ([min(row) for row in values], [max(row) for row in values]) if len(seeds) > 1 else None
+    return Series(arm, list(seeds[0]), [float(np.median(row)) for row in values], look=look, band=band)
+
+
+def probes(folder: Folder) -> list[LineChart]:
+    charts = []
+    for arm, file in first_runs(folder, "probes.json"):
+        series = [
+            Series(name, range(len(values)), np.maximum(values, -0.1).tolist(), look=number)
+            for number, (name, values) in enumerate(read_json(file)["r2"].items())
+        ]
+        charts.append(LineChart(f"{arm}: linear probes", "layer", "R^2", series, y_range=(-0.1, 1.02)))
+    return charts

@@ -189,7 +189,7 @@ def pretrained_model(folder: Folder, arm: str, seed: int, options: Any) -> Any:
 
 
 def probe_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
-    from softplus_attention.physics.probing import probe
+    from softplus_attention.physics.measure import probe
 
     file = folder.run(arm, seed) / "probes.json"
     if file.is_file() or not distributed.is_rank0():
@@ -211,7 +211,7 @@ def tune_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
 
 def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
     from softplus_attention.huggingface.saving import save_trained
-    from softplus_attention.physics.forces import quality, said_forces
+    from softplus_attention.physics.measure import predicted_forces, quality
     from softplus_attention.physics.training import tune
 
     experiment, seed = folder.experiment, cell.seed
@@ -219,7 +219,7 @@ def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
     model, measured = tune(experiment, cell.arm, seed, cell.labels, pretrained, run, options)
     if not distributed.is_rank0():
         return
-    arrays = said_forces(model.to(options.device), experiment, seed)
+    arrays = predicted_forces(model.to(options.device), experiment, seed)
     write_arrays(cell.folder / "force.npz", arrays)
     if cell.labels == max(experiment.labels):
         run.save(functools.partial(save_trained, model))
@@ -231,7 +231,7 @@ def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
 
 
 def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
-    from softplus_attention.physics.long_sequences import force_by_length, next_places, roll_outs
+    from softplus_attention.physics.measure import force_by_length, next_places, roll_outs
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 
     experiment, run = folder.experiment, folder.run(arm, seed)
@@ -274,7 +274,7 @@ def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
 
 
 def laws_stage(folder: Folder) -> None:
-    from softplus_attention.physics.regression import law_settings, regress, true_control
+    from softplus_attention.physics.laws.regression import law_settings, regress, true_control
 
     experiment = folder.experiment
     settings = json.loads(json.dumps(law_settings(experiment)))

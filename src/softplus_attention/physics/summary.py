@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.physics.exponents import NAMES
-from softplus_attention.physics.laws import FACTOR
+from softplus_attention.physics.laws.exponents import NAMES
+from softplus_attention.physics.laws.front import FACTOR
 from softplus_attention.physics.stages import Folder, read_json
 from softplus_attention.utils import provenance
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from softplus_attention.physics.enumeration import enumerated
-from softplus_attention.physics.exponents import fitted_exponents
-from softplus_attention.physics.laws import (
+from softplus_attention.physics.laws.enumeration import enumerated
+from softplus_attention.physics.laws.exponents import fitted_exponents
+from softplus_attention.physics.laws.front import (
     NEWTON,
     Candidate,
     choose_by_score,
@@ -18,7 +18,7 @@ from softplus_attention.physics.laws import (
     pareto_front,
     power_law,
 )
-from softplus_attention.physics.operon import least_absolute_factor, prepared, search
+from softplus_attention.physics.laws.operon import least_absolute_factor, prepared, search
 from softplus_attention.physics.orbits import G
 
 CHOSEN = ("within", "score")
@@ -32,7 +32,7 @@ def newton(noise: float, count: int = 1000) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
-def test_the_law_comes_back_from_the_true_force(noise: float) -> None:
+def test_law_from_true_force(noise: float) -> None:
     data = newton(noise)
     begun = time.perf_counter()
     evolved = search(*data, seconds=20)
@@ -44,13 +44,13 @@ def test_the_law_comes_back_from_the_true_force(noise: float) -> None:
     assert listed["chosen"]["within"]["length"] == 7
 
 
-def test_the_law_comes_back_on_the_scale_of_f_itself() -> None:
+def test_law_from_true_force_on_its_own_scale() -> None:
     data = newton(0.05)
     assert search(*data, scale="force", seconds=20)["chosen"]["within"]["law"] == NEWTON
     assert enumerated(*data, scale="force", size=7)["chosen"]["within"]["law"] == NEWTON
 
 
-def test_the_enumerator_finds_another_law_where_there_is_another() -> None:
+def test_enumerator_finds_other_laws() -> None:
     m1, m2, r, _ = newton(0)
     assert enumerated(m1, m2, r, m1 / r, size=5)["chosen"]["within"]["law"] == "m1 / r"
     assert enumerated(m1, m2, r, (m1 + m2) / r, size=5)["chosen"]["within"]["law"] == "no power law"
@@ -91,7 +91,7 @@ def test_the_rules_choose_as_stated() -> None:
     assert choose_within(pareto_front([candidate(5, 1e-9), candidate(7, 1e-10)], 1.0), 1.0).length == 5
 
 
-def test_power_laws_are_known_whatever_they_are_written_like() -> None:
+def test_power_laws_are_recognised_in_any_form() -> None:
     X = np.exp(np.random.default_rng(0).uniform(-1, 1, (50, 3)))
     assert law_name(power_law(lambda X: 3 * X[:, 0] / (X[:, 2] * (X[:, 2] / X[:, 1])), X)) == NEWTON
     assert law_name(power_law(lambda X: X[:, 0] / X[:, 2] ** 2, X)) == "m1 / r^2"
@@ -99,7 +99,7 @@ def test_power_laws_are_known_whatever_they_are_written_like() -> None:
     assert law_name(power_law(lambda X: np.ones(len(X)), X)) == "1"
 
 
-def test_the_factor_is_the_one_of_least_absolute_error() -> None:
+def test_factor_of_least_absolute_error() -> None:
     rng = np.random.default_rng(0)
     f = rng.uniform(0.1, 3, 200)
     y = 2 * f + rng.standard_cauchy(200)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from softplus_attention.physics.exponents import NAMES
-from softplus_attention.physics.laws import Candidate, described, pareto_front
-from softplus_attention.physics.operon import least_absolute_factor, prepared
+from softplus_attention.physics.laws.exponents import NAMES
+from softplus_attention.physics.laws.front import Candidate, described, pareto_front
+from softplus_attention.physics.laws.operon import least_absolute_factor, prepared
 from softplus_attention.physics.orbits import Array
 
 BINARY: dict[str, Callable[[Array, Array], Array]] = {

@@ -10,7 +10,7 @@ import torch
 
 from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
 from softplus_attention.physics.distributions import distribution
-from softplus_attention.physics.long_sequences import roll_out
+from softplus_attention.physics.measure import roll_out
 from softplus_attention.physics.modeling_orbit_gpt import (
     OrbitGPTForForce,
     OrbitGPTForTrajectories,
@@ -53,7 +53,7 @@ def test_roles_follow_the_layout() -> None:
     assert roles(8, 3).tolist() == [TIME_STEP, PLANET, PLANET, PLANET, STAR, PLANET, PLANET, PLANET]
 
 
-def test_tokens_are_bins_and_come_back_within_half_a_bin() -> None:
+def test_tokens_invert_within_half_a_bin() -> None:
     places = np.linspace(-49.9, 49.9, 1001)
     tokens = tokenise(places, 7000, 50.0)
     assert tokens.min() >= 0
@@ -63,7 +63,7 @@ def test_tokens_are_bins_and_come_back_within_half_a_bin() -> None:
 
 
 @pytest.mark.parametrize("planets", [1, 4])
-def test_the_tokenised_form_says_the_time_step_then_bodies_in_order(planets: int) -> None:
+def test_tokens_are_time_step_then_bodies(planets: int) -> None:
     systems = drawn("published-code", planets=planets)
     form = SequenceForm("tokens", positions=30, extent=50.0, bins=7000)
     times = distribution("published-code").time_steps
@@ -76,7 +76,7 @@ def test_the_tokenised_form_says_the_time_step_then_bodies_in_order(planets: int
     assert (batch["targets"][:, -1] == -100).all()
 
 
-def test_noise_is_on_what_is_read_and_not_on_what_is_said() -> None:
+def test_noise_is_on_inputs_only() -> None:
     systems = drawn()
     times = distribution("identifiable").time_steps
     clean, _ = sequences(systems, SequenceForm(positions=21), np.random.default_rng(0), times)
@@ -106,7 +106,7 @@ def test_labels_stand_at_the_planets_positions() -> None:
         np.testing.assert_allclose(batch["forces"][:, 1::2], expected, rtol=1e-6)
 
 
-def test_partly_labelled_systems_have_as_many_labels_as_asked() -> None:
+def test_partly_labelled_systems() -> None:
     chosen = partial_choice(preset("faithful"), 0, 20, 30)
     assert (chosen.sum(1) == 2).all()
     systems, times = drawn(), distribution("identifiable").time_steps
@@ -121,7 +121,7 @@ def test_partly_labelled_systems_have_as_many_labels_as_asked() -> None:
     assert np.isfinite(batch["forces"]).sum() == chosen[:3, :10].sum()
 
 
-def test_an_empty_set_of_labels_is_refused() -> None:
+def test_empty_labels_are_refused() -> None:
     times = distribution("identifiable").time_steps
     form, rng = SequenceForm(positions=9), np.random.default_rng(0)
     with pytest.raises(ValueError, match="`labels` must be at least one labelled system"):
@@ -140,7 +140,7 @@ def test_an_empty_set_of_labels_is_refused() -> None:
 
 @pytest.mark.parametrize("attention", ["softmax", "lssar", "softmax-qknorm-logn"])
 @pytest.mark.parametrize("differences", [False, True])
-def test_no_position_sees_what_comes_after_it(attention: str, differences: bool) -> None:
+def test_models_are_causal(attention: str, differences: bool) -> None:
     torch.manual_seed(0)
     model = OrbitGPTForTrajectories(small(attention=attention, differences=differences, octaves=2)).eval()
     times = distribution("identifiable").time_steps
@@ -154,7 +154,7 @@ def test_no_position_sees_what_comes_after_it(attention: str, differences: bool)
 
 
 @pytest.mark.parametrize("changes", [{}, {"differences": True}, {"form": "tokens", "bins": 64, "extent": 6.0}])
-def test_a_roll_out_by_cache_is_the_roll_out_by_whole_sequences(changes: dict[str, object]) -> None:
+def test_roll_out_with_cache_matches_without(changes: dict[str, object]) -> None:
     torch.manual_seed(0)
     config = small(attention="lssar", initializer_range=0.2, **changes)
     model = OrbitGPTForTrajectories(config).eval()
@@ -186,7 +186,7 @@ def test_a_roll_out_by_cache_is_the_roll_out_by_whole_sequences(changes: dict[st
         coordinates = torch.cat([coordinates, last], 1)
 
 
-def test_the_published_model_has_its_published_size() -> None:
+def test_published_model_size() -> None:
     config = preset("paper").config("softmax", 1.0)
     with torch.device("meta"):
         model = OrbitGPTForTrajectories(config)
@@ -194,7 +194,7 @@ def test_the_published_model_has_its_published_size() -> None:
     assert abs(count / 1e6 - 108.5) < 0.3
 
 
-def test_the_forms_do_not_take_each_other(tmp_path: Path) -> None:
+def test_forms_are_not_mixed(tmp_path: Path) -> None:
     words = {"form": "tokens", "bins": 64}
     model = OrbitGPTForTrajectories(small(**words))
     model.save_pretrained(tmp_path / "tokens")
@@ -220,7 +220,7 @@ def test_the_forms_do_not_take_each_other(tmp_path: Path) -> None:
         OrbitGPTForForce(small())
 
 
-def test_a_force_model_takes_over_the_model_of_orbits(tmp_path: Path) -> None:
+def test_force_model_starts_from_orbit_model(tmp_path: Path) -> None:
     model = OrbitGPTForTrajectories(small(attention="lssar-p3"))
     model.save_pretrained(tmp_path)
     tuned = OrbitGPTForForce.from_pretrained(tmp_path, target="vector", target_scale=3.0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.physics.exponents import NAMES
+from softplus_attention.physics.laws.exponents import NAMES
 from softplus_attention.physics.orbits import Array
 
 # An error below this part of the target's spread is rounding: nothing on the front is better than anything else there.

@@ -5,28 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from softplus_attention.cli import main
-from softplus_attention.cli.newton import NUMBERS, add_command
+from softplus_attention.cli.newton import NUMBERS, add_command, option_of
 from softplus_attention.physics.distributions import DISTRIBUTIONS
-from softplus_attention.physics.forces import quality, said_forces
-from softplus_attention.physics.laws import NEWTON
+from softplus_attention.physics.laws.front import NEWTON
+from softplus_attention.physics.measure import predicted_forces, quality
 from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 from softplus_attention.physics.presets import PRESETS, preset
 from softplus_attention.physics.stages import read_arrays
 from softplus_attention.physics.summary import printed
+from softplus_attention.training import RunStopped
+from softplus_attention.training.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("newton")
-    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--out", str(folder)]) == 0
+    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--output", str(folder)]) == 0
     return folder
 
 
@@ -34,7 +38,7 @@ def results(folder: Path) -> dict:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_the_short_form_runs_from_orbits_to_laws(short_run: Path) -> None:
+def test_smoke_preset_from_orbits_to_laws(short_run: Path) -> None:
     found = results(short_run)
     tuned, fresh = found["table"]
     assert (tuned["pretrained"], fresh["pretrained"]) == (True, False)
@@ -47,7 +51,7 @@ def test_the_short_form_runs_from_orbits_to_laws(short_run: Path) -> None:
     assert noisy["exponents"]["exponents"] == pytest.approx({"m1": 1, "m2": 1, "r": -2}, abs=0.1)
 
 
-def test_it_measures_length_layers_and_what_lies_outside(short_run: Path) -> None:
+def test_measures_length_layers_and_beyond(short_run: Path) -> None:
     found = results(short_run)
     long = found["long"][0]
     assert [row["multiple"] for row in long["next_place"]] == [1, 2, 4]
@@ -60,17 +64,17 @@ def test_it_measures_length_layers_and_what_lies_outside(short_run: Path) -> Non
     assert set(found["cells"][0]["quality"]) == {"inside", "heavier", "wider"}
 
 
-def test_it_draws(short_run: Path) -> None:
+def test_figures_are_drawn(short_run: Path) -> None:
     names = {"orbits", "force_arrows", "said_against_true", "pareto_fronts", "length", "probes"}
     assert {Path(name).stem for name in results(short_run)["figures"]} == names
     for name in names:
         assert (short_run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_done_is_not_done_again(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_stages_are_skipped(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = short_run / "arms" / "lssar" / "seed0" / "pretrained" / "model.safetensors"
     before = model.stat().st_mtime_ns
-    command = ["newton", "--preset", "smoke", "--out", str(short_run), "--stages", "pretrain,probe,tune,long,laws"]
+    command = ["newton", "--preset", "smoke", "--output", str(short_run), "--stages", "pretrain,probe,tune,long,laws"]
     assert main(command) == 0
     assert model.stat().st_mtime_ns == before
     said = capsys.readouterr().out
@@ -78,24 +82,44 @@ def test_what_is_done_is_not_done_again(short_run: Path, capsys: pytest.CaptureF
     assert NEWTON in said
 
 
-def test_calls_with_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
+def test_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
     shutil.copytree(short_run, tmp_path / "more")
     before = results(tmp_path / "more")
-    command = ["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path / "more"), "--arms", "softmax"]
-    assert main([*command, "--stages", "pretrain", "--pretrain-updates", "2"]) == 2  # another experiment
+    command = [
+        "newton",
+        "--preset",
+        "smoke",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "more"),
+        "--arms",
+        "softmax",
+    ]
+    assert main([*command, "--stages", "pretrain", "--pretrain-steps", "2"]) == 2  # another experiment
     assert main([*command, "--stages", "pretrain"]) == 0
     after = results(tmp_path / "more")
     assert after["cells"] == before["cells"]
     assert sorted(run["arm"] for run in after["pretraining"]) == ["lssar", "softmax"]
 
 
-def test_lengths_of_what_was_tuned_later_are_added(short_run: Path, tmp_path: Path) -> None:
+def test_long_stage_adds_later_cells(short_run: Path, tmp_path: Path) -> None:
     shutil.copytree(short_run, tmp_path / "later")
     run = tmp_path / "later" / "arms" / "lssar" / "seed0"
     whole = json.loads((run / "long.json").read_text())
     part = {**whole, "force": {"tuned-256": whole["force"]["tuned-256"]}}
     (run / "long.json").write_text(json.dumps(part))
-    command = ["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path / "later"), "--stages", "long"]
+    command = [
+        "newton",
+        "--preset",
+        "smoke",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path / "later"),
+        "--stages",
+        "long",
+    ]
     assert main(command) == 0
     again = json.loads((run / "long.json").read_text())
     assert set(again["force"]) == set(whole["force"])
@@ -103,7 +127,7 @@ def test_lengths_of_what_was_tuned_later_are_added(short_run: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", ["laws.json", "force.npz"])
-def test_files_that_are_damaged_are_named(
+def test_damaged_files_are_named(
     name: str, short_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(short_run, tmp_path / "cut")
@@ -111,12 +135,56 @@ def test_files_that_are_damaged_are_named(
     path.write_text("{")
     if name == "force.npz":
         path.with_name("laws.json").unlink()
-    assert main(["newton", "--preset", "smoke", "--out", str(tmp_path / "cut"), "--stages", "laws"]) == 2
-    assert "`--out` must be a folder of whole files" in (said := capsys.readouterr().err)
+    assert main(["newton", "--preset", "smoke", "--output", str(tmp_path / "cut"), "--stages", "laws"]) == 2
+    assert "`--output` must be a folder of whole files" in (said := capsys.readouterr().err)
     assert str(path) in said
 
 
-def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
+def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+    """The run folder is locked meanwhile; its checkpoints go once the model is saved."""
+    words = [
+        "newton",
+        "--preset",
+        "smoke",
+        "--device",
+        "cpu",
+        "--stages",
+        "pretrain",
+        "--pretrain-updates",
+        "30",
+        "--save-updates",
+        "5",
+    ]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    place = tmp_path / "stopped" / "arms" / "lssar" / "seed0"
+    command = [sys.executable, "-m", "softplus_attention", *words, "--output", str(tmp_path / "stopped")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while not (place / "pretraining" / "checkpoint-5").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.002)
+        with (
+            pytest.raises(RunStopped, match="another process is training in"),
+            RunFolder(place / "pretraining").locked(),
+        ):
+            pass
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "stopped by SIGTERM" in said
+    assert not (place / "pretrained").exists()
+    assert main(command[3:]) == 0
+    weights = [folder / "pretrained" / "model.safetensors" for folder in (place, tmp_path / "whole/arms/lssar/seed0")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [start["from_step"] > 0 for start in json.loads((place / "pretraining/run.json").read_text())["starts"]] == [
+        False,
+        True,
+    ]
+    assert not list((place / "pretraining").glob("checkpoint-*"))
+    losses = [json.loads((folder.parents[1] / "pretrain.json").read_text())["losses"] for folder in weights]
+    assert losses[0] == losses[1]
+
+
+def test_arrays_hold_what_laws_need(short_run: Path) -> None:
     arrays = read_arrays(short_run / "arms" / "lssar" / "seed0" / "tuned-256" / "force.npz")
     true = 39.4784176044 * arrays["inside/m1"] * arrays["inside/m2"] / arrays["inside/r"] ** 2
     np.testing.assert_allclose(arrays["inside/true"], true, rtol=1e-5)
@@ -145,25 +213,25 @@ def test_the_arrays_hold_what_the_later_stages_need(short_run: Path) -> None:
         (["--width", "63", "--arms", "softmax-alibi"], "`width` must be a multiple of `heads`, 2, got 63"),
         (["--bins", "1"], "`bins` must be at least 2"),
         (["--workers", "-1"], "`--workers` must be at least 0, got -1"),
-        (["--save-updates", "-1"], "`--save-updates` must be at least 0, got -1"),
+        (["--save-every", "-1"], "`--save-every` must be at least 0, got -1"),
         (["--stages", "laws"], "the stage `tune` has left forces"),
         (["--stages", "tune"], "`checkpoint` must be a folder with a config.json"),
         (["--context-noise", "-1"], "`context_noise` must be a finite number, at least 0"),
         (["--context-noise", "nan"], "`context_noise` must be a finite number, at least 0"),
     ],
 )
-def test_bad_words_are_answered(
+def test_bad_options_are_one_line(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--out", str(tmp_path), *words]) == 2
+    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--output", str(tmp_path), *words]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(name: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    option = f"--{name.replace('_', '-')}"
-    assert main(["newton", "--preset", "smoke", "--out", str(tmp_path / "out"), option, str(value)]) == 2
+    option = option_of(name)
+    assert main(["newton", "--preset", "smoke", "--output", str(tmp_path / "out"), option, str(value)]) == 2
     assert f"`{option}` must be at least 1, got {value}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=f"`{name}` must be at least|`positions` must be more than"):
@@ -178,12 +246,14 @@ def newton_parser() -> argparse.ArgumentParser:
 
 def test_every_option_is_explained() -> None:
     actions = {action.option_strings[-1]: action for action in newton_parser()._actions}
+    old = {name for name, action in actions.items() if action.help == argparse.SUPPRESS}
+    assert old == {"--out", "--pretrain-updates", "--tune-updates", "--save-updates"}
     assert [name for name, action in actions.items() if not action.help] == []
     assert set(actions["--distribution"].choices or ()) == set(DISTRIBUTIONS)
     assert set(actions["--preset"].choices or ()) == set(PRESETS)
 
 
-def test_a_distribution_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["newton", "--preset", "smoke", "--distribution", "solar"])
     assert "--distribution: 'solar' is not one of " in capsys.readouterr().err
@@ -192,33 +262,33 @@ def test_a_distribution_that_there_is_not(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["newton", "--preset", "smoke", "--out", str(short_run), "--form", "tokens"]) == 2
-    assert "`--out` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
+    assert main(["newton", "--preset", "smoke", "--output", str(short_run), "--form", "tokens"]) == 2
+    assert "`--output` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
 
 
-def test_another_preset_is_named_first(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["newton", "--out", str(short_run), "--stages", "laws"]) == 2
+def test_other_presets_are_refused(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["newton", "--output", str(short_run), "--stages", "laws"]) == 2
     assert "a folder of the same experiment: `preset` is 'smoke' in it, got preset = 'cpu'" in capsys.readouterr().err
 
 
-def test_training_needs_neither_scipy_nor_pyoperon_nor_matplotlib(tmp_path: Path) -> None:
+def test_training_needs_few_packages(tmp_path: Path) -> None:
     code = f"""
 import sys
 for name in ("scipy", "pyoperon", "matplotlib"):
     sys.modules[name] = None
 from softplus_attention.cli import main
-sys.exit(main(["newton", "--preset", "smoke", "--device", "cpu", "--out", {str(tmp_path)!r}, "--pretrain-updates", "2",
-    "--tune-updates", "2", "--test-systems", "16", "--stages", "pretrain,probe,tune,long"]))
+sys.exit(main(["newton", "--preset", "smoke", "--device", "cpu", "--output", {str(tmp_path)!r}, "--pretrain-steps", "2",
+    "--tune-steps", "2", "--test-systems", "16", "--stages", "pretrain,probe,tune,long"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "arms" / "lssar" / "seed0" / "tuned-256" / "force.npz").is_file()
 
 
-def test_the_faithful_form_runs_small(tmp_path: Path) -> None:
+def test_faithful_preset_runs_small(tmp_path: Path) -> None:
     """7000 bins, learned positions, many planets, raw F, partly labelled test systems, the nearest points."""
-    words = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-updates 2 --pretrain-batch 4 --tune-updates 2"
-    command = ["newton", "--preset", "faithful", "--device", "cpu", "--out", str(tmp_path), "--precision", "fp32"]
+    words = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-steps 2 --pretrain-batch 4 --tune-steps 2"
+    command = ["newton", "--preset", "faithful", "--device", "cpu", "--output", str(tmp_path), "--precision", "fp32"]
     command += ["--arms", "lssar", "--labels", "8", "--without-pretraining", "no", *words.split()]
     assert main([*command, "--stages", "pretrain,probe,tune,long"]) == 0
     found = results(tmp_path)
@@ -235,15 +305,15 @@ def test_every_target_gives_forces(target: str) -> None:
     config = experiment.config("softmax-window2", 0.2)
     assert config.window == 4
     config.target = target
-    arrays = said_forces(OrbitGPTForForce(config), experiment, seed=0)
+    arrays = predicted_forces(OrbitGPTForForce(config), experiment, seed=0)
     assert arrays["inside/said"].shape == (12,)
     assert arrays["inside/step"].tolist() == [12, 18, 23] * 4
     assert ("r2_vector" in quality(arrays, "inside")) == (target == "vector")
 
 
 @pytest.mark.slow
-def test_the_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
-    assert main(["newton", "--preset", "cpu", "--device", "cpu", "--out", str(tmp_path)]) == 0
+def test_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
+    assert main(["newton", "--preset", "cpu", "--device", "cpu", "--output", str(tmp_path)]) == 0
     found = results(tmp_path)
     for cell in found["cells"]:
         if not cell["pretrained"]:
@@ -259,7 +329,7 @@ def test_the_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
     assert {cell["pretrained"] for cell in found["cells"]} == {True, False}
 
 
-def test_stages_that_were_not_run_have_a_dash() -> None:
+def test_missing_stages_have_a_dash() -> None:
     row = {"arm": "lssar", "pretrained": True, "labels": 50, "r2_ln_force": {"mean": 0.5}}
     found = {"table": [row, {**row, "r2_ln_force": {}}], "controls": {}, "long": []}
     lines = printed(found).splitlines()[2:4]

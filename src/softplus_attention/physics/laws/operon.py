@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from softplus_attention.physics.exponents import NAMES
-from softplus_attention.physics.laws import Candidate, Evaluate, described, pareto_front
+from softplus_attention.physics.laws.exponents import NAMES
+from softplus_attention.physics.laws.front import Candidate, Evaluate, described, pareto_front
 from softplus_attention.physics.orbits import Array
 from softplus_attention.validation import fail
 

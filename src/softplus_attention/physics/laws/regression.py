@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.physics.distributions import distribution
-from softplus_attention.physics.enumeration import enumerated
-from softplus_attention.physics.exponents import fitted_exponents
-from softplus_attention.physics.forces import quality, states_of
-from softplus_attention.physics.operon import search
+from softplus_attention.physics.laws.enumeration import enumerated
+from softplus_attention.physics.laws.exponents import fitted_exponents
+from softplus_attention.physics.laws.operon import search
+from softplus_attention.physics.measure import quality, states_of
 from softplus_attention.physics.orbits import Array, simulate
 from softplus_attention.physics.presets import PUBLISHED_OPERATORS, Experiment
 from softplus_attention.physics.training import LABELS, stream

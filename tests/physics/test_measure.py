@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from softplus_attention.physics.distributions import distribution
+from softplus_attention.physics.measure import POSITIONS, hidden_states, linear_fit, probe_targets, probed
 from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForTrajectories
 from softplus_attention.physics.orbits import force_on_planets
 from softplus_attention.physics.presets import preset
-from softplus_attention.physics.probing import POSITIONS, hidden_states, linear_fit, probe_targets, probed
 from softplus_attention.physics.sequences import planet_positions, sequences
 from softplus_attention.physics.training import to_tensors, usual_displacement
 
 
-def test_a_line_is_found_and_noise_is_not() -> None:
+def test_probe_finds_lines_not_noise() -> None:
     rng = np.random.default_rng(0)
     states, states_test = rng.normal(5, 3, (4000, 6)), rng.normal(5, 3, (1000, 6))
     line = rng.normal(size=(6, 2))
@@ -32,7 +32,7 @@ def test_a_line_is_found_and_noise_is_not() -> None:
     assert found["half noise"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_as_numpys_least_squares() -> None:
+def test_probe_matches_least_squares() -> None:
     rng = np.random.default_rng(1)
     states, states_test = rng.normal(size=(300, 8)), rng.normal(size=(100, 8))
     true, true_test = rng.normal(size=(300, 2)) + states[:, :2], rng.normal(size=(100, 2)) + states_test[:, :2]
@@ -50,7 +50,7 @@ def test_positions_in_the_second_half(positions: int) -> None:
     assert at[-1] == planets[-1]
 
 
-def test_states_and_targets_belong_to_the_same_points() -> None:
+def test_states_and_targets_are_of_the_same_points() -> None:
     experiment = preset("smoke")
     form, drawn = experiment.clean_form, distribution(experiment.distribution)
     rng = np.random.default_rng(2)
