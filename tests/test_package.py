@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -148,6 +149,12 @@ def test_callable_after_each_order_of_imports() -> None:
     assert python("-c", "\n".join(script)).split() == ["fine"] * len(IMPORTS)
 
 
-def test_everything_public_is_there() -> None:
-    for name in softplus_attention.__all__:
-        assert getattr(softplus_attention, name) is not None
+@pytest.mark.parametrize("room", ["", ".catalog", ".data", ".huggingface", ".nn", ".training"])
+def test_dir_shows_what_is_public(room: str) -> None:
+    """Before anything is used: names that load lazily are there for completion too."""
+    listed = python("-c", f"import softplus_attention{room} as room; print(*dir(room)); print(*room.__all__)")
+    seen, public = (line.split() for line in listed.splitlines())
+    assert public
+    assert set(public) <= set(seen)
+    package = importlib.import_module(f"softplus_attention{room}")
+    assert all(getattr(package, name) is not None for name in public)

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,8 @@ COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    # torch says so of itself, with no way to act on it: nothing here needs NumPy unless an extra brings it.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
         prog="softplus-attention", description="Attention that trains short and runs long (LSSA and LSSAR)."

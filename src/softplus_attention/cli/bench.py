@@ -85,7 +85,7 @@ def sections(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from softplus_attention.huggingface.loading import check_device
+    from softplus_attention.utils.device import check_device
     from softplus_attention.utils.files import write_json
     from softplus_attention.utils.results import run_metadata
 

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from softplus_attention.huggingface import use_attention
-    from softplus_attention.huggingface.loading import check_device, load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.utils.device import check_device
 
     quiet()
     check_device(options.device)

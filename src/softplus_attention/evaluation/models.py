@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from softplus_attention.attentions.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import device_of, load, load_weights, require
+from softplus_attention.huggingface.loading import load, load_weights, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, constant_power
+from softplus_attention.utils.device import device_of
 from softplus_attention.validation import fail
 
 OPTIONS = ("power", "reweight", "window", "rope")

@@ -18,6 +18,7 @@ from transformers.utils import logging
 import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
 from softplus_attention import validation as check
 from softplus_attention.utils import untrusted
+from softplus_attention.utils.device import device_of
 from softplus_attention.utils.files import is_disk_full
 
 ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
@@ -153,32 +154,6 @@ def refuse_foresight(argument: str, model: Any, ids: Tensor) -> None:
     rounding = max(4 * torch.finfo(before.dtype).eps, ROUNDING) * before.abs().max().item()
     if not torch.allclose(before, after, rtol=0, atol=rounding):
         check.fail(argument, "a causal language model", f"{type(model).__name__}, whose tokens see those after them")
-
-
-def device_of(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        check.fail("--device", "such as cpu or cuda:0", repr(name))
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        check.fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
-    return device
-
-
-def check_device(name: str | None) -> None:
-    """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
-    device = device_of(name)
-    try:
-        torch.empty(1, device=device)
-        there = device.type != "meta"  # has shapes and no numbers
-    except (AssertionError, ImportError, RuntimeError):
-        there = False
-    if not there:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        known = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
-        check.fail("--device", f"one that torch can use here, {known}", repr(name))
 
 
 def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

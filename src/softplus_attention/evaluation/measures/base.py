@@ -228,7 +228,8 @@ def check_output(path: Path) -> None:
 def resolve_models(options: argparse.Namespace) -> tuple[list[ModelSpec], int]:
     """The models and the length that all of them were trained at."""
     from softplus_attention.evaluation.models import check_spec, parse_model_specs, training_length_of
-    from softplus_attention.huggingface.loading import check_device, quiet
+    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.utils.device import check_device
 
     quiet()
     check_output(options.output)
