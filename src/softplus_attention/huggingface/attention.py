@@ -19,6 +19,7 @@ from transformers.utils import output_capturing
 from softplus_attention import dispatch, distributed
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
+from softplus_attention.huggingface.continuous import attend_paged, is_paged
 from softplus_attention.huggingface.masks import with_documents
 from softplus_attention.power import PowerByLength, check_power, power_record
 from softplus_attention.visibility import Visibility
@@ -34,7 +35,7 @@ REFUSED = {
     "sinks": "learned attention sinks",
     "position_bias": "an additive position bias",
     "head_mask": "a head mask",
-    "cache": "a paged cache",
+    "cache": "a cache that is not transformers' own",
     "indices": "a selection of keys",
     "block_indices": "a selection of keys",
 }
@@ -175,6 +176,11 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         chosen = attention_of(module.config, name)
+        if is_paged(others):
+            check_host(chosen, query, dropout, scaling, {**others, "cache": None})
+            window = others.get("sliding_window")
+            out = attend_paged(chosen, module.layer_idx, query, key, value, others, window=window)  # type: ignore[arg-type]
+            return out.transpose(1, 2).contiguous(), None
         check_host(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         wanted = output_attentions or attentions_are_recorded()

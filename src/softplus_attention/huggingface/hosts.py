@@ -78,6 +78,8 @@ def attention_names(config: PreTrainedConfig) -> dict[str, Any]:
     """The attention of a config under "", and those of its parts, as ``attn_implementation`` takes them: at loading the
     top decides for its parts, so that all are named there. Those that were never set are left out."""
     own = config._attn_implementation if isinstance(config, HostConfig) else vars(config).get(INTERNAL)
+    if config.model_type in _own_types:  # their attention is in settings of their own
+        own = None
     found: dict[str, Any] = {} if own is None else {"": own}
     for key in config.sub_configs:
         part = getattr(config, key, None)

@@ -33,6 +33,7 @@ from softplus_attention.huggingface.attention import (
     weights,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.continuous import attend_paged, is_paged
 from softplus_attention.huggingface.masks import PACKING, with_documents
 from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import rotate, rotation_tables
@@ -112,6 +113,7 @@ class SoftplusGPTAttention(LearnedParameters):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
+        paged: dict[str, Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         q = self.q_proj(hidden_states).view(heads).transpose(1, 2)
@@ -121,12 +123,16 @@ class SoftplusGPTAttention(LearnedParameters):
             q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
         # Unit keys in the cache: a decode step then normalises one key, not all of them. Without a cache the op does it
         # in float32, which keeps more digits.
-        normalized = past_key_values is not None and self.attention.spec.qk_norm
+        normalized = (past_key_values is not None or paged is not None) and self.attention.spec.qk_norm
         if normalized:
             k = unit_keys(k)
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer_idx)
         parameters = self.attention_parameters()
+        if paged is not None:
+            own: dict[str, Any] = {"parameters": parameters, "normalized_keys": normalized}
+            out = attend_paged(self.attention, self.layer_idx, q, k, v, paged, **own)
+            return self.o_proj(out.transpose(1, 2).flatten(2)), None
         sight = attention_mask, self.is_causal
         out = attend(self.attention, q, k, v, *sight, parameters=parameters, normalized_keys=normalized)
         if output_attentions and distributed.active() is not None:
@@ -169,9 +175,11 @@ class SoftplusGPTBlock(GradientCheckpointingLayer):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
+        paged: dict[str, Any] | None = None,
     ) -> Tensor:
         normed = self.input_layernorm(hidden_states)
-        attended, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values, output_attentions)
+        options = attention_mask, past_key_values, output_attentions, paged
+        attended, _ = self.self_attn(normed, position_embeddings, *options)
         hidden_states = hidden_states + attended
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -270,15 +278,18 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         output_attentions: bool = False,
         **options: Any,
     ) -> BaseModelOutputWithPast:
-        refuse_options(self.config.attention, options)
+        paged = options if is_paged(options) else None
+        refuse_options(self.config.attention, options if paged is None else {})
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         # Positions that count on from the cache cannot be packed documents: only given ones are looked at.
-        mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values, position_ids)
-        packed = any(word in options for word in PACKING)
+        mask = None
+        if paged is None:
+            mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values, position_ids)
+        packed = paged is None and any(word in options for word in PACKING)
         if packed or position_ids is None:  # some caches count by looking at every key
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if packed:
@@ -297,6 +308,7 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
                 mask,
                 past_key_values=past_key_values,
                 output_attentions=output_attentions,
+                paged=paged,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
 

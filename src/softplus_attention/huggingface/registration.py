@@ -25,6 +25,7 @@ from softplus_attention.huggingface.attention import (
     share_settings,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
+from softplus_attention.huggingface.continuous import keep_attention
 from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDED
 from softplus_attention.huggingface.hosts import (
     PREFIX,
@@ -56,6 +57,7 @@ def register() -> None:
         keep_attention_names()
         wrap_saving()
         refuse_models_without_the_interface()
+        keep_attention()
         watch_peft()
 
 
