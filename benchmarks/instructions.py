@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from softplus_attention.kernels.arguments import KernelArguments
 from softplus_attention.kernels.hopper import dkv as hopper_dkv
 from softplus_attention.kernels.hopper import dq as hopper_dq
 from softplus_attention.kernels.hopper import forward as hopper_forward
@@ -32,6 +33,7 @@ from softplus_attention.kernels.hopper.tiles import type_of_tiles
 from softplus_attention.kernels.triton import backward as triton_backward
 from softplus_attention.kernels.triton import forward as triton_forward
 from softplus_attention.kernels.triton import launch as triton_launch
+from softplus_attention.power import PowerRecord
 
 KERNELS = {
     "forward": triton_forward.forward_kernel,
@@ -79,8 +81,11 @@ def signature(
     q = torch.empty(8, 4096, 12, d, dtype=torch.bfloat16, device="meta").transpose(1, 2)
     of_rows = torch.empty(1, 12, 4096, device="meta") if power < 0 else None
     bounds = torch.empty(1, 4096, dtype=torch.int32, device="meta") if ranges else None
-    options = (bounds, bounds, None, True, window, power != 0, float(max(power, 1)), of_rows, None, offset, 4.0, False)
-    given = triton_launch.Problem(q, q, q, *options).shared_arguments() | blocks.options()
+    record = PowerRecord(power != 0, float(max(power, 1)), of_rows, None, offset)
+    given = (
+        KernelArguments(q, q, q, bounds, bounds, None, True, window, record, 4.0, False).shared_arguments()
+        | blocks.options()
+    )
     given |= {"HAS_REST": True, "BLOCK": hopper_launch.DKV_ROWS.get(d), "NORMALIZED_KEYS": False}
     given |= {"POWER_GRAD": power_gradient, "AGAIN": name.endswith("again")}
     types: dict[str, Any] = {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,8 +12,8 @@ from torch.autograd import forward_ad
 
 from softplus_attention import reference
 from softplus_attention import validation as check
-from softplus_attention.kernels.onlookers import traced
-from softplus_attention.power import Power, PowerRecord, check_power, power_record
+from softplus_attention.kernels import ops
+from softplus_attention.power import Power, check_power, power_record
 from softplus_attention.reference import reference_attention, without_autocast
 from softplus_attention.visibility import Visibility
 
@@ -64,7 +62,7 @@ def attend(
     score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)
-    chosen = choose(q.device, q.dtype).impl if impl == "auto" else impl
+    chosen = impl if impl != "auto" else "triton" if has_fused_kernel(q) else choose(q.device, q.dtype).impl
     if chosen == "reference":
         with without_autocast(q.device):
             return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys, offset)
@@ -74,122 +72,27 @@ def attend(
     elif q.device.type != "cpu":
         check.fail("impl", f"'auto', 'triton' or 'reference' for tensors on {q.device}", repr(impl))
     gradients = wants_gradient(q, k, v, power)
-    record = power_record(power, offset)
-    rows = 0 if gradients or not visibility.is_cache else q.shape[2]
+    options = (*power_record(power, offset), score_scale, normalized_keys)
+    new_rows = q.shape[2] if visibility.is_cache and not gradients else 0
     if chosen == "triton":
-        if 0 < rows <= MAX_DECODE_ROWS:
-            return triton_decode(q, k, v, visibility, record, score_scale, normalized_keys)
-        return triton_attention(q, k, v, visibility, record, score_scale, normalized_keys, gradients)
-    if rows == 1:
-        return chunked_decode(q, k, v, visibility, record, score_scale, normalized_keys)
-    return chunked_attention(q, k, v, visibility, record, score_scale, normalized_keys)
-
-
-class Step(NamedTuple):
-    """What an attention asks of a decode step beside its tensors."""
-
-    power: PowerRecord
-    score_scale: float | None
-    window: int | None
-
-
-def decode_step(q: Tensor, k: Tensor, v: Tensor, step: Step, normalized_keys: bool) -> Tensor | None:
-    """One new row (B, H, 1, D) over all of a cache, on a GPU without gradients: what ``attend`` would do in fewer steps
-    of Python, since a model asks in every layer for every token. None where ``attend`` has to look closer."""
-    if not has_fused_kernel(q) or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or transformed(q, k, v):
-        return None
-    check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
-    score_scale = check.check_score_scale(step.score_scale, q.shape[-1], (k.shape[2], step.window))
-    return decode_launches().decode(q, k, v, None, None, step.window, *step.power, score_scale, normalized_keys)
-
-
-def chunked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visibility: Visibility,
-    power: PowerRecord,
-    score_scale: float,
-    normalized_keys: bool,
-) -> Tensor:
-    from softplus_attention.kernels import ops  # noqa: F401  registers the op
-
-    start, end = visibility.ranges()
-    out, _ = torch.ops.softplus_attention.chunked_forward(
-        q, k, v, start, end, visibility.mask, *power, score_scale, normalized_keys
-    )
-    return out
-
-
-def chunked_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visibility: Visibility,
-    power: PowerRecord,
-    score_scale: float,
-    normalized_keys: bool,
-) -> Tensor:
-    from softplus_attention.kernels.cpu import decode as chunked_decode  # noqa: F401  registers the op
-
-    return torch.ops.softplus_attention.chunked_decode(
-        q, k, v, *visibility.ranges(), *power, score_scale, normalized_keys
-    )
-
-
-def triton_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visibility: Visibility,
-    power: PowerRecord,
-    score_scale: float,
-    normalized_keys: bool,
-    for_backward: bool,
-) -> Tensor:
-    from softplus_attention.kernels import triton_ops
-
-    inputs = (q, k, v, *visibility.kernel_arguments(), *power, score_scale, normalized_keys, for_backward)
-    if not traced(*[x for x in inputs if isinstance(x, Tensor)]):
-        return triton_ops.eager(*inputs)
-    return torch.ops.softplus_attention.triton_forward(*inputs)[0]
-
-
-def triton_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visibility: Visibility,
-    power: PowerRecord,
-    score_scale: float,
-    normalized_keys: bool,
-) -> Tensor:
-    options = (*visibility.cache_arguments(q.shape[0]), *power, score_scale, normalized_keys)
-    # The way through torch's dispatcher takes as long as launching a kernel.
-    if not traced(q, k, v):
-        return decode_launches().decode(q, k, v, *options)
-    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
-
-    return torch.ops.softplus_attention.triton_decode(q, k, v, *options)
-
-
-@functools.cache
-def decode_launches() -> ModuleType:
-    """Imported where it is first needed, and an import takes a microsecond also when it is there."""
-    from softplus_attention.kernels.triton import decode_launch
-
-    return decode_launch
+        if 0 < new_rows <= MAX_DECODE_ROWS:
+            return ops.triton_decode(q, k, v, *visibility.cache_arguments(q.shape[0]), *options)
+        return ops.triton(q, k, v, *visibility.kernel_arguments(), *options, gradients, gradients=gradients)
+    if new_rows == 1:
+        return ops.chunked_decode(q, k, v, *visibility.ranges(), *options)
+    return ops.chunked(q, k, v, *visibility.ranges(), visibility.mask, *options, gradients=gradients)
 
 
 def unit_keys(k: Tensor) -> Tensor:
     """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
     fused = has_fused_kernel(k) and not wants_gradient(k) and not transformed(k)
-    return decode_launches().unit_vectors(k) if fused else reference.unit_keys(k)
+    return ops.implementation("triton.decode_launch").unit_vectors(k) if fused else reference.unit_keys(k)
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether a call means more than its numbers: torch.func, forward-mode gradients, or what ``traced`` says."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0 or traced(*tensors)
+    """Whether a call means more than its numbers: to torch.func, forward-mode gradients or ``ops.needs_dispatcher``."""
+    derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return derived or ops.needs_dispatcher(*tensors)
 
 
 def has_fused_kernel(x: Tensor) -> bool:

@@ -84,6 +84,13 @@ class PowerRecord(NamedTuple):
         whole = self.sharpen and self.rows is None and self.by_length is None and self.constant.is_integer()
         return int(self.constant) if whole else None
 
+    def of_counts(self, counts: Tensor) -> int | Tensor:
+        """The power of rows that see ``counts`` keys, where it is not ``rows``."""
+        if self.by_length is not None:
+            return PowerByLength(*self.by_length).at(counts)
+        integer = self.integer
+        return counts.new_tensor(self.constant) if integer is None else integer
+
     @property
     def growth(self) -> tuple[float, float, float]:
         """base, slope and n0 of every power that is not ``rows``."""

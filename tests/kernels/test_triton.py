@@ -22,15 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
 from softplus_attention import softplus_attention, softplus_attention_decode
+from softplus_attention.kernels.arguments import KernelArguments
 from softplus_attention.kernels.triton import launch as triton_launch
-from softplus_attention.kernels.triton.launch import Problem
+from softplus_attention.power import power_record
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"
 )
 
-# Of a Problem: no ranges, no mask, causal, no window, the power 15 with the offset, a score scale, raw keys.
-PLAIN = (None, None, None, True, None, True, 15.0, None, None, True, 4.0, False)
+# No ranges, no mask, causal, no window, the power 15 with the offset, a score scale, raw keys.
+PLAIN = (None, None, None, True, None, power_record(15), 4.0, False)
 
 
 @interpreted
@@ -74,9 +75,9 @@ def test_norms_of_keys_of_any_size(by_token: bool) -> None:
     scaled = k * torch.tensor([2.0**n / 8 for n in sizes])[:, None, None, None]
     scaled[:, :, 3] = 0
     scaled[:, 1, 65, 1] = float("nan")
-    problem = Problem(scaled, scaled, scaled, *PLAIN)
+    arguments = KernelArguments(scaled, scaled, scaled, *PLAIN)
     norms, flat = torch.full((len(sizes), 2, 128), float("nan")), torch.full((64,), 7, dtype=torch.int32)
-    triton_launch.key_norms(problem, norms, flat)
+    triton_launch.key_norms(arguments, norms, flat)
     exact = (1 / k[0].double().norm(dim=-1)).float()
     for n, found in zip(sizes, norms, strict=True):
         expected = exact * 2.0 ** (3 - n)

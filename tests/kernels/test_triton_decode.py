@@ -21,7 +21,6 @@ from stub_kernel import Kernel
 
 from softplus_attention import dispatch, softplus_attention
 from softplus_attention.catalog import attention
-from softplus_attention.dispatch import decode_step
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 from softplus_attention.huggingface.attention import attend
 from softplus_attention.power import PowerByLength
@@ -32,10 +31,7 @@ if INTERPRETED or torch.cuda.is_available():
     import triton
     import triton.language as tl
 
-    from softplus_attention.kernels import (
-        launch_cache,
-        triton_decode_ops,  # noqa: F401  registers the op
-    )
+    from softplus_attention.kernels import launch_cache
     from softplus_attention.kernels.launch_cache import all_aligned, launch
     from softplus_attention.kernels.triton import decode_launch
     from softplus_attention.kernels.triton.decode import careful_squares, squares_by_product
@@ -342,7 +338,7 @@ GPTS = ("softplus-gpt", "softplus-gpt learned", "softplus-gpt mix", "softplus-gp
 
 @interpreted
 class TestOfAModel:
-    """The short way of a decode step, which a model takes in every layer where the kernels are."""
+    """A decode step by the kernels, in every layer."""
 
     @pytest.mark.parametrize("family", ["llama", "mistral", *GPTS])
     def test_the_same_logits(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,16 +354,16 @@ class TestOfAModel:
                         parameter.copy_(torch.linspace(0.5, 3.0, parameter.numel()))
                     elif parameter.dim() == 2:
                         parameter.mul_(4)
-        steps = []
+        steps, decode = [], decode_launch.decode
 
         def counted(*arguments: Any) -> Any:
-            steps.append(decode_step(*arguments))
+            steps.append(decode(*arguments))
             return steps[-1]
 
         def last_logits() -> torch.Tensor:
             with torch.inference_mode():
                 cache = model(ids[:, :-1], use_cache=True).past_key_values
-                monkeypatch.setattr(dispatch, "decode_step", counted)
+                monkeypatch.setattr(decode_launch, "decode", counted)
                 return model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
 
         plain = last_logits()
@@ -375,14 +371,13 @@ class TestOfAModel:
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: x.dtype != torch.float64)
         torch.testing.assert_close(last_logits(), plain, atol=1e-4, rtol=1e-4)
         assert len(steps) == model.config.num_hidden_layers
-        assert all(step is not None for step in steps)
 
     def test_keys_of_a_transformed_call_are_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A kernel would drop the tangent in silence."""
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         keys = randn(1, 2, 3, 8, seed=1)
         torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
-        monkeypatch.setattr(dispatch, "decode_launches", lambda: pytest.fail("the kernel was asked"))
+        monkeypatch.setattr(decode_launch, "unit_vectors", lambda k: pytest.fail("the kernel was asked"))
         with torch.autograd.forward_ad.dual_level():
             torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
 
@@ -393,31 +388,33 @@ class TestOfAModel:
         with torch.no_grad(), pytest.raises(ValueError, match="`power` must be on the device of the queries"):
             attend(attention("lssar"), q, k, k, None, True, parameters={"power": torch.ones(2, device="meta")})
 
-    def test_what_it_leaves_to_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_when_the_kernels_are_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not where gradients may be wanted, and under a profiler through the op."""
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         q, k, v = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2), randn(1, 2, 9, 8, seed=3)
-        step = attention("lssar", power=3, window=5).step
-        assert step is not None
-        assert decode_step(q, k, v, step, False) is None, "gradients may be wanted"
-        with torch.no_grad():
-            expected = softplus_attention(q, k, v, power=3, is_causal=True, window=5, impl="reference")
-            found = decode_step(q, k, v, step, False)
-            assert found is not None
-            torch.testing.assert_close(found, expected)
-            try:  # torch.autocast looks for a GPU
-                torch.set_autocast_enabled("cuda", True)
-                assert decode_step(q, k, v, step, False) is None
-            finally:
-                torch.set_autocast_enabled("cuda", False)
-            with torch.profiler.profile():
-                assert decode_step(q, k, v, step, False) is None
-            with torch.autograd.forward_ad.dual_level():
-                assert decode_step(q, k, v, step, False) is None
-            left = torch.func.vmap(lambda x: torch.tensor(decode_step(x, k, v, step, False) is None))(q[None])
-            assert left.all()
-            with pytest.raises(ValueError, match="`key` must be of a number of heads that divides"):
-                decode_step(randn(1, 3, 1, 8, seed=1), k, v, step, False)
-        assert attention("softmax").step is None
+        chosen, asked = attention("lssar", power=3, window=5), []
+        expected = softplus_attention(q, k, v, power=3, is_causal=True, window=5, impl="reference")
+        decode = decode_launch.decode
+        monkeypatch.setattr(decode_launch, "decode", lambda *given: asked.append(given[0]) or decode(*given))
+
+        def found(q: torch.Tensor = q) -> torch.Tensor:
+            return attend(chosen, q, k, v, None, True)
+
+        torch.testing.assert_close(found(q.clone().requires_grad_()), expected)
+        assert not asked
+        torch.testing.assert_close(found(), expected)
+        with torch.profiler.profile() as profile:
+            torch.testing.assert_close(found(), expected)
+        assert len(asked) == 2
+        assert any("triton_decode" in event.key for event in profile.key_averages())
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, q)
+            with pytest.raises(RuntimeError, match="forward-mode gradients do not reach"):
+                found(dual)
+        with pytest.raises(RuntimeError, match=r"torch\.func transforms do not reach"):
+            torch.func.vmap(found)(q[None])
+        with pytest.raises(ValueError, match="`key` must be of a number of heads that divides"):
+            found(randn(1, 3, 1, 8, seed=1))
 
 
 @interpreted

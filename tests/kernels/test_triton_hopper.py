@@ -21,22 +21,22 @@ from triton.experimental.gluon import language as gl
 
 from softplus_attention.cli import info
 from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels.arguments import KernelArguments, needs_long_polynomial
 from softplus_attention.kernels.hopper import common as hopper_common
 from softplus_attention.kernels.hopper import launch as hopper_launch
 from softplus_attention.kernels.launch_cache import kinds
 from softplus_attention.kernels.triton import common as triton_common
-from softplus_attention.kernels.triton import launch as triton_launch
+from softplus_attention.power import PowerByLength, power_record
 
 
 def problem(
-    width: int = 64, dtype: torch.dtype = torch.bfloat16, length: int = 70, **changes: Any
-) -> triton_launch.Problem:
+    width: int = 64, dtype: torch.dtype = torch.bfloat16, length: int = 70, power: Any = 15, offset: bool = True,
+    **changes: Any,
+) -> KernelArguments:  # fmt: skip
     q = torch.zeros(2, 4, length, width, dtype=dtype)
-    options: dict[str, Any] = {
-        "start": None, "end": None, "mask": None, "is_causal": True, "window": None, "sharpen": True, "power": 15.0,
-        "power_rows": None, "power_by_length": None, "offset": True, "score_scale": 4.0, "normalized_keys": False,
-    }  # fmt: skip
-    return triton_launch.Problem(q, q, q, **(options | changes))
+    options: dict[str, Any] = {"start": None, "end": None, "mask": None, "is_causal": True, "window": None}
+    options |= {"power": power_record(power, offset), "score_scale": 4.0, "normalized_keys": False}
+    return KernelArguments(q, q, q, **(options | changes))
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_info_says_which_kernels(
 
 def test_a_triton_that_the_kernels_were_not_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch.triton, "__version__", "3.9.0")
-    assert hopper_launch.unavailable((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
+    assert hopper_launch.unsupported_device_reason((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
 
 
 def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hopper_launch.fits(problem())  # on a CPU
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     assert hopper_launch.fits(problem())
-    assert hopper_launch.fits(problem(128, torch.float16, is_causal=False, sharpen=False))
+    assert hopper_launch.fits(problem(128, torch.float16, is_causal=False, power=None))
     assert not hopper_launch.fits(problem(32))
     assert not hopper_launch.fits(problem(dtype=torch.float32))
     assert not hopper_launch.fits(problem(offset=False))
@@ -86,7 +86,7 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
     bounds = torch.zeros(1, 70, dtype=torch.int32)
     ranges = problem(start=bounds, end=bounds + 70)
     found = [problem(window=8), problem(power=1.0), problem(power=2.5), ranges]
-    found += [problem(power_by_length=[3.0, 2.0, 16.0]), problem(power_rows=torch.full((2, 4, 70), 3.0))]
+    found += [problem(power=PowerByLength(3, 2, 16)), problem(power=torch.full((2, 4, 70), 3.0))]
     assert all(hopper_launch.fits(one) for one in found)
     assert problem(window=2**40).window == 70  # which is an int32
     monkeypatch.setattr(hopper_launch, "MOST_KEYS_WITH_RANGES", 69)
@@ -137,8 +137,8 @@ def test_a_product_in_place_of_a_division(numbers: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
 def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(power: int) -> None:
-    assert triton_launch.needs_long_polynomial(power, torch.float16)
-    short = not triton_launch.needs_long_polynomial(power, torch.bfloat16)
+    assert needs_long_polynomial(power, torch.float16)
+    short = not needs_long_polynomial(power, torch.bfloat16)
     assert hopper_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
     assert hopper_common.fineness(gl.float16, power) == triton_common.LONG
 

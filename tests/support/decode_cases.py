@@ -41,8 +41,6 @@ def decode(
     normalized_keys: bool = False,
     offset: bool = True,
 ) -> Tensor:
-    from softplus_attention.kernels import triton_decode_ops  # noqa: F401  registers the op
-
     scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     return torch.ops.softplus_attention.triton_decode(
         q, k, v, lengths, cache_starts, window, *power_record(power, offset), scale, normalized_keys

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from softplus_attention import validation as check
 from softplus_attention.attentions.composed import composed_attention, composed_weights
 from softplus_attention.attentions.sdpa import sdpa_attention
 from softplus_attention.attentions.spec import AttentionSpec, Parameters, check_parameters, learned_parameters
-from softplus_attention.power import Power, PowerByLength, power_by_log, power_record
+from softplus_attention.power import Power, PowerByLength, power_by_log
 from softplus_attention.reference import attention_stages, without_autocast
 from softplus_attention.visibility import Visibility, checked_cache, checked_documents
 
@@ -247,13 +246,6 @@ class Attention:
             known = visibility.known_count()
             return power_by_log(given["power_per_log"], visibility.counts() if known is None else known)
         return given.get("power", self.spec.sharpening)
-
-    @cached_property
-    def step(self) -> dispatch.Step | None:
-        """Of LSSA and LSSAR, for ``dispatch.decode_step``."""
-        if not self.spec.is_softplus_attention:
-            return None
-        return dispatch.Step(power_record(self.spec.sharpening, self.spec.offset), self.score_scale, self.spec.window)
 
     @property
     def score_scale(self) -> float | None:

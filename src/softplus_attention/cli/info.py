@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
 
 def kernels_of(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
     """Which of the GPU kernels a call of that shape without a mask runs, and why."""
-    from softplus_attention.kernels.hopper.launch import unavailable, unfit
+    from softplus_attention.kernels.hopper.launch import unsupported_device_reason, unsupported_shape_reason
 
     here = torch.cuda.is_available()
-    reason = unfit(width, tokens, dtype)
+    reason = unsupported_shape_reason(width, tokens, dtype)
     if reason is None and here:
-        reason = unavailable(torch.cuda.get_device_capability(device))
+        reason = unsupported_device_reason(torch.cuda.get_device_capability(device))
     if reason is not None:
         return f"the plain Triton ones, since {reason}"
     hopper = "with a mask tensor, offset=False or strides that are no multiples of 16 the plain Triton ones"

@@ -21,7 +21,7 @@ from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.continuous import attend_paged, is_paged
 from softplus_attention.huggingface.masks import with_documents
-from softplus_attention.power import PowerByLength, check_power, power_record
+from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
@@ -298,11 +298,6 @@ def attend(
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
     if distributed.active() is not None:
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
-    if mask is None and is_causal and query.shape[2] == 1 and not torch.compiler.is_compiling():
-        step = step_of(chosen, query, key, parameters)
-        out = None if step is None else dispatch.decode_step(query, key, value, step, normalized_keys)
-        if out is not None:
-            return out
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key, value = dispatch.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
@@ -339,19 +334,6 @@ def attend_sharded(
         is_causal=is_causal,
         window=min(windows) if windows else None,
     )
-
-
-def step_of(
-    chosen: Attention, query: Tensor, key: Tensor, parameters: Mapping[str, Tensor] | None
-) -> dispatch.Step | None:
-    """What ``decode_step`` needs for a causal row over all keys; None where it cannot do it."""
-    step = chosen.step if dispatch.has_fused_kernel(query) else None
-    if step is None or not parameters:
-        return step
-    visibility = Visibility(1, key.shape[2], query.device, True, step.window)
-    power = chosen.power(parameters, visibility)
-    check_power(power, (query.shape[0], query.shape[1], 1), query.device, False)
-    return step._replace(power=power_record(power, chosen.spec.offset))
 
 
 def weights(

@@ -1,129 +1,238 @@
-"""The op as PyTorch knows it: schemas, shapes for tracing, and autograd. Implementations register themselves below."""
+"""The fused implementations as PyTorch knows them: schemas, shapes for tracing, autograd; once for all of them.
+
+Needs torch alone: an implementation is imported with its first call. Schemas and names are part of exported programs.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from softplus_attention.kernels.cpu import chunked
-from softplus_attention.power import PowerByLength
+from softplus_attention.kernels.arguments import empty_backward, empty_forward, empty_output
+from softplus_attention.power import PowerRecord
 from softplus_attention.reference import compute_dtype
 
 _library = torch.library.Library("softplus_attention", "DEF")
-
-# `sharpen` False is LSSA. The power is `power_rows` where given, else base + slope * log(max(N, n0) / n0) for a
-# `power_by_length` of (base, slope, n0), else `power`. `offset` False subtracts no 1 before it.
-_OPTIONS = (
-    "Tensor start, Tensor end, Tensor? mask, bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, "
-    "bool offset, float score_scale, bool normalized_keys"
-)
-_library.define(f"chunked_forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor out, Tensor stats)")
-_library.define(
-    f"chunked_backward(Tensor grad_out, Tensor stats, Tensor q, Tensor k, Tensor v, {_OPTIONS}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
-)
-
+# The fields of a PowerRecord, and what else the scores depend on.
+_POWER = "bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, bool offset"
+_SCORES = f"{_POWER}, float score_scale, bool normalized_keys"
+_RANGES = f"Tensor start, Tensor end, Tensor? mask, {_SCORES}"
+# ``Visibility.kernel_arguments``
+_VISIBLE = f"Tensor? start, Tensor? end, Tensor? mask, bool is_causal, int? window, {_SCORES}"
 ONCE = (
     "softplus_attention: the gradient of a gradient is not implemented in the fused backward; "
     "use impl='reference' where double backward is needed"
 )
 
 
-class Options(NamedTuple):
-    """What the schemas call by these names, in their order."""
-
-    start: Tensor
-    end: Tensor
-    mask: Tensor | None
-    sharpen: bool
-    power: float
-    power_rows: Tensor | None
-    power_by_length: list[float] | None
-    offset: bool
-    score_scale: float
-    normalized_keys: bool
-
-    def problem(self, q: Tensor, k: Tensor, v: Tensor) -> chunked.Problem:
-        by_length = None if self.power_by_length is None else PowerByLength(*self.power_by_length)
-        sharpening = chunked.Sharpening(self.power, self.power_rows, by_length, self.offset) if self.sharpen else None
-        bounds = (self.start, self.end, self.mask)
-        return chunked.Problem(q, k, v, *bounds, self.score_scale, self.normalized_keys, sharpening)
+def needs_dispatcher(*tensors: Tensor) -> bool:
+    """Whether more than the caller must see the op: a compiler, tracer, mode, profiler or tensor subclass. Every other
+    call is spared the time that PyTorch's dispatcher takes (docs/dev/kernels-log.md)."""
+    return (
+        torch.compiler.is_compiling()
+        or profiler._is_profiler_enabled
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or not all(type(x) is Tensor or type(x) is torch.nn.Parameter for x in tensors)
+    )
 
 
-_TENSORS = ("start", "end", "mask", "power_rows")
-_POWER_ROWS = 3 + Options._fields.index("power_rows")  # its place among the op's inputs, after q, k and v
+def backward_needs_dispatcher(grad: Tensor) -> bool:
+    """The same of a backward, which also has graphs of gradients, and gradients in batches."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._functorch.is_legacy_batchedtensor(grad)
+        or needs_dispatcher(grad)
+    )
 
 
-@torch.library.impl(_library, "chunked_forward", "CPU")
-def _chunked_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    out, stats = _forward_shapes(q, k, v)
-    if out.numel():
-        with torch.autocast("cpu", enabled=False):
-            chunked.forward(Options(*options).problem(q, k, v), out, stats)
-    return out, stats
+class FusedAttention:
+    """An implementation of prefill: its ops ``<name>_forward`` and ``<name>_backward``, and their gradients.
+
+    ``options`` follow q, k and v in both schemas, ``last`` only in that of the forward. ``outputs`` are those of the
+    forward; the backward reads them from the one named ``first_saved`` on. ``module`` has the implementations,
+    ``attention_forward`` and ``attention_backward``, which take the same inputs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *,
+        devices: str,
+        options: str,
+        outputs: list[str],
+        first_saved: str,
+        shapes: tuple[Callable[..., Any], Callable[..., Any]],
+        last: str = "",
+    ) -> None:
+        self.module = module
+        self.first_saved = outputs.index(first_saved)
+        names = [f"Tensor {x}" for x in ("q", "k", "v")] + options.split(", ")
+        self.backward_inputs, self.forward_inputs = len(names), len(names) + bool(last)
+        self.tensors = [i for i, x in enumerate(names) if x.startswith("Tensor")]
+        self.power_rows = names.index("Tensor? power_rows")
+        forward, backward = f"{name}_forward", f"{name}_backward"
+        inputs, after = ", ".join(names), f", {last}" if last else ""
+        results, saved = (", ".join(f"Tensor {x}" for x in some) for some in (outputs, outputs[self.first_saved :]))
+        _library.define(f"{forward}({inputs}{after}) -> ({results})")
+        _library.define(
+            f"{backward}(Tensor grad_out, {saved}, {inputs}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_power)"
+        )
+        for device in devices.split():
+            _library.impl(forward, lambda *inputs: self.forward(*inputs), device)
+            _library.impl(backward, lambda *inputs: self.backward(*inputs), device)
+        for op, fake in zip((forward, backward), shapes, strict=True):
+            torch.library.register_fake(f"softplus_attention::{op}", fake, lib=_library)
+        self.forward_op = getattr(torch.ops.softplus_attention, forward)
+        self.backward_op = getattr(torch.ops.softplus_attention, backward)
+        register = torch.library.register_autograd
+        register(f"softplus_attention::{forward}", self.gradients, setup_context=self.save, lib=_library)
+        register(f"softplus_attention::{backward}", no_double_backward, lib=_library)
+
+    def forward(self, *inputs: Any, **direct: bool) -> tuple[Tensor, ...]:
+        return implementation(self.module).attention_forward(*inputs, **direct)
+
+    def backward(self, *inputs: Any, **direct: bool) -> tuple[Tensor, ...]:
+        return implementation(self.module).attention_backward(*inputs, **direct)
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        # Autograd keeps the tensors, and sees where one was changed since.
+        ctx.save_for_backward(*[inputs[i] for i in self.tensors], *output[self.first_saved :])
+        ctx.set_materialize_grads(False)
+        ctx.options = [None if i in self.tensors else x for i, x in enumerate(inputs[: self.backward_inputs])]
+
+    def gradients(
+        self, ctx: Any, grad_out: Tensor | None, *_others: Tensor | None, direct: bool = False
+    ) -> tuple[Any, ...]:
+        found: list[Tensor | None] = [None] * self.forward_inputs
+        if grad_out is None:
+            return tuple(found)
+        saved, inputs = ctx.saved_tensors, list(ctx.options)
+        for i, x in zip(self.tensors, saved, strict=False):
+            inputs[i] = x
+        given = (grad_out, *saved[len(self.tensors) :], *inputs)
+        *found[:3], d_power = self.backward(*given, direct=True) if direct else self.backward_op(*given)
+        power = inputs[self.power_rows]
+        if power is not None and ctx.needs_input_grad[self.power_rows - self.forward_inputs]:
+            found[self.power_rows] = d_power.sum_to_size(power.shape).to(power.dtype)
+        return tuple(found)
+
+    def __call__(self, *inputs: Any, gradients: bool) -> Tensor:
+        """The output, by the shortest way that everybody who must see it does."""
+        if needs_dispatcher(*[inputs[i] for i in self.tensors if inputs[i] is not None]):
+            return self.forward_op(*inputs)[0]
+        if gradients:
+            return Direct.apply(self, *inputs)
+        return self.forward(*inputs, direct=True)[0]
 
 
-@torch.library.impl(_library, "chunked_backward", "CPU")
-def _chunked_backward(
-    grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chosen = Options(*options)
-    if not grad_out.numel():
-        d_power = stats.new_empty(0) if chosen.power_rows is None else stats.new_zeros(stats.shape[1:])
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_power
-    with torch.autocast("cpu", enabled=False):
-        problem = chosen.problem(q, k, v)
-        dq, dk, dv, dp = chunked.backward(problem, grad_out, stats, k.shape[2], chosen.power_rows is not None)
-    dq, dk, dv = (x.reshape(like.shape).to(like.dtype).contiguous() for x, like in ((dq, q), (dk, k), (dv, v)))
-    return dq, dk, dv, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
+class Direct(torch.autograd.Function):
+    """An op where nothing but the caller has to see it: the same without the dispatcher."""
 
+    @staticmethod
+    def forward(ctx: Any, attention: FusedAttention, *inputs: Any) -> Tensor:
+        output = attention.forward(*inputs, direct=True)
+        attention.save(ctx, inputs, output)
+        ctx.attention = attention
+        return output[0]
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    return out, q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
-
-
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    return _forward_shapes(q, k, v)
-
-
-def _backward_fake(
-    grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any
-) -> tuple[Tensor, ...]:
-    d_power = stats.new_empty(0) if Options(*options).power_rows is None else stats.new_empty(stats.shape[1:])
-    return *(x.new_empty(x.shape) for x in (q, k, v)), d_power
-
-
-torch.library.register_fake("softplus_attention::chunked_forward", _forward_fake, lib=_library)
-torch.library.register_fake("softplus_attention::chunked_backward", _backward_fake, lib=_library)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *options = inputs
-    named = Options(*options)._asdict()
-    # Autograd keeps the tensors, and sees where one was changed since.
-    ctx.save_for_backward(q, k, v, *(named.pop(name) for name in _TENSORS), output[1])
-    ctx.set_materialize_grads(False)
-    ctx.others = named
-
-
-def _chunked_grad(ctx: Any, grad_out: Tensor | None, _grad_stats: Tensor | None) -> tuple[Any, ...]:
-    d_inputs: list[Tensor | None] = [None] * (3 + len(Options._fields))
-    if grad_out is not None:
-        q, k, v, *tensors, stats = ctx.saved_tensors
-        options = Options(**dict(zip(_TENSORS, tensors, strict=True)), **ctx.others)
-        dq, dk, dv, d_power = torch.ops.softplus_attention.chunked_backward(grad_out, stats, q, k, v, *options)
-        d_inputs[:3] = dq, dk, dv
-        if options.power_rows is not None and ctx.needs_input_grad[_POWER_ROWS]:
-            d_inputs[_POWER_ROWS] = d_power.sum_to_size(options.power_rows.shape).to(options.power_rows.dtype)
-    return tuple(d_inputs)
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        direct = grad_out is not None and not backward_needs_dispatcher(grad_out)
+        return None, *ctx.attention.gradients(ctx, grad_out, direct=direct)
 
 
 def no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     raise RuntimeError(ONCE)
 
 
-torch.library.register_autograd("softplus_attention::chunked_forward", _chunked_grad, setup_context=_save, lib=_library)
-torch.library.register_autograd("softplus_attention::chunked_backward", no_double_backward, lib=_library)
+_modules: dict[str, Any] = {}
+
+
+def implementation(name: str) -> Any:
+    """An import takes a microsecond also where the module is there."""
+    found = _modules.get(name)
+    if found is None:
+        found = _modules[name] = import_module(f"softplus_attention.kernels.{name}")
+    return found
+
+
+def _chunked_forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
+
+
+def _chunked_backward_shapes(_grad: Tensor, stats: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    d_power = stats.new_empty((0,) if inputs[chunked.power_rows] is None else stats.shape[1:])
+    return *(x.new_empty(x.shape) for x in inputs[:3]), d_power
+
+
+def _triton_forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return tuple(empty_forward(q, k, v, for_backward=options[-1]))
+
+
+def _triton_backward_shapes(_grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    _out, _rest, stats, _flat, _norms, q, k, v, *options = inputs
+    return empty_backward(stats, q, k, v, options[triton.power_rows - 3])
+
+
+chunked = FusedAttention(
+    "chunked",
+    "cpu.chunked",
+    devices="CPU",
+    options=_RANGES,
+    outputs=["out", "stats"],
+    first_saved="stats",
+    shapes=(_chunked_forward_shapes, _chunked_backward_shapes),
+)
+triton = FusedAttention(
+    "triton",
+    "triton.launch",
+    devices="CUDA CPU",  # CPU tensors run in Triton's interpreter
+    options=_VISIBLE,
+    last="bool for_backward",
+    outputs=["out", "rest", "stats", "flat", "norms"],
+    first_saved="out",
+    shapes=(_triton_forward_shapes, _triton_backward_shapes),
+)
+
+
+class FusedDecode:
+    """An implementation of decoding, which has no gradient: its op ``name``, and ``decode`` of ``module``."""
+
+    def __init__(self, name: str, module: str, *, devices: str, inputs: str, shape: Callable[..., Tensor]) -> None:
+        self.module = module
+        _library.define(f"{name}({inputs}, {_SCORES}) -> Tensor")
+        for device in devices.split():
+            _library.impl(name, lambda *inputs: self.decode(*inputs), device)
+        torch.library.register_fake(f"softplus_attention::{name}", shape, lib=_library)
+        self.op = getattr(torch.ops.softplus_attention, name)
+
+    def decode(self, *inputs: Any) -> Tensor:
+        return implementation(self.module).decode(*inputs[:-7], PowerRecord(*inputs[-7:-2]), *inputs[-2:])
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+        # The way through the dispatcher takes as long as launching a kernel.
+        return (self.op if needs_dispatcher(q, k, v) else self.decode)(q, k, v, *options)
+
+
+chunked_decode = FusedDecode(
+    "chunked_decode",
+    "cpu.decode",
+    devices="CPU",
+    inputs="Tensor q, Tensor k, Tensor v, Tensor start, Tensor end",
+    shape=lambda q, k, v, *_: _chunked_forward_shapes(q, k, v)[0],
+)
+triton_decode = FusedDecode(
+    "triton_decode",
+    "triton.decode_launch",
+    devices="CUDA CPU",
+    inputs="Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cache_seqlens, Tensor? cache_starts, int? window",
+    shape=lambda q, k, v, *_: empty_output(q, v),
+)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from softplus_attention.kernels.cpu.threads import for_each, one_by_one
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
 # Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
@@ -22,21 +23,7 @@ LEAST_ROWS, MOST_ROWS = 64, 256
 STEEP = 2**16  # a power that makes another weight of 1 - eps
 # Below this many scores in all (a decode step), starting threads costs more than it saves.
 WORTH_THREADS = 1 << 17
-
-
-@dataclass(frozen=True)
-class Sharpening:
-    """Stage 2 of one call: a constant power, one per row (B|1, H|1, T_q|1), or one that follows the number of keys; and
-    whether 1 is subtracted before it."""
-
-    constant: float
-    rows: Tensor | None
-    by_length: PowerByLength | None
-    offset: bool
-
-    def integer(self) -> int | None:
-        constant = self.rows is None and self.by_length is None and self.constant.is_integer()
-        return int(self.constant) if constant else None
+POWER_ROWS = 5  # among the options of the ops
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class Tile:
     offset: Tensor
 
 
-class Problem:
+class TiledInputs:
     """The inputs, laid out for tiling: (group, member, ...); a member is a key head and the query heads that share it.
 
     Where all sequences have the same ranges and there is no mask they are one group; else each sequence is its own.
@@ -71,14 +58,14 @@ class Problem:
         start: Tensor,
         end: Tensor,
         mask: Tensor | None,
+        power: PowerRecord,
         score_scale: float,
         normalized_keys: bool,
-        sharpening: Sharpening | None,
     ) -> None:
         batch, heads, self.t_q, _ = q.shape
         kv_heads = k.shape[1]
         self.shared = heads // kv_heads
-        self.score_scale, self.sharpening = score_scale, sharpening
+        self.score_scale, self.sharpening = score_scale, power
         if bool((start == start[:1]).all()) and bool((end == end[:1]).all()):
             start, end = start[:1], end[:1]
         self.groups = 1 if mask is None and start.shape[0] == 1 else batch
@@ -104,10 +91,10 @@ class Problem:
             self.k, self.inverse_k_norm = unit_and_inverse_norm(k)
         self.v = self.by_key(v.to(self.dtype))
         self.mask = None if mask is None else self.by_query(mask.expand(batch, heads, self.t_q, -1))
-        self.power = None
-        if sharpening is not None and sharpening.rows is not None:
-            rows = sharpening.rows.to(self.dtype).expand(batch, heads, self.t_q)
-            self.power = self.by_query(rows[..., None])[..., 0]
+        self.power_rows = None
+        if power.rows is not None:
+            rows = power.rows.to(self.dtype).expand(batch, heads, self.t_q)
+            self.power_rows = self.by_query(rows[..., None])[..., 0]
 
         # A product turns 0 * NaN into NaN, also for rows that give a bad vector no weight: it gets cleaned operands.
         self.clean_q, self.clean_k = cleaned(self.q), cleaned(self.k)
@@ -119,6 +106,12 @@ class Problem:
         if self.clean_v is not self.v:
             bad = ~self.v.isfinite().all(-1).all(1)
             self.bad_keys = [row.nonzero().flatten().tolist() for row in bad]
+
+    @classmethod
+    def from_schema(cls, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> TiledInputs:
+        """From the inputs of the ops, which hold a power's fields one after another."""
+        start, end, mask, *power, score_scale, normalized_keys = options
+        return cls(q, k, v, start, end, mask, PowerRecord(*power), score_scale, normalized_keys)
 
     def by_query(self, x: Tensor) -> Tensor:
         """(B, H, ...) -> (group, member, heads per key head, ...)"""
@@ -142,7 +135,7 @@ class Problem:
         return [tuple(x) for x in torch.stack(extremes).view(-1, 4).tolist()]
 
     def scale_and_offset(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        subtracts = self.sharpening is not None and self.sharpening.offset
+        subtracts = self.sharpening.sharpen and self.sharpening.offset
         return self.score_scale * counts.clamp(min=1).log(), ((counts > 3) & subtracts).to(self.dtype)
 
     def strips(self) -> list[tuple[int, slice]]:
@@ -255,7 +248,7 @@ def integer_power(u: Tensor, exponent: int, out: Tensor) -> Tensor:
 class RowTerms:
     """What a tile's rows need in both directions: N, R, M, W and what follows from them, each (m, shared * rows, 1)."""
 
-    def __init__(self, problem: Problem, tile: Tile) -> None:
+    def __init__(self, problem: TiledInputs, tile: Tile) -> None:
         self.problem, self.tile = problem, tile
         self.q = problem.q[tile.group, tile.members, :, tile.rows]
         m, shared, rows, d = self.q.shape
@@ -272,14 +265,10 @@ class RowTerms:
         return x.reshape(self.shape[0], self.shape[1], 1)
 
     def powers(self) -> int | Tensor | None:
-        sharpening = self.problem.sharpening
-        if sharpening is None:
-            return None
-        if sharpening.by_length is not None:
-            return sharpening.by_length.at(self.counts)
-        if self.problem.power is not None:
-            return self.column(self.problem.power[self.tile.group, self.tile.members, :, self.tile.rows])
-        return sharpening.integer() or self.counts.new_tensor(sharpening.constant)
+        given, rows = self.problem.sharpening, self.problem.power_rows
+        if rows is not None:
+            return self.column(rows[self.tile.group, self.tile.members, :, self.tile.rows])
+        return given.of_counts(self.counts) if given.sharpen else None
 
     def hide_(self, x: Tensor) -> Tensor:
         """Zero where a row must not see a key. The mask selects: no unseen NaN survives it."""
@@ -328,13 +317,38 @@ def add_bad_keys(out: Tensor, weights: Tensor, v: Tensor, keys: list[int]) -> No
         out.add_(torch.where((w != 0) & bad, w * value, 0))
 
 
-def bad_keys_of(problem: Problem, tile: Tile) -> list[int]:
+def bad_keys_of(problem: TiledInputs, tile: Tile) -> list[int]:
     if problem.bad_keys is None:
         return []
     return [key - tile.keys.start for key in problem.bad_keys[tile.group] if tile.keys.start <= key < tile.keys.stop]
 
 
-def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False) -> tuple[Tensor, Tensor]:
+    """``chunked_forward`` of ``ops``."""
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    stats = q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
+    if out.numel():
+        with torch.autocast("cpu", enabled=False):
+            forward(TiledInputs.from_schema(q, k, v, *options), out, stats)
+    return out, stats
+
+
+def attention_backward(
+    grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``chunked_backward`` of ``ops``."""
+    wants_power = options[POWER_ROWS] is not None
+    if not grad_out.numel():
+        d_power = stats.new_zeros(stats.shape[1:] if wants_power else (0,))
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), d_power
+    with torch.autocast("cpu", enabled=False):
+        problem = TiledInputs.from_schema(q, k, v, *options)
+        dq, dk, dv, dp = backward(problem, grad_out, stats, k.shape[2], wants_power)
+    dq, dk, dv = (x.reshape(like.shape).to(like.dtype).contiguous() for x, like in ((dq, q), (dk, k), (dv, v)))
+    return dq, dk, dv, stats.new_empty(0) if dp is None else dp.reshape(stats.shape[1:])
+
+
+def forward(problem: TiledInputs, out: Tensor, stats: Tensor) -> None:
     """Fills ``out`` (B, H, T_q, D_v) and ``stats`` (3, B, H, T_q): R = sum f, max f and W = sum w of each row."""
     out_by_query = problem.by_query(out)
     stats_by_query = [problem.by_query(x) for x in stats]
@@ -381,7 +395,7 @@ def forward(problem: Problem, out: Tensor, stats: Tensor) -> None:
 
 
 def backward(
-    problem: Problem, grad_out: Tensor, stats: Tensor, keys: int, power_grad: bool
+    problem: TiledInputs, grad_out: Tensor, stats: Tensor, keys: int, power_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v for ``keys`` keys in all, in the compute dtype, and of the power of each row (B, H, T_q)."""
     dtype = problem.dtype

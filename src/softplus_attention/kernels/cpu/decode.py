@@ -6,46 +6,43 @@ Here a plain product is taken on trust: only where its result is not finite, the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels import ops
 from softplus_attention.kernels.cpu import chunked
-from softplus_attention.power import PowerByLength
+from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
 # Up to so many keys are normalised as the general path does it, to the last bit: rounded otherwise, rows in which no
 # key stands out much differ by 1e-5. Beyond, that costs three times the step. Norms whose squares leave float32 too.
 SMALL = 512
 
-ops._library.define(
-    "chunked_decode(Tensor q, Tensor k, Tensor v, Tensor start, Tensor end, bool sharpen, float power, "
-    "Tensor? power_rows, float[]? power_by_length, bool offset, float score_scale, bool normalized_keys) -> Tensor"
-)
 
-
-@torch.library.impl(ops._library, "chunked_decode", "CPU")
-def _decode(q: Tensor, k: Tensor, v: Tensor, start: Tensor, end: Tensor, *options: Any) -> Tensor:
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    """``chunked_decode`` of ``ops``."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     if not out.numel():
         return out
-    pieces = ranges_of_sequences(start, end, q.shape[0])
     # An exported program may be called where gradients are on, though nothing here has one.
     with torch.autocast("cpu", enabled=False), torch.no_grad():
-        for rows, (first, last) in pieces:
+        for rows, (first, last) in ranges_of_sequences(start, end, q.shape[0]):
             keys = (rows, slice(None), slice(first, last))
-            out[rows] = one_token(q[rows], k[keys], v[keys], *of_sequences(rows, *options))
-    if bool(out.isfinite().all()):
-        return out
-    return torch.ops.softplus_attention.chunked_forward(q, k, v, start, end, None, *options)[0]
-
-
-def of_sequences(rows: slice, sharpen: bool, power: float, power_rows: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    if power_rows is not None and power_rows.dim() == 3 and power_rows.shape[0] > 1:
-        power_rows = power_rows[rows]
-    return sharpen, power, power_rows, *rest
+            own = power
+            if power.rows is not None and power.rows.dim() == 3 and power.rows.shape[0] > 1:
+                own = power._replace(rows=power.rows[rows])
+            out[rows] = one_token(q[rows], k[keys], v[keys], own, score_scale, normalized_keys)
+        if bool(out.isfinite().all()):
+            return out
+        return chunked.attention_forward(q, k, v, start, end, None, *power, score_scale, normalized_keys)[0]
 
 
 def ranges_of_sequences(start: Tensor, end: Tensor, batch: int) -> list[tuple[slice, tuple[int, int]]]:
@@ -60,11 +57,7 @@ def one_token(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sharpen: bool,
-    power: float,
-    power_rows: Tensor | None,
-    power_by_length: list[float] | None,
-    offset: bool,
+    power: PowerRecord,
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
@@ -91,14 +84,14 @@ def one_token(
     f = chunked.softplus_(scores)
     total = f.sum(-1, keepdim=True)
     weights, norm = f, total
-    if sharpen:
-        subtracted = 1.0 if offset and n > 3 else 0.0
+    if power.sharpen:
+        subtracted = 1.0 if power.offset and n > 3 else 0.0
         largest = f.amax(-1, keepdim=True)
         height = (largest * n).div_(total).sub_(subtracted)
         sharp = height > EQUAL_SCORES
         safe = torch.where(sharp, height, 1)
         u = (f * (n / total / safe)).sub_(subtracted / safe).clamp_(0, 1)
-        given = power_of(power, power_rows, power_by_length, n, q)
+        given = power_of(power, n, q)
         weights = raised(chunked.exactly_one_(u, f, largest, given), given)
         norm = weights.sum(-1, keepdim=True)
         if not bool(sharp.all()):
@@ -106,26 +99,15 @@ def one_token(
     return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
 
 
-def power_of(
-    power: float, power_rows: Tensor | None, power_by_length: list[float] | None, n: int, like: Tensor
-) -> int | Tensor:
-    if power_rows is not None:
-        batch, kv_heads, shared, _ = like.shape
-        rows = power_rows.to(like.dtype).expand(batch, kv_heads * shared, 1)
-        return rows.reshape(batch, kv_heads, shared, 1)
-    if power_by_length is not None:
-        return PowerByLength(*power_by_length).at(like.new_tensor(float(n)))
-    return int(power) if power.is_integer() else like.new_tensor(power)
+def power_of(power: PowerRecord, n: int, like: Tensor) -> int | Tensor:
+    if power.rows is None:
+        return power.of_counts(like.new_tensor(float(n)))
+    batch, kv_heads, shared, _ = like.shape
+    rows = power.rows.to(like.dtype).expand(batch, kv_heads * shared, 1)
+    return rows.reshape(batch, kv_heads, shared, 1)
 
 
 def raised(u: Tensor, power: int | Tensor) -> Tensor:
     if isinstance(power, int):
         return chunked.integer_power(u, power, torch.empty_like(u))
     return u.pow(power).masked_fill_(u == 0, 0)
-
-
-def _fake(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
-
-
-torch.library.register_fake("softplus_attention::chunked_decode", _fake, lib=ops._library)

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from softplus_attention.kernels.arguments import (
+    FALLBACK_PROGRAMS,
+    INVERSE_BITS,
+    KernelArguments,
+    SavedForBackward,
+    aligned,
+)
+from softplus_attention.kernels.arguments import ROW_BLOCK as ROWS  # of a program, and the keys of a tile
 from softplus_attention.kernels.launch_cache import Scratch, addresses_of, current_stream, kinds, launch
-from softplus_attention.kernels.triton.common import AGAIN_PROGRAMS, INVERSE_BITS, ROW_BLOCK
 
-if TYPE_CHECKING:
-    from softplus_attention.kernels.triton.launch import Kept, Problem
-
-ROWS: int = ROW_BLOCK.value  # of a program, and the keys of a tile
-AGAIN: int = AGAIN_PROGRAMS.value
 WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
 HALVES = (torch.bfloat16, torch.float16)
@@ -38,10 +40,10 @@ NEARBY = 12 << 20  # bytes: what programs that run at one time read more than on
 
 @cache
 def available(device: torch.device) -> bool:
-    return device.type == "cuda" and unavailable(torch.cuda.get_device_capability(device)) is None
+    return device.type == "cuda" and unsupported_device_reason(torch.cuda.get_device_capability(device)) is None
 
 
-def unavailable(capability: tuple[int, int]) -> str | None:
+def unsupported_device_reason(capability: tuple[int, int]) -> str | None:
     """What keeps these kernels from a device of that compute capability, in words; None where nothing does."""
     if torch.version.hip is not None or capability != (9, 0):
         return f"compute capability is {capability[0]}.{capability[1]}, not 9.0 of CUDA"
@@ -50,7 +52,7 @@ def unavailable(capability: tuple[int, int]) -> str | None:
     return None
 
 
-def unfit(width: int, length: int, dtype: torch.dtype) -> str | None:
+def unsupported_shape_reason(width: int, length: int, dtype: torch.dtype) -> str | None:
     """Why a shape and dtype cannot use these kernels, or None: what ``fits`` asks before it looks at tensors."""
     if dtype not in HALVES:
         return f"{str(dtype).removeprefix('torch.')} is not half precision"
@@ -66,25 +68,20 @@ def copyable(x: Tensor) -> bool:
     return aligned and token < LARGEST_STRIDE and max(batch, head) < LARGEST_STRIDE_OF_HEADS
 
 
-def fits(problem: Problem, *others: Tensor) -> bool:
+def fits(call: KernelArguments, *others: Tensor) -> bool:
     """Half precision, no mask, the offset, heads of 64 or 128; not one row or key, which is a constant to Triton and
     has binaries of its own."""
     return (
-        unfit(problem.d, min(problem.t_q, problem.t_k), problem.q.dtype) is None
-        and blocks_of(max(problem.t_q, problem.t_k)) <= MOST_OF_A_GRID
-        and problem.batch * problem.h**2 < 1 << INVERSE_BITS.value
-        and problem.d == problem.dv
-        and problem.offset
-        and problem.mask is None
-        and (problem.start is None or problem.t_k <= MOST_KEYS_WITH_RANGES)
-        and available(problem.q.device)
-        and all(copyable(x) for x in (problem.q, problem.k, problem.v, *others))
+        unsupported_shape_reason(call.d, min(call.t_q, call.t_k), call.q.dtype) is None
+        and blocks_of(max(call.t_q, call.t_k)) <= MOST_OF_A_GRID
+        and call.batch * call.h**2 < 1 << INVERSE_BITS
+        and call.d == call.dv
+        and call.power.offset
+        and call.mask is None
+        and (call.start is None or call.t_k <= MOST_KEYS_WITH_RANGES)
+        and available(call.q.device)
+        and all(copyable(x) for x in (call.q, call.k, call.v, *others))
     )
-
-
-def aligned(count: int) -> int:
-    """As many int32 or a few more, so that what follows them begins at a multiple of 16 bytes."""
-    return (count + 3) // 4 * 4
 
 
 def blocks_of(length: int) -> int:
@@ -113,12 +110,12 @@ def grid_of(length: int, heads: int, size: float) -> tuple[int, int, int]:
 
 def inverse_of(heads: int) -> int:
     """n * inverse >> INVERSE_BITS is n // heads, as long as n * heads is below 1 << INVERSE_BITS."""
-    return (1 << INVERSE_BITS.value) // heads + 1
+    return (1 << INVERSE_BITS) // heads + 1
 
 
 def launch_twice(
     kernel: Any,
-    again: Any,
+    fallback: Any,
     grid: tuple[int, int, int],
     tiled: tuple[tuple[Tensor, int], ...],
     tensors: tuple[Tensor, ...],
@@ -126,7 +123,7 @@ def launch_twice(
     constants: tuple[tuple[Any, ...], tuple[Any, ...]],
     registers: int | None = None,
 ) -> None:
-    """``kernel``, and ``again`` for the few blocks that it has left to a second look, each with its constants.
+    """``kernel``, and ``fallback`` for the few blocks that it has left to a second look, each with its constants.
 
     Of the tensors that come first ``kernel`` copies tiles, of so many rows, and takes descriptors in their place.
     """
@@ -139,55 +136,55 @@ def launch_twice(
     key = None if alike is None else (kernel.__name__, device, constants[0], alike)
     arguments, others = (*numbers, *constants[0], WARPS), addresses[len(tiles) :]
     launch(kernel, grid, tensors, arguments, {"maxnreg": registers}, key, stream, others, tiles)
-    key = None if alike is None else (again.__name__, device, constants[1], alike)
-    grid = (min(math.prod(grid), AGAIN), 1, 1)
-    launch(again, grid, both, (*numbers, *constants[1], WARPS), {}, key, stream, addresses)
+    key = None if alike is None else (fallback.__name__, device, constants[1], alike)
+    grid = (min(math.prod(grid), FALLBACK_PROGRAMS), 1, 1)
+    launch(fallback, grid, both, (*numbers, *constants[1], WARPS), {}, key, stream, addresses)
 
 
-def sight(problem: Problem) -> tuple[bool, bool, bool, int]:
+def mask_constants(call: KernelArguments) -> tuple[bool, bool, bool, int]:
     """CAUSAL, HAS_WINDOW, HAS_RANGES and POWER, with which the constants of every kernel begin."""
-    return problem.is_causal, problem.window is not None, problem.start is not None, problem.code
+    return call.is_causal, call.window is not None, call.start is not None, call.power_code
 
 
-def bytes_of_keys(problem: Problem) -> float:
+def bytes_of_keys(call: KernelArguments) -> float:
     """And of values, for each head of queries."""
-    return 2 * problem.t_k * problem.d * problem.q.element_size() / problem.shared
+    return 2 * call.t_k * call.d * call.q.element_size() / call.shared
 
 
-def bytes_of_rows(problem: Problem) -> float:
+def bytes_of_rows(call: KernelArguments) -> float:
     """Queries and gradients of outputs, for each head of keys."""
-    return 2 * problem.t_q * problem.d * problem.q.element_size() * problem.shared
+    return 2 * call.t_q * call.d * call.q.element_size() * call.shared
 
 
-def forward(problem: Problem, kept: Kept) -> Scratch:
+def forward(call: KernelArguments, saved: SavedForBackward) -> Scratch:
     """As ``triton.launch.forward``."""
     from softplus_attention.kernels.hopper.forward import gluon_forward_kernel
     from softplus_attention.kernels.hopper.forward_fallback import gluon_forward_again_kernel
 
-    out, rest, stats, flat, norms = kept
-    keys, registers = FORWARD_TILES[problem.d]
-    grid = grid_of(problem.t_q, problem.batch * problem.h, bytes_of_keys(problem))
-    again = flat[-1 - math.prod(grid) :]
-    tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys))
+    out, residual, stats, flags, norms = saved
+    keys, registers = FORWARD_TILES[call.d]
+    grid = grid_of(call.t_q, call.batch * call.h, bytes_of_keys(call))
+    fallback_blocks = flags[-1 - math.prod(grid) :]
+    tiled = ((call.q, ROWS), (call.k, keys), (call.v, keys))
     tensors = (
-        out, rest, norms, *stats.unbind(), flat, again, problem.start_pointer, problem.end_pointer,
-        problem.power_pointer,
+        out, residual, norms, *stats.unbind(), flags, fallback_blocks, call.start_pointer, call.end_pointer,
+        call.power_pointer,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h), problem.window or 0,
-        problem.score_scale, problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3],
-        out.stride()[:3], problem.range_stride, problem.power_strides,
+        call.t_q, call.t_k, call.shared, call.h_kv, inverse_of(call.h), call.window or 0,
+        call.score_scale, call.growth, call.q.stride()[:3], call.k.stride()[:3], call.v.stride()[:3],
+        out.stride()[:3], call.range_stride, call.power_strides,
     )  # fmt: skip
-    constants = (*sight(problem), problem.power_rows is not None, rest.numel() > 0, problem.d, keys)
+    constants = (*mask_constants(call), call.has_power_rows, residual.numel() > 0, call.d, keys)
     both = (constants, constants)
     launch_twice(gluon_forward_kernel, gluon_forward_again_kernel, grid, tiled, tensors, numbers, both, registers)
     return Scratch()
 
 
 def backward(
-    problem: Problem,
+    call: KernelArguments,
     grad_out: Tensor,
-    kept: Kept,
+    saved: SavedForBackward,
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
 ) -> Scratch:
@@ -195,64 +192,70 @@ def backward(
     from softplus_attention.kernels.hopper.backward import terms_of_a_row
 
     dq, dk, dv = grads
-    count = problem.batch * problem.h * blocks_of(problem.t_q) * ROWS
-    rows = kept.stats.new_empty(terms_of_a_row(problem.code, problem.start is not None) * count)
+    count = call.batch * call.h * blocks_of(call.t_q) * ROWS
+    rows = saved.stats.new_empty(terms_of_a_row(call.power_code, call.start is not None) * count)
     # ``Again`` of the kernels: how many blocks need a second look, none yet, and room for which.
     of_queries = aligned(1 + count // ROWS)
-    again = kept.flat.new_zeros(of_queries + 1 + problem.batch * problem.h_kv * blocks_of(problem.t_k))
-    backward_of_queries(problem, grad_out, kept, dq, grad_power, rows, again)
-    backward_of_keys(problem, grad_out, kept, rows, dk, dv, again[of_queries:])
-    return Scratch((rows,), (again,))
+    fallback_blocks = saved.equal_score_flags.new_zeros(of_queries + 1 + call.batch * call.h_kv * blocks_of(call.t_k))
+    backward_of_queries(call, grad_out, saved, dq, grad_power, rows, fallback_blocks)
+    backward_of_keys(call, grad_out, saved, rows, dk, dv, fallback_blocks[of_queries:])
+    return Scratch((rows,), (fallback_blocks,))
 
 
 def backward_of_queries(
-    problem: Problem,
+    call: KernelArguments,
     grad_out: Tensor,
-    kept: Kept,
+    saved: SavedForBackward,
     dq: Tensor,
     grad_power: Tensor | None,
     rows: Tensor,
-    again: Tensor,
+    fallback_blocks: Tensor,
 ) -> None:
     """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
     from softplus_attention.kernels.hopper.dq import gluon_dq_kernel
 
-    out, rest, stats, _, norms = kept
-    keys, registers = DQ_TILES[problem.d]
-    grid = grid_of(problem.t_q, problem.batch * problem.h, bytes_of_keys(problem))
-    tiled = ((problem.q, ROWS), (problem.k, keys), (problem.v, keys), (grad_out, ROWS))
+    out, residual, stats, _, norms = saved
+    keys, registers = DQ_TILES[call.d]
+    grid = grid_of(call.t_q, call.batch * call.h, bytes_of_keys(call))
+    tiled = ((call.q, ROWS), (call.k, keys), (call.v, keys), (grad_out, ROWS))
     tensors = (
-        out, rest, norms, *stats.unbind(), again, problem.start_pointer, problem.end_pointer, problem.power_pointer, dq,
-        stats if grad_power is None else grad_power, rows,
+        out, residual, norms, *stats.unbind(), fallback_blocks, call.start_pointer, call.end_pointer,
+        call.power_pointer, dq, stats if grad_power is None else grad_power, rows,
     )  # fmt: skip
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h), problem.window or 0,
-        problem.score_scale, problem.growth, problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3],
-        out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3], problem.range_stride, problem.power_strides,
+        call.t_q, call.t_k, call.shared, call.h_kv, inverse_of(call.h), call.window or 0,
+        call.score_scale, call.growth, call.q.stride()[:3], call.k.stride()[:3], call.v.stride()[:3],
+        out.stride()[:3], grad_out.stride()[:3], dq.stride()[:3], call.range_stride, call.power_strides,
     )  # fmt: skip
     constants = (
-        *sight(problem), problem.power_rows is not None, grad_power is not None, problem.d, keys, DKV_ROWS[problem.d],
+        *mask_constants(call), call.has_power_rows, grad_power is not None, call.d, keys, DKV_ROWS[call.d],
     )  # fmt: skip
     both = ((*constants, False), (*constants, True))
     launch_twice(gluon_dq_kernel, gluon_dq_kernel, grid, tiled, tensors, numbers, both, registers)
 
 
 def backward_of_keys(
-    problem: Problem, grad_out: Tensor, kept: Kept, rows: Tensor, dk: Tensor, dv: Tensor, again: Tensor
+    call: KernelArguments,
+    grad_out: Tensor,
+    saved: SavedForBackward,
+    rows: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    fallback_blocks: Tensor,
 ) -> None:
     """Fills ``dk`` and ``dv``."""
     from softplus_attention.kernels.hopper.dkv import gluon_dkv_kernel
 
-    grid = grid_of(problem.t_k, problem.batch * problem.h_kv, bytes_of_rows(problem))
-    first_row, last_row = problem.rows_that_see(DKV_ROWS[problem.d], ROWS)
-    of_rows = DKV_ROWS[problem.d]
-    tiled = ((problem.q, of_rows), (problem.k, ROWS), (problem.v, ROWS), (grad_out, of_rows))
-    tensors = (kept.norms, kept.flat, again, rows, first_row, last_row, dk, dv)
+    grid = grid_of(call.t_k, call.batch * call.h_kv, bytes_of_rows(call))
+    first_row, last_row = call.rows_that_see(DKV_ROWS[call.d], ROWS)
+    of_rows = DKV_ROWS[call.d]
+    tiled = ((call.q, of_rows), (call.k, ROWS), (call.v, ROWS), (grad_out, of_rows))
+    tensors = (saved.norms, saved.equal_score_flags, fallback_blocks, rows, first_row, last_row, dk, dv)
     numbers = (
-        problem.t_q, problem.t_k, problem.shared, problem.h_kv, inverse_of(problem.h_kv), problem.window or 0,
-        problem.q.stride()[:3], problem.k.stride()[:3], problem.v.stride()[:3], grad_out.stride()[:3],
-        dk.stride()[:3], dv.stride()[:3], problem.seen_stride(first_row),
+        call.t_q, call.t_k, call.shared, call.h_kv, inverse_of(call.h_kv), call.window or 0,
+        call.q.stride()[:3], call.k.stride()[:3], call.v.stride()[:3], grad_out.stride()[:3],
+        dk.stride()[:3], dv.stride()[:3], call.seen_stride(first_row),
     )  # fmt: skip
-    constants = (*sight(problem), problem.normalized_keys, problem.d, DKV_ROWS[problem.d])
+    constants = (*mask_constants(call), call.normalized_keys, call.d, DKV_ROWS[call.d])
     both = ((*constants, False), (*constants, True))
     launch_twice(gluon_dkv_kernel, gluon_dkv_kernel, grid, tiled, tensors, numbers, both)

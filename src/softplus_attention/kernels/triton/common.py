@@ -17,19 +17,19 @@ import triton
 import triton.language as tl
 
 from softplus_attention import reference
+from softplus_attention.kernels import arguments
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 EQUAL_SCORES = tl.constexpr(reference.EQUAL_SCORES)
 NOWHERE = tl.constexpr(1 << 30)
-NORM_BLOCK = tl.constexpr(128)
-ROW_BLOCK = tl.constexpr(64)  # of a warp group of Hopper
-INVERSE_BITS = tl.constexpr(30)  # of what a program multiplies by in place of a division
-AGAIN_PROGRAMS = tl.constexpr(256)  # that share the few blocks which need a second look there
-# log2(1 + e) by a polynomial of four or seven terms, or a series: relative errors of 4e-4, 1.4e-6 and 1e-7.
-SHORT = tl.constexpr(0)
-LONG = tl.constexpr(1)
-SERIES = tl.constexpr(2)
+NORM_BLOCK = tl.constexpr(arguments.NORM_BLOCK)
+ROW_BLOCK = tl.constexpr(arguments.ROW_BLOCK)
+INVERSE_BITS = tl.constexpr(arguments.INVERSE_BITS)
+AGAIN_PROGRAMS = tl.constexpr(arguments.FALLBACK_PROGRAMS)
+SHORT = tl.constexpr(arguments.SHORT)
+LONG = tl.constexpr(arguments.LONG)
+SERIES = tl.constexpr(arguments.SERIES)
 LEAST_EXPONENT = tl.constexpr(-126.0)
 LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
 LARGEST_LIFTED = tl.constexpr(0.125)

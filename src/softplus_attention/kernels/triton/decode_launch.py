@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.launch_cache import all_aligned, current_device, current_stream, launch
-from softplus_attention.kernels.triton import decode as kernels
-from softplus_attention.kernels.triton.launch import (
+from softplus_attention.kernels.arguments import (
     blocks_of,
-    exactness,
-    needs_long_polynomial,
+    empty_output,
+    log_mode,
     padded,
     power_code,
     unit_last_stride,
 )
+from softplus_attention.kernels.launch_cache import all_aligned, current_device, current_stream, launch
+from softplus_attention.kernels.triton import decode as kernels
+from softplus_attention.power import PowerRecord
 
 # Measured on an H200 (docs/dev/kernels-log.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
 # (heads of 128, few rows): whole waves of both.
@@ -102,14 +103,6 @@ def whole_waves(wanted: int, programs: int, many: int) -> int:
     return min(splits, MOST_SPLITS)
 
 
-def empty_output(q: Tensor, v_cache: Tensor) -> Tensor:
-    batch, heads, t_q, _ = q.shape
-    # A (B, T, H, D) tensor seen as (B, H, T, D): the output keeps that order, which for one row is no other.
-    if t_q > 1 and q.stride(1) < q.stride(2):
-        return q.new_empty(batch, t_q, heads, v_cache.shape[3]).transpose(1, 2)
-    return q.new_empty(batch, heads, t_q, v_cache.shape[3])
-
-
 def decode(
     q: Tensor,
     k_cache: Tensor,
@@ -117,11 +110,7 @@ def decode(
     cache_seqlens: Tensor | None,
     cache_starts: Tensor | None,
     window: int | None,
-    sharpen: bool,
-    power: float,
-    power_rows: Tensor | None,
-    power_by_length: list[float] | None,
-    offset: bool,
+    power: PowerRecord,
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
@@ -138,9 +127,9 @@ def decode(
         most = MOST_ON_AXIS // h_kv
         for rows in (slice(first, first + most) for first in range(0, batch, most)):
             lengths, starts = (None if x is None else x[rows] for x in (cache_seqlens, cache_starts))
-            powers = None if power_rows is None else power_rows.expand(batch, h, t_q)[rows]
-            options = (window, sharpen, power, powers, power_by_length, offset, score_scale, normalized_keys)
-            out[rows] = decode(q[rows], k_cache[rows], v_cache[rows], lengths, starts, *options)
+            own = power if power.rows is None else power._replace(rows=power.rows.expand(batch, h, t_q)[rows])
+            caches = (k_cache[rows], v_cache[rows], lengths, starts, window)
+            out[rows] = decode(q[rows], *caches, own, score_scale, normalized_keys)
         return out
     q, k, v = unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache)
     dtype, device = q.dtype, q.device
@@ -149,17 +138,17 @@ def decode(
     # Tensors that are not there stand for pointers that are never read.
     lengths = scratch if cache_seqlens is None else cache_seqlens.contiguous()
     starts = scratch if cache_starts is None else cache_starts.contiguous()
-    powers = scratch if power_rows is None else power_rows.expand(batch, h, t_q)
-    power_strides = (0, 0, 0) if power_rows is None else powers.stride()
+    powers = scratch if power.rows is None else power.rows.expand(batch, h, t_q)
+    power_strides = (0, 0, 0) if power.rows is None else powers.stride()
     q_strides, k_strides, v_strides = q.stride()[:3], k.stride()[:3], v.stride()[:3]
     out_strides = out.stride()[:3]
 
-    code = power_code(sharpen, power, power_rows, power_by_length)
+    code = power_code(power)
     visible = (cache_seqlens is not None, cache_starts is not None, window is not None)
     bd, bdv, br, bm, bn = plan.constants
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
-    fine = exactness(precise, needs_long_polynomial(code, dtype))
+    fine = log_mode(precise, code, dtype)
     # Measured on an H200 (docs/dev/kernels-log.md): squares of raw keys by a product, with as few registers as it lets.
     by_product = bd >= 64 and not normalized_keys
     few_registers = {"maxnreg": 128} if by_product and bd == 128 and not heavy else {}
@@ -167,8 +156,8 @@ def decode(
     key: tuple[Any, ...] | None = None
     if all_aligned((q, k, v, lengths, starts, powers), (*q_strides, *k_strides, *v_strides, *out_strides)):
         dtypes = (dtype, lengths.dtype, starts.dtype, powers.dtype)
-        powers_given = (power_rows is not None, power_strides)
-        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, offset, powers_given, heavy)
+        powers_given = (power.rows is not None, power_strides)
+        key = (device, dtypes, plan.constants, d, dv, visible, normalized_keys, code, power.offset, powers_given, heavy)
     with current_device(q):
         stream = current_stream(device)
         launch(
@@ -178,12 +167,11 @@ def decode(
             ),
             {"num_warps": 8 if heavy else 4, **few_registers}, key and ("scores", *key), stream,
         )  # fmt: skip
-        growth = (power, 0.0, 1.0) if power_by_length is None else tuple(power_by_length)
         lift = 4096.0 if dtype == torch.float16 else 1.0
         launch(
             kernels.values_kernel, plan.grid, (v, scratch, lengths, starts, powers), (
-                *numbers, NEGLIGIBLE[dtype], growth, v_strides, power_strides, plan.f_stride, *visible, code,
-                power_rows is not None, offset, dv, bdv, br, bm, bn, 64, lift, 3, fine,
+                *numbers, NEGLIGIBLE[dtype], power.growth, v_strides, power_strides, plan.f_stride, *visible, code,
+                power.rows is not None, power.offset, dv, bdv, br, bm, bn, 64, lift, 3, fine,
             ),
             {"num_warps": 8} if heavy else {"num_warps": 2, "maxnreg": 168}, key and ("values", *key), stream,
         )  # fmt: skip
