@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 import torch
 from huggingface_models import IDS, SIZE, byte_tokenizer, small_model, token_rows
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from softplus_attention import PowerByLength
