@@ -36,7 +36,7 @@ EXTRAS = {
 
 
 # In the order of --help. A command's module holds its options; what it runs with is imported when it runs.
-COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate", "newton", "bench", "info")
+COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate", "newton", "bench", "plan", "info")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

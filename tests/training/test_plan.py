@@ -1,0 +1,84 @@
+"""What ``plan`` predicts: from the numbers of results/, and so that it can be checked by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from softplus_attention.cli import main
+from softplus_attention.training.plan import MEASURED, MFU, SHAPES, Cluster, longest, memory_gb, plan
+
+RESULTS = Path(__file__).parents[2] / "results"
+NAMES = {"lssar": "lssar p=15", "lssar-learned": "lssar learned", "lssa": "lssa", "softmax-flash": "sdpa flash"}
+NAMES |= {"softmax-cudnn": "sdpa cudnn"}
+
+
+def test_its_times_are_the_measured_ones() -> None:
+    rows = json.loads((RESULTS / "attention-h200.json").read_text())["rows"]
+    shape = {"section": "train", "batch": 2, "heads": 16, "length": 16384, "head_dim": 128}
+    for name, contender in NAMES.items():
+        wanted = shape | {"contender": contender}
+        (row,) = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+        assert MEASURED[name] == pytest.approx((row["forward_ms"], row["backward_ms"]), rel=0.01)
+    measured = json.loads((RESULTS / "training-h200.json").read_text())["rows"][0]
+    assert pytest.approx(measured["mfu"], abs=0.005) == MFU
+
+
+def test_the_measured_shape_takes_the_measured_time() -> None:
+    one = SHAPES["1b"]
+    found = plan(one, 1, 16384, 1, "lssar", Cluster())
+    forward, backward = MEASURED["lssar"]
+    assert found.attention_s == pytest.approx(one.layers * (2 * forward + backward) / 2 / 1000)
+    assert found.context_s == found.weights_s == 0
+
+
+def test_sizes_and_bytes_by_hand() -> None:
+    eight = SHAPES["8b"]
+    assert eight.parameters == pytest.approx(8.03e9, rel=0.01)
+    found = plan(eight, 8, 131_072, 8, "lssar", Cluster())
+    # A layer's keys and values in bfloat16, twice forward, and their gradients in float32: 7 of 8 parts of each.
+    sent = 32 * 2 * 8 * 131_072 * 128 * (7 / 8) * (2 * 2 + 4)
+    assert found.context_s == pytest.approx(sent / 300e9)
+    assert found.attention_s == pytest.approx(plan(eight, 8, 131_072, 1, "lssar", Cluster()).attention_s / 8)
+
+
+def test_the_words_of_the_page() -> None:
+    words = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    parts = [plan(SHAPES[name], 64, 131_072, 8, "lssar", Cluster()) for name in ("8b", "1b")]
+    shares = [f"{100 * one.context_s / one.step_s:.1f}%" for one in parts]
+    assert f"{shares[0]} of a step of the larger model, {shares[1]} of the smaller" in words
+    found = plan(SHAPES["8b"], 8, 131_072, 1, "lssar", Cluster())
+    assert f"| 8 | 131,072 | 1 | {found.memory_gb:.0f} | {found.tokens_per_second:,.0f} |" in words
+
+
+def test_more_gpus_hold_longer_sequences() -> None:
+    eight, cluster = SHAPES["8b"], Cluster()
+    lengths = [longest(eight, gpus, cluster) for gpus in (1, 8, 64, 512)]
+    assert lengths[0] == 0
+    assert lengths == sorted(set(lengths))
+    for gpus, length in zip((8, 64, 512), lengths[1:], strict=True):
+        room = cluster.usable * cluster.memory_gb
+        assert memory_gb(eight, gpus, -(-length // gpus), length) <= room
+        assert memory_gb(eight, gpus, -(-(length + 1024) // gpus), length + 1024) > room
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--shape", "16,2048,16,8,8192,32000", "--gpus", "8", "--lengths", "65536"]) == 0
+    told = capsys.readouterr().out
+    assert "1.2 billion parameters" in told
+    assert "65,536" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "7b"], "--shape"),
+        (["--gpus", "8,x"], "whole numbers above 0"),
+        (["--context-parallel", "3", "--gpus", "8"], "a divisor of the 8 GPUs"),
+        (["--attention", "sigmoid"], "those that were measured"),
+        (["--mfu", "0"], "above 0"),
+    ],
+)
+def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert said in capsys.readouterr().err
