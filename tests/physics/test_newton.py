@@ -27,10 +27,15 @@ from softplus_attention.training import RunStopped
 from softplus_attention.training.run_folder import RunFolder
 
 
+def newton(folder: Path, words: str = "", preset: str = "smoke") -> int:
+    """The command's exit status."""
+    return main(["newton", "--preset", preset, "--device", "cpu", "--output", str(folder), *words.split()])
+
+
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("newton")
-    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--output", str(folder)]) == 0
+    assert newton(folder) == 0
     return folder
 
 
@@ -74,8 +79,7 @@ def test_figures_are_drawn(short_run: Path) -> None:
 def test_finished_stages_are_skipped(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = short_run / "arms" / "lssar" / "seed0" / "pretrained" / "model.safetensors"
     before = model.stat().st_mtime_ns
-    command = ["newton", "--preset", "smoke", "--output", str(short_run), "--stages", "pretrain,probe,tune,long,laws"]
-    assert main(command) == 0
+    assert newton(short_run, "--stages pretrain,probe,tune,long,laws") == 0
     assert model.stat().st_mtime_ns == before
     said = capsys.readouterr().out
     assert "pretrain lssar" not in said
@@ -85,19 +89,9 @@ def test_finished_stages_are_skipped(short_run: Path, capsys: pytest.CaptureFixt
 def test_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
     shutil.copytree(short_run, tmp_path / "more")
     before = results(tmp_path / "more")
-    command = [
-        "newton",
-        "--preset",
-        "smoke",
-        "--device",
-        "cpu",
-        "--output",
-        str(tmp_path / "more"),
-        "--arms",
-        "softmax",
-    ]
-    assert main([*command, "--stages", "pretrain", "--pretrain-steps", "2"]) == 2  # another experiment
-    assert main([*command, "--stages", "pretrain"]) == 0
+    words = "--arms softmax --stages pretrain"
+    assert newton(tmp_path / "more", f"{words} --pretrain-steps 2") == 2  # another experiment
+    assert newton(tmp_path / "more", words) == 0
     after = results(tmp_path / "more")
     assert after["cells"] == before["cells"]
     assert sorted(run["arm"] for run in after["pretraining"]) == ["lssar", "softmax"]
@@ -109,18 +103,7 @@ def test_long_stage_adds_later_cells(short_run: Path, tmp_path: Path) -> None:
     whole = json.loads((run / "long.json").read_text())
     part = {**whole, "force": {"tuned-256": whole["force"]["tuned-256"]}}
     (run / "long.json").write_text(json.dumps(part))
-    command = [
-        "newton",
-        "--preset",
-        "smoke",
-        "--device",
-        "cpu",
-        "--output",
-        str(tmp_path / "later"),
-        "--stages",
-        "long",
-    ]
-    assert main(command) == 0
+    assert newton(tmp_path / "later", "--stages long") == 0
     again = json.loads((run / "long.json").read_text())
     assert set(again["force"]) == set(whole["force"])
     assert again["roll_out"] == whole["roll_out"]
@@ -135,29 +118,18 @@ def test_damaged_files_are_named(
     path.write_text("{")
     if name == "force.npz":
         path.with_name("laws.json").unlink()
-    assert main(["newton", "--preset", "smoke", "--output", str(tmp_path / "cut"), "--stages", "laws"]) == 2
+    assert newton(tmp_path / "cut", "--stages laws") == 2
     assert "`--output` must be a folder of whole files" in (said := capsys.readouterr().err)
     assert str(path) in said
 
 
-def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
+def test_stopped_training_continues_to_the_same_weights(tmp_path: Path) -> None:
     """The run folder is locked meanwhile; its checkpoints go once the model is saved."""
-    words = [
-        "newton",
-        "--preset",
-        "smoke",
-        "--device",
-        "cpu",
-        "--stages",
-        "pretrain",
-        "--pretrain-updates",
-        "30",
-        "--save-updates",
-        "5",
-    ]
-    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    words = "--stages pretrain --pretrain-updates 30 --save-updates 5"  # the old names
+    assert newton(tmp_path / "whole", words) == 0
     place = tmp_path / "stopped" / "arms" / "lssar" / "seed0"
-    command = [sys.executable, "-m", "softplus_attention", *words, "--output", str(tmp_path / "stopped")]
+    command = [sys.executable, "-m", "softplus_attention", "newton", "--preset", "smoke", "--device", "cpu"]
+    command += ["--out", str(tmp_path / "stopped"), *words.split()]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not (place / "pretraining" / "checkpoint-5").exists():
             assert process.poll() is None, process.communicate()[1]
@@ -172,7 +144,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     assert process.returncode == 143, said
     assert "stopped by SIGTERM" in said
     assert not (place / "pretrained").exists()
-    assert main(command[3:]) == 0
+    assert newton(tmp_path / "stopped", words) == 0
     weights = [folder / "pretrained" / "model.safetensors" for folder in (place, tmp_path / "whole/arms/lssar/seed0")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert [start["from_step"] > 0 for start in json.loads((place / "pretraining/run.json").read_text())["starts"]] == [
@@ -231,7 +203,7 @@ def test_bad_options_are_one_line(
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(name: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     option = option_of(name)
-    assert main(["newton", "--preset", "smoke", "--output", str(tmp_path / "out"), option, str(value)]) == 2
+    assert newton(tmp_path / "out", f"{option} {value}") == 2
     assert f"`{option}` must be at least 1, got {value}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match=f"`{name}` must be at least|`positions` must be more than"):
@@ -262,12 +234,12 @@ def test_unknown_distribution(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["newton", "--preset", "smoke", "--output", str(short_run), "--form", "tokens"]) == 2
+    assert newton(short_run, "--form tokens") == 2
     assert "`--output` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
 
 
 def test_other_presets_are_refused(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["newton", "--output", str(short_run), "--stages", "laws"]) == 2
+    assert newton(short_run, "--stages laws", preset="cpu") == 2
     assert "a folder of the same experiment: `preset` is 'smoke' in it, got preset = 'cpu'" in capsys.readouterr().err
 
 
@@ -288,9 +260,8 @@ sys.exit(main(["newton", "--preset", "smoke", "--device", "cpu", "--output", {st
 def test_faithful_preset_runs_small(tmp_path: Path) -> None:
     """7000 bins, learned positions, many planets, raw F, partly labelled test systems, the nearest points."""
     words = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-steps 2 --pretrain-batch 4 --tune-steps 2"
-    command = ["newton", "--preset", "faithful", "--device", "cpu", "--output", str(tmp_path), "--precision", "fp32"]
-    command += ["--arms", "lssar", "--labels", "8", "--without-pretraining", "no", *words.split()]
-    assert main([*command, "--stages", "pretrain,probe,tune,long"]) == 0
+    words += " --precision fp32 --arms lssar --labels 8 --without-pretraining no --stages pretrain,probe,tune,long"
+    assert newton(tmp_path, words, preset="faithful") == 0
     found = results(tmp_path)
     assert found["experiment"]["bins"] == 7000
     arrays = read_arrays(tmp_path / "arms" / "lssar" / "seed0" / "tuned-8" / "force.npz")
@@ -313,7 +284,7 @@ def test_every_target_gives_forces(target: str) -> None:
 
 @pytest.mark.slow
 def test_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
-    assert main(["newton", "--preset", "cpu", "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert newton(tmp_path, preset="cpu") == 0
     found = results(tmp_path)
     for cell in found["cells"]:
         if not cell["pretrained"]:

@@ -180,12 +180,13 @@ class TrainConfig:
             if getattr(self, name) not in (*known, None):
                 fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
         if self.precision == "fp16" and self.parallel == "fsdp":
-            fail("precision", "bf16 or fp32 with --parallel fsdp", "'fp16'")
+            raise ValueError("fp16 cannot be combined with `parallel` fsdp. Pass `precision` bf16 or fp32")
         self.check_parallel()
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
         if self.width // self.heads > LARGEST_HEAD_DIM:
-            fail("heads", f"so many that each is at most {LARGEST_HEAD_DIM} wide (`width` {self.width})", self.heads)
+            too_wide = f"heads of {self.width // self.heads} are too wide, the most is {LARGEST_HEAD_DIM}"
+            raise ValueError(f"{too_wide}. Raise `heads` (now {self.heads}) or lower `width` (now {self.width})")
         self.check_layers()
         self.check_power()
 
@@ -209,7 +210,7 @@ class TrainConfig:
         if self.window is not None and self.window < 1:
             fail("window", "at least 1, or 0 for everything", self.window)
         if every is None and self.local_attention is not None:
-            fail("local_attention", "left out without `global_every`", repr(self.local_attention))
+            raise ValueError("`local_attention` needs `global_every`: without it all layers have `attention`")
         if every is not None and not 2 <= every <= self.layers:
             fail(
                 "global_every",
@@ -217,7 +218,7 @@ class TrainConfig:
                 every,
             )
         if every is not None and self.window is None:
-            fail("window", "a number of tokens where `global_every` is given", None)
+            raise ValueError("`global_every` needs `window`, the number of tokens that the other layers see")
 
     def spans(self) -> list[int]:
         """The most keys that a row sees in each layer, in training."""
@@ -259,15 +260,17 @@ class TrainConfig:
         chosen = attention(self.attention)
         schedule = self.power_schedule
         if chosen.spec.second_stage == "none" and (self.power is not None or self.power_growth is not None):
-            fail("power", f"left out: {self.attention!r} has no second stage that a power sharpens", repr(self.power))
+            raise ValueError(f"{self.attention!r} has no second stage, so it takes no power. Leave out `power`")
         if self.power_growth is not None:
             if is_learned(self.power):
-                fail("power_growth", "left out where the power is learned", self.power_growth)
+                raise ValueError("a learned power cannot grow after training. Leave out `power_growth`")
             if self.power_by_length is not None:
-                fail("power_growth", f"left out: the power {self.power!r} grows by itself", self.power_growth)
+                raise ValueError(f"the power {self.power!r} grows by itself. Leave out `power_growth`")
             self.growth()
         if self.compile and schedule is not None and schedule.is_ramp and not schedule.rounded:
-            fail("power_rounding", "on where the model is compiled: every power is compiled anew", "off")
+            raise ValueError(
+                "each power of a ramp is compiled anew, so fractions are too many. Leave `power_rounding` on"
+            )
 
     @functools.cached_property
     def power_schedule(self) -> PowerSchedule | None:
@@ -286,7 +289,7 @@ class TrainConfig:
         own = attention(self.attention).spec.sharpening
         base = own if schedule is None else schedule.final(self.steps)
         if not isinstance(base, int | float):
-            fail("power_growth", f"left out: the power of {self.attention!r} grows by itself", self.power_growth)
+            raise ValueError(f"the power of {self.attention!r} grows by itself. Leave out `power_growth`")
         return PowerByLength(base, self.power_growth, self.sequence_length)
 
     def as_dict(self) -> dict[str, Any]:
@@ -321,22 +324,22 @@ def read_file(path: str | Path) -> dict[str, Any]:
     try:
         text = path.read_text()
     except OSError as error:
-        fail("config", "a .json or .yaml file that can be read", f"{str(path)!r}: {error.strerror}")
+        raise ValueError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     try:
         if path.suffix == ".json":
             found = json.loads(text, object_pairs_hook=without_repeats)
         elif path.suffix in (".yaml", ".yml"):
             found = read_yaml(text)
         else:
-            fail("config", "a file ending in .json, .yaml or .yml", repr(str(path)))
+            raise ValueError("a config file ends in .json, .yaml or .yml")
     except ImportError:
-        fail("config", "a .json file where pyyaml is not installed", repr(str(path)))
+        raise ValueError(f"{path} needs pyyaml. Run `pip install pyyaml`, or write the settings as .json") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(found, dict):
-        fail("config", "a file of option: value", f"{path}, which holds {type(found).__name__}")
+        raise ValueError(f"{path} holds no options: a {type(found).__name__} where `name: value` lines were expected")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 

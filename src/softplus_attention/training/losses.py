@@ -108,7 +108,9 @@ def import_liger() -> Any:
     try:
         module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     except ImportError:
-        fail("loss", "plain or chunked where liger-kernel is not installed", "'liger'")
+        raise ValueError(
+            "liger-kernel is not installed. Run `pip install liger-kernel`, or pass `loss` chunked"
+        ) from None
     return module.LigerFusedLinearCrossEntropyFunction
 
 

@@ -91,10 +91,10 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     """Our settings in Trainer's words."""
     cuda = torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
-        fail("device", "cpu or auto: torch sees no GPU", "'cuda'")
+        raise ValueError("torch sees no GPU. Pass `device` auto or cpu")
     use_cpu = config.device == "cpu" or not cuda
     if config.precision == "fp16" and use_cpu:
-        fail("precision", "bf16 or fp32 on a CPU", "'fp16'")
+        raise ValueError("fp16 needs a GPU. Pass `precision` bf16 or fp32")
     check_reporter(config.report_to)
     processes = distributed.world_size()
     if processes % config.sharing:
@@ -190,7 +190,8 @@ def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> 
     validation = None
     if config.evaluate_every:
         if not folder.has_validation:
-            fail("evaluate_every", "0: the data has no validation split", config.evaluate_every)
+            again = "Pass --evaluate-every 0, or prepare again with --validation-fraction"
+            raise ValueError(f"{config.data} has no validation split. {again}")
         words["seed"] = 0  # runs of different seeds are validated on the same sequences
         held = folder.sequences("validation", config.sequence_length, **words)
         count = min(len(held), config.evaluate_sequences)
@@ -231,7 +232,7 @@ def trainer_of(
     mesh: Any = None
     if config.parallel == "fsdp" or config.sharing > 1:
         if distributed.world_size() == 1:
-            fail("parallel", "ddp for a single process that torchrun did not start", repr(config.parallel))
+            raise ValueError("one process cannot share a model. Start several with torchrun, or pass `parallel` ddp")
         mesh = distributed.mesh_of(arguments.device, config.context_parallel, config.tensor_parallel)
     if config.tensor_parallel > 1:
         distributed.divide_heads(model, mesh["tensor"])

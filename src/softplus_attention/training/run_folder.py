@@ -27,7 +27,6 @@ from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.utils import provenance
 from softplus_attention.utils.files import LockedError, clean_text, is_disk_full, lock, write_json
 from softplus_attention.utils.untrusted import read_json
-from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
     from softplus_attention.training.config import TrainConfig
@@ -60,7 +59,8 @@ class RunFolder:
                     wait = "wait for it, or choose another --output"
                     raise RunStopped(f"another process is training in {self.path}: {wait}") from None
                 except OSError as error:
-                    fail("output", "a folder that can be written", f"{str(self.path)!r}: {error.strerror}")
+                    reason = (error.strerror or str(error)).lower()
+                    raise ValueError(f"{self.path} cannot be written: {reason}. Choose another --output") from None
 
             distributed.broadcast_from_rank0(take)
             try:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +21,12 @@ from transformers import TrainerControl, TrainerState
 from softplus_attention.training.trainer import Terminated, Termination
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_folder(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return Run(tmp_path_factory.mktemp("runs") / "whole", {**TINY, "data": data}).finish()
-
-
-@pytest.fixture
-def run(data: Path, tmp_path: Path) -> Iterator[Run]:
-    with running(tmp_path / "run", **TINY, data=data) as run:
-        yield run
-
-
 def weights(run: Run) -> bytes:
     return (run.output / "model" / "model.safetensors").read_bytes()
 
 
 class TestKilled:
-    def test_in_a_step_and_between_steps(self, run: Run, uninterrupted: Run) -> None:
+    def test_in_and_between_steps(self, run: Run, uninterrupted: Run) -> None:
         for step in (6, 13):
             run.start()
             assert run.kill_when(lambda step=step: run.last_step() >= step)
@@ -68,7 +52,7 @@ class TestKilled:
         assert json.loads((run.output / "model" / "config.json").read_text())["power"] == 15
 
     @pytest.mark.slow
-    def test_a_checkpoint_between_two_logs_keeps_the_losses_not_logged_yet(self, run: Run, uninterrupted: Run) -> None:
+    def test_checkpoint_between_logs_keeps_losses(self, run: Run, uninterrupted: Run) -> None:
         run.start(log_every=3)
         assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
         run.finish(log_every=3)
@@ -120,7 +104,7 @@ class TestAskedToStop:
         assert run.losses() == uninterrupted.losses()
         assert weights(run) == weights(uninterrupted)
 
-    def test_with_processes_that_read_data_all_signalled(self, run: Run, uninterrupted: Run) -> None:
+    def test_signal_to_readers_too(self, run: Run, uninterrupted: Run) -> None:
         """As clusters and torchrun do it: the signal goes to the whole group."""
         words = run.arguments([], save_every=1000, workers=1)
         command = [sys.executable, "-m", "softplus_attention.cli", "train", *words]
@@ -137,7 +121,7 @@ class TestAskedToStop:
         assert run.losses() == uninterrupted.losses()
 
     @pytest.mark.slow
-    def test_two_processes_stop_after_the_same_step(self, run: Run) -> None:
+    def test_two_processes_stop_at_the_same_step(self, run: Run) -> None:
         """Only one of them is asked; they agree where they log."""
         run.start(save_every=1000, log_every=4, processes=2)
         run.wait_until(lambda: run.last_step() >= 8)
@@ -209,7 +193,7 @@ class TestDamagedCheckpoint:
         assert run.losses() == uninterrupted.losses()
 
     @pytest.mark.slow
-    def test_where_none_is_whole_it_starts_anew(self, run: Run, uninterrupted: Run) -> None:
+    def test_without_a_whole_one_it_starts_anew(self, run: Run, uninterrupted: Run) -> None:
         run.start()
         assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
         for step in run.checkpoints():
@@ -312,11 +296,11 @@ class TestTokenizer:
         file.write_bytes(file.read_bytes().replace(b'"', b"'"))
         run.start(data=tmp_path / "data")
         assert run.wait() == 2
-        assert "the tokenizer in" in run.words()
+        assert "Prepare the data again, or restore the tokenizer's files" in run.words()
         assert "Traceback" not in run.words()
         assert run.last_step() == 0
 
-    def test_of_the_data_is_needed_at_the_start_alone(self, run: Run, data: Path, tmp_path: Path) -> None:
+    def test_is_needed_at_the_start_alone(self, run: Run, data: Path, tmp_path: Path) -> None:
         shutil.copytree(data, tmp_path / "data")
         run.start(data=tmp_path / "data", steps=60)
         assert run.wait_until(lambda: run.last_step() >= 1)
@@ -327,7 +311,7 @@ class TestTokenizer:
 
 
 class TestLossThatIsNoNumber:
-    def test_stops_saves_nothing_and_can_go_on(self, run: Run, uninterrupted: Run) -> None:
+    def test_stops_saves_nothing_and_can_continue(self, run: Run, uninterrupted: Run) -> None:
         run.start()
         assert run.kill_when(lambda: (run.output / "checkpoint-8").exists())
         before = run.checkpoints()
@@ -348,7 +332,7 @@ class TestLossThatIsNoNumber:
         run.finish(steps=4)
         assert sorted(run.losses()) == [1, 2, 3, 4]
 
-    def test_of_powers_that_heads_learn(self, run: Run) -> None:
+    def test_of_learned_powers(self, run: Run) -> None:
         """They are looked at in the forward, where the loss is not known yet."""
         run.start(learning_rate=1e30, clip=0, warmup=0, power="learned-log", log_every=24)
         assert run.wait() == 1
@@ -426,7 +410,7 @@ class TestChangedSettings:
         assert run.checkpoints() == [24]
         assert run.losses() == uninterrupted.losses()
 
-    def test_that_the_state_cannot_follow_are_refused_though_accepted(self, run: Run) -> None:
+    def test_changes_that_state_cannot_follow(self, run: Run) -> None:
         run.finish(steps=4, save_every=4)
         record = (run.output / "run.json").read_bytes()
         for changes, words in (

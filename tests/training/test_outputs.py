@@ -6,14 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from training_runs import TINY, Run, running, text_folder
+from training_runs import Run
 
 from softplus_attention.cli import main
 from softplus_attention.training import TrainConfig, configured
@@ -21,17 +20,6 @@ from softplus_attention.training.model_card import model_card
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("train-*.yaml"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_folder(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def run(data: Path, tmp_path: Path) -> Iterator[Run]:
-    with running(tmp_path / "run", **TINY, data=data) as run:
-        yield run
 
 
 class TestModelFolder:

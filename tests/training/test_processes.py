@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import SERVER, Process
-from training_runs import TINY, Run, free_port, running, text_folder
+from training_runs import TINY, Run, free_port, running
 
 TOLERANCE = 1e-4
 SETTINGS = {**TINY, "steps": 12, "micro_batch_size": 2, "evaluate_every": 6}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return text_folder(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +109,7 @@ class TestAnotherNumberOfProcesses:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-    def test_the_same_number_continues_exactly(self, run: Run, data: Path, tmp_path: Path, parallel: str) -> None:
+    def test_same_number_continues_exactly(self, run: Run, data: Path, tmp_path: Path, parallel: str) -> None:
         whole = Run(tmp_path / "whole", {**SETTINGS, "data": data}).finish(processes=2, parallel=parallel)
         run.start(processes=2, parallel=parallel)
         assert run.kill_when(lambda: (run.output / "checkpoint-4").exists())
@@ -139,7 +134,7 @@ class TestAnotherNumberOfProcesses:
 @pytest.mark.slow
 class TestOneOfTwo:
     @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-    def test_a_full_disk_stops_both_with_a_sentence(self, run: Run, parallel: str) -> None:
+    def test_full_disk_stops_both_with_one_line(self, run: Run, parallel: str) -> None:
         run.start(processes=2, parallel=parallel, file_size=40_000)
         assert run.wait() == 1
         assert "no room left on the disk" in run.words()
@@ -163,7 +158,7 @@ class TestTorchrun:
         assert run.wait() == 2
         assert "torchrun" in run.words()
 
-    def test_a_batch_that_does_not_divide_is_refused(self, run: Run) -> None:
+    def test_indivisible_batch_is_refused(self, run: Run) -> None:
         run.start(processes=2, batch_size=7)
         assert run.wait() == 2
         assert "`--batch-size` must be a multiple of the 2 processes, got 7" in run.words()
