@@ -420,3 +420,10 @@ def test_a_number_beyond_every_float_is_named(name: str) -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         softplus_attention(q, q, q, **{name: 10**400})
+
+
+def test_layout_of_flash_attention() -> None:
+    """A decode step as (B, T, H, D): no number of heads fits, and the error says how tensors are laid out."""
+    q, k = torch.randn(2, 1, 8, 16), torch.randn(2, 50, 8, 16)
+    with pytest.raises(ValueError, match=r"`q`'s 1 heads .* Tensors are \(B, H, T, D\): transpose\(1, 2\)"):
+        softplus_attention(q, k, k, is_causal=True)

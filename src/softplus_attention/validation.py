@@ -73,10 +73,12 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
             fail(name, f"of head dimension 1 to {LARGEST_HEAD_DIM}", described(x))
     h, h_kv = q_shape[1], k_shape[1]
     if h != h_kv:
+        divides = h_kv > 0 and h % h_kv == 0
+        hint = "" if divides or rank == 3 else ". Tensors are (B, H, T, D): transpose(1, 2) what FlashAttention takes"
         if not enable_gqa:
-            fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", described(k))
-        if h_kv == 0 or h % h_kv:
-            fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", described(k))
+            fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", described(k) + hint)
+        if not divides:
+            fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", described(k) + hint)
 
 
 def check_offset(offset: bool) -> None:

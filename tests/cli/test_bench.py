@@ -14,7 +14,7 @@ from softplus_attention.cli import main
 from softplus_attention.utils.timing import alternate, medians, peak_bytes
 
 CPU = torch.device("cpu")
-SMALL = ["--lengths", "32,64", "--heads", "2", "--head-dim", "16", "--repetitions", "2", "--seconds", "5"]
+SMALL = ["--lengths", "32,64", "--heads", "2", "--head-dim", "16", "--repetitions", "2", "--seconds", "300"]
 
 
 @pytest.fixture(scope="module")
