@@ -20,10 +20,16 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from softplus_attention.attentions.catalog import Attention
+from softplus_attention.attentions.catalog import SOFTMAX, Attention
+from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.dispatch import unit_keys
 from softplus_attention.paged import attend_pages
 from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_device
+
+
+def is_plain_softmax(spec: AttentionSpec) -> bool:
+    """Whether vLLM's own backends compute it; they are given the window of the layer."""
+    return spec.positions != "alibi" and spec.but(window=None, positions=SOFTMAX.positions) == SOFTMAX
 
 
 class SoftplusBackend(AttentionBackend):

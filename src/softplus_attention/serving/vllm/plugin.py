@@ -7,7 +7,18 @@ import os
 from typing import Any
 
 BACKEND = "SOFTPLUS"
-MODELS = {"SoftplusGPTForCausalLM": "softplus_gpt"}
+PREFIX = "Softplus"
+# Of the hosts that have a type of ours, those whose numbers are tested here.
+HOSTS = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GPT2LMHeadModel",
+    "Phi3ForCausalLM",
+)
+MODELS = {"SoftplusGPTForCausalLM": "softplus_gpt"} | {PREFIX + host: "hosts" for host in HOSTS}
 UNTESTED_ON_GPU = "SOFTPLUS_ATTENTION_VLLM_NEVER_RUN_ON_A_GPU"
 
 

@@ -15,14 +15,12 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import maybe_prefix
 
-from softplus_attention.attentions.catalog import SOFTMAX
-from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTRotaryEmbedding, layer_norm
 from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import rotate
 from softplus_attention.power import is_learned
-from softplus_attention.serving.vllm.backend import SoftplusBackend
+from softplus_attention.serving.vllm.backend import SoftplusBackend, is_plain_softmax
 
 # Their frequencies follow the longest sequence of a call: here that would be another request's.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -69,10 +67,6 @@ class SoftplusGPTAttention(LearnedParameters):
             q, k = (rotate(x.transpose(0, 1), *position_embeddings).transpose(0, 1) for x in (q, k))
         out, _ = self.o_proj(self.attn(q.flatten(1), k.flatten(1), v.flatten(1)))
         return out
-
-
-def is_plain_softmax(spec: AttentionSpec) -> bool:
-    return spec.positions != "alibi" and spec.but(window=None, positions=SOFTMAX.positions) == SOFTMAX
 
 
 def load_heads(parameter: Tensor, loaded: Tensor) -> None:

@@ -1,0 +1,61 @@
+"""vLLM's own models of other types, with our attention in every layer: ``SoftplusLlamaForCausalLM`` and so on.
+
+A class is made when vLLM asks for it by name, from that of the host in vLLM's registry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.registry import ModelRegistry
+
+from softplus_attention.attentions import catalog
+from softplus_attention.huggingface.attention import attention_of, check_host
+from softplus_attention.serving.vllm.backend import SoftplusBackend, is_plain_softmax
+from softplus_attention.serving.vllm.plugin import HOSTS, PREFIX
+
+
+class HostModel:
+    """Mixed into a host's model."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+        config = vllm_config.model_config.hf_config
+        chosen = attention_of(config, config._attn_implementation)
+        with attention_in_layers(chosen):
+            super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
+        for module in self.modules():  # type: ignore[attr-defined]
+            if isinstance(module, AttentionLayerBase) and getattr(module, "softplus_attention", None) is not chosen:
+                raise NotImplementedError(
+                    f"{type(self).__name__} in vLLM: {type(module).__name__} cannot run the attention {chosen.name!r}"
+                )
+
+
+@contextmanager
+def attention_in_layers(chosen: catalog.Attention) -> Iterator[None]:
+    """Layers that are built in here run ``chosen``, whatever the platform or a flag says."""
+    build = Attention.__init__
+    ours = {} if is_plain_softmax(chosen.spec) else {"attn_backend": SoftplusBackend, "attention": chosen}
+
+    def build_ours(self: Attention, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **{**named, **ours})
+        check_host(chosen, torch.empty(0, self.head_size), None, self.impl.scale, {})
+        self.softplus_attention = chosen
+
+    Attention.__init__ = build_ours
+    try:
+        yield
+    finally:
+        Attention.__init__ = build
+
+
+def __getattr__(name: str) -> Any:
+    host = name.removeprefix(PREFIX)
+    if host not in HOSTS or name == host:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    base = ModelRegistry._try_load_model_cls(host)
+    return globals().setdefault(name, type(name, (HostModel, base), {"__module__": __name__}))
