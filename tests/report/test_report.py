@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softplus_attention.charts.draw import picture
-from softplus_attention.charts.model import LineChart, Series, percent_words
+from softplus_attention.charts.model import LineChart, Series, aligned_rows, percent_words, text_rows
 from softplus_attention.cli import main
 from softplus_attention.report import build
 from softplus_attention.report import page as html_page
@@ -32,6 +32,11 @@ def html_of(folder: Path) -> tuple[str, list[tuple[str, str]]]:
     found = find_results(folder)
     sections = build.all_sections(found)
     return build.html_of(found, sections, {}, "files"), found.problems
+
+
+def csv_of(figure: object) -> str:
+    head, rows = figure.table()
+    return csv_text(head, text_rows(rows))
 
 
 class Elements(HTMLParser):
@@ -55,7 +60,8 @@ def test_every_kind_is_shown(everything):
     page, problems = html_of(everything)
     assert problems == []
     for title in (
-        "Loss by length", "What the context beyond the window is worth", "Passkey: sharp", "Downstream tasks",
+        "Loss by length", "What the context beyond the window is worth", "Passkeys found, by depth",
+        "Summary", "Models", "Downstream tasks",
         "recall: answer tokens right", "Weight on the first token, by layer", "Entropy of stage 1, by length",
         "Attention explorer", "Newton from orbits: newton/cpu.json", "Runs and settings",
         "forward + backward: train, head dimension 64",
@@ -239,7 +245,7 @@ def test_no_damage_crashes_it(data, tmp_path):
     build.html_of(found, sections, {}, "files").encode()
     for section in sections:
         for figure in section.figures():
-            csv_text(*figure.table()).encode()
+            csv_of(figure).encode()
     assert len(found.results) + len({path for path, _ in found.problems}) + found.working_files == 1
 
 
@@ -256,7 +262,7 @@ def test_packed_weights_are_exact():
 
 def test_csv_holds_the_numbers_and_no_formulas():
     chart = LineChart("t", "x", "y", [Series("=cmd()", [1, 2], [0.5, None], [0.1, None]), Series("b", [2], [-3.25])])
-    text = csv_text(*chart.table())
+    text = csv_of(chart)
     assert text == "x,'=cmd(),'=cmd(): standard error,b\n1,0.5,0.1,\n2,,,-3.25\n"
 
 
@@ -295,7 +301,7 @@ def test_kinds_of_the_study_are_apart(tmp_path):
         run["evaluation"] = {"lengths": {"lengths": [row]}}
         for seed in range(count):
             (tmp_path / f"{kind}-{seed}.json").write_text(json.dumps({**run, "seed": seed}))
-    (section,) = build.all_sections(find_results(tmp_path))
+    _, section = build.all_sections(find_results(tmp_path))
     charts = {chart.title: chart.series for chart in section.figures()}
     rotary, mix = ({f"every {kind}, seed {seed}" for seed in range(count)} for kind, count in ((None, 10), (3, 12)))
     assert {title: {series.name for series in lines} for title, lines in charts.items()} == {
@@ -345,9 +351,9 @@ def test_small_shares_keep_their_digits(share, words):
 def test_the_scale_of_a_heat_map_says_its_end(tmp_path):
     """A sink of 0.072%: in the cells, on the scale and on that of the PNG."""
     write_inside(tmp_path, mix=report_results.mixed_inside(64))
-    chart = figures_of(tmp_path)["Weight on the first token: mix"]
-    assert (chart.low, chart.high) == (0, 0.00072)
-    canvas = picture([chart])
+    maps = figures_of(tmp_path)["Weight on the first token, by head"]
+    assert [(name, chart.low, chart.high) for name, chart in maps.maps] == [("mix", 0, 0.00072)]
+    canvas = picture([maps])
     cells = [text.get_text() for text in canvas.axes[0].texts]
     assert cells == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
     assert [tick.get_text() for tick in canvas.axes[1].get_yticklabels()] == ["0%", "0.036%", "0.072%"]
@@ -355,8 +361,22 @@ def test_the_scale_of_a_heat_map_says_its_end(tmp_path):
 
 def test_a_heat_map_of_zeros_has_no_invented_end(tmp_path):
     write_inside(tmp_path, none=report_results.inside(0.0))
-    chart = figures_of(tmp_path)["Weight on the first token: none"]
+    chart = dict(figures_of(tmp_path)["Weight on the first token, by head"].maps)["none"]
     assert (chart.low, chart.high) == (0, 1)
+
+
+def test_heat_maps_lie_side_by_side_on_one_scale(tmp_path):
+    """Of all models in one figure, each with its numbers in the CSV."""
+    write_inside(tmp_path, a=report_results.inside(0.1), b=report_results.inside(0.4))
+    maps = figures_of(tmp_path)["Weight on the first token, by head"]
+    assert [(name, chart.high) for name, chart in maps.maps] == [("a", 0.4), ("b", 0.4)]
+    canvas = picture([maps])
+    panels = [axes for axes in canvas.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["a", "b"]
+    assert len(canvas.axes) == 3  # and one scale
+    assert {row[0] for row in maps.table()[1]} == {"a", "b"}
+    page, _ = html_of(tmp_path)
+    assert "<h4>a</h4>" in page
 
 
 def test_each_model_has_the_equal_weights_of_its_own_keys(tmp_path):
@@ -406,15 +426,17 @@ def test_log_n_against_log_n_held(tmp_path):
     assert "plain, log N held" not in shares
     table = next(chart for title, chart in charts.items() if title.startswith("How much stage 1's entropy grows"))
     rows = {row[0]: row[1:] for row in table.body}
-    assert rows["mix, global layers"] == ["128", "1024", "+2.08", "+1.04", "+2.04", "0.50 to 0.50", "0.50 to 0.64"]
+    assert rows["mix, global layers"] == [128, 1024, "+2.08", "+1.04", "+2.04", "0.50 to 0.50", "0.50 to 0.64"]
     assert rows["mix, local layers"][2:4] == ["+0.00", "+0.00"]
     assert rows["plain"][2:] == ["+2.08", "+2.08", "", "1.00 to 1.00", ""]
-    by_layer = charts["Entropy of stage 1 / log N, log N held: mix"]
+    by_layer = dict(charts["Entropy of stage 1 / log N, log N held"].maps)["mix"]
     assert by_layer.rows == ["0", "1", "2"]
     assert [line[-1] for line in by_layer.values] == pytest.approx(
         [0.5 + 1 / math.log(64), 0.5 + 1 / math.log(64), 0.5 + 1 / math.log(1024)]
     )
-    assert charts["Entropy of stage 1: mix"].values[2] == pytest.approx([0.5 * math.log(1024)] * 2)
+    assert dict(charts["Entropy of stage 1, by head"].maps)["mix"].values[2] == pytest.approx(
+        [0.5 * math.log(1024)] * 2
+    )
 
 
 def test_settings_that_matter(tmp_path):
@@ -473,13 +495,13 @@ def test_the_whole_study_is_shown(tmp_path):
     changed = charts["Study, 10m: lssar-p3, seed 3, changed at inference"]
     assert {series.name: series.y for series in changed.series} == {"as trained": [2.5, 2.6], "power=31": [2.75, 2.875]}
     table = charts["Study, 10m: changed at inference, rotary positions in every layer"]
-    assert table.body[1] == ["lssar-p3, seed 3", "power=31", "2.75", "2.875", "0.05 ± 0.004"]
-    keys = charts["Study, 10m: passkeys, lssar-p3, seed 3"]
+    assert aligned_rows(table.body)[1] == ["lssar-p3, seed 3", "power=31", "2.750", "2.875", "0.050 ± 0.004"]
+    keys = dict(charts["Study, 10m: passkeys by depth, rotary positions in every layer"].maps)["lssar-p3, seed 3"]
     assert keys.rows == ["10%", "50%"]
     assert keys.columns == ["32\n1x", "512\n16x"]
     assert keys.values == [[0.875, 0.875]] * 2
     inside = charts["Study, 10m: inside the attention, rotary positions in every layer"]
-    row = dict(zip(inside.head, inside.body[1], strict=True))
+    row = dict(zip(inside.head, text_rows(inside.body)[1], strict=True))
     assert (row["length"], row["final"], row["first token, %"]) == ("512", "1.25", "0.036")
     title = "how much stage 1's entropy grows, with log N and with log N held, rotary positions in every layer"
     steady = charts[f"Study, 10m: {title}"].body[0]
@@ -506,11 +528,10 @@ def test_colours_stand_out(theme):
 
 def test_only_what_a_report_wrote_is_removed(everything):
     folder = everything / "page-files"
-    folder.mkdir()
+    build.write_report(everything, everything / "page.html")
     mine = [folder / "2025-01-30-temperatures.csv", folder / "01-notes.png"]
     for path in mine:
         path.write_text("mine")
-    build.write_report(everything, everything / "page.html")
     before = {path.name for path in folder.iterdir()}
     # An older report had figures and tables that this one does not have.
     drawn = json.loads((folder / build.DRAWN).read_text())
@@ -531,6 +552,89 @@ def test_a_file_that_is_no_report_is_not_replaced(everything, capsys):
     assert notes.read_text() == "mine"
     for _ in range(2):
         assert main(["report", str(everything), "--output", str(everything / "page.html")]) == 0
+
+
+def test_figures_go_to_no_folder_of_others(everything, capsys):
+    (everything / "page-files").mkdir()
+    (everything / "page-files" / "letter.txt").write_text("mine")
+    assert main(["report", str(everything), "--output", str(everything / "page.html")]) == 2
+    assert "new or of a report" in capsys.readouterr().err
+    assert not (everything / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ([1.5, 10.25, None], ["1.50", "10.25", ""]),
+        ([2.5, 2.6123, 3], ["2.500", "2.612", "3.000"]),
+        ([(0.05, 0.0041), (0.1234, 0.02)], ["0.050 ± 0.004", "0.123 ± 0.020"]),
+        ([0.25, 150000.5], ["0.25", "150000"]),
+        ([1, 20, "-"], ["1", "20", "-"]),
+    ],
+)
+def test_a_column_has_as_many_decimals(cells, expected):
+    assert [row[0] for row in aligned_rows([[cell] for cell in cells])] == expected
+
+
+def lengths_of(losses: list[list[float]], gain: float | None = None) -> dict:
+    """Of losses by length and text, trained at 128."""
+    rows = []
+    for place, texts in enumerate(losses):
+        control = (
+            {"window": 128, "full": 1, "short": 1, "gain": gain, "standard_error": 0.003} if place and gain else None
+        )
+        mean = sum(texts) / len(texts)
+        rows.append(
+            {"length": 128 * 4**place, "loss": mean, "by_text": texts, "standard_error": 0.5, "control": control}
+        )
+    return {"lengths": rows, "skipped": []}
+
+
+def test_verdicts_and_the_table_of_models(tmp_path):
+    """A rise that is within two errors of the same texts is none; spread over texts is no error of it."""
+    found = {
+        "steady": lengths_of([[2.0, 3.0], [2.06, 3.02], [2.004, 3.0]], 0.012),
+        "lost": lengths_of([[2.0, 3.0], [2.0, 3.0], [2.5, 3.52]], -0.4),
+    }
+    frames = {f"lengths--{n}.json": report_results.frame("lengths", n, results) for n, results in found.items()}
+    frames["lengths--steady.json"]["model"]["parameters"] = 812160
+    report_results.write(tmp_path, frames)
+    notes = [block for block in blocks_of(tmp_path) if isinstance(block, str)]
+    assert notes[:2] == [
+        "lost: holds to 4x, loses 0.51 nats at 16x; context beyond 1x worth -0.400 ± 0.003 nats at 16x.",
+        "steady: holds to 16x; context beyond 1x worth 0.012 ± 0.003 nats at 16x.",
+    ]
+    table = figures_of(tmp_path)["Models"]
+    steady = dict(zip(table.head, text_rows(table.body)[1], strict=True))
+    assert (steady["parameters"], steady["longest"], steady["loss there"]) == ("0.812M", "16x", "2.502")
+
+
+def test_models_on_the_same_texts_are_paired(tmp_path):
+    """The error of a difference is that over texts of the differences."""
+    a, b = ([[2.0, 3.0, 7.0], [2.0, 3.0, 7.0]], [[2.1, 3.1, 7.1], [2.1, 3.2, 7.3]])
+    frames = {
+        f"lengths--{n}.json": report_results.frame("lengths", n, lengths_of(x))
+        for n, x in zip("ab", (a, b), strict=True)
+    }
+    report_results.write(tmp_path, frames)
+    (series,) = figures_of(tmp_path)["Loss less that of a"].series
+    assert (series.name, series.x) == ("b", [128, 512])
+    assert series.y == pytest.approx([0.1, 0.2])
+    assert series.error == pytest.approx([0, 0.1 / 3**0.5], abs=1e-9)
+    frames["lengths--b.json"]["settings"] = {"data": "other"}
+    report_results.write(tmp_path, frames)
+    assert "Loss less that of a" not in figures_of(tmp_path)
+
+
+def test_two_texts_of_one_model_are_both_shown(tmp_path):
+    for place, text in enumerate(("moby.txt", "walden.txt", "walden.txt")):
+        frame = report_results.frame("lengths", "m", lengths_of([[2.0 + place], [2.5]]))
+        frame["settings"] = {"data": {"text": [f"books/{text}"], "fingerprint": f"{place}"}, "sequences": place}
+        report_results.write(tmp_path, {f"lengths--m--{place}.json": frame})
+    charts = figures_of(tmp_path)
+    assert [line.y[0] for line in charts["Loss by length (moby.txt)"].series] == [2.0]
+    both = charts["Loss by length (walden.txt)"].series
+    assert [(line.name, line.y[0]) for line in both] == [("m (sequences 1)", 3.0), ("m (sequences 2)", 4.0)]
 
 
 def test_a_place_that_cannot_be_written_is_named(everything, capsys):

@@ -173,14 +173,15 @@ def test_different_texts_are_said(browser, tmp_path):
 @in_chromium
 def test_small_shares_are_read(page):
     """A sink of 0.036% is that in its cell and to the pointer."""
-    titles = "[...document.querySelectorAll('figure.heat h3')]"
-    figure = f"{titles}.find(t => t.textContent === 'Weight on the first token: mix').closest('figure')"
+    titles = "[...document.querySelectorAll('figure.heats h3')]"
+    maps = f"{titles}.find(t => t.textContent === 'Weight on the first token, by head').closest('figure')"
+    figure = f"[...{maps}.querySelectorAll('h4')].find(t => t.textContent === 'mix').parentElement"
     texts = f"return [...{figure}.querySelectorAll('svg text.number')].map(text => text.textContent)"
     assert page.run(texts) == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
     assert page.run(f"return {figure}.querySelector('.ramp').textContent") == "0%30% share of the weight"
-    name = page.run(f"return {figure}.id")
-    page.press(f"#{name} .plot svg[role=img]", "down")
-    assert page.run(f"return document.querySelector('#{name} .reading').textContent").endswith(" 0.036%")
+    name = page.run(f"return {figure}.querySelector('.plot').dataset.figure")
+    page.press(f"[data-figure={name}] svg[role=img]", "down")
+    assert page.run(f"return {figure}.querySelector('.reading').textContent").endswith(" 0.036%")
 
 
 @in_chromium

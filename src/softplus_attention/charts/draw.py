@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.charts.model import AttentionMaps, BarChart, Figure, HeatMap, LineChart, Series, percent_words
+from softplus_attention.charts.model import (
+    AttentionMaps,
+    BarChart,
+    Figure,
+    HeatMap,
+    HeatMaps,
+    LineChart,
+    Series,
+    percent_words,
+)
 from softplus_attention.utils.files import replacing
 
 # Okabe and Ito's colours, with a line style each: the order is the order of the curves.
@@ -23,6 +32,9 @@ MOST_MAPS = 24 * 24
 # matplotlib draws no picture of more than 65,536 pixels.
 MOST_INCHES = 400.0
 DPI = 160
+SVG_DPI = 72
+LEGEND_INSIDE = 8  # series; longer legends stand beside the figure
+HEAT_COLUMNS = 4
 
 
 def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> list[Path]:
@@ -33,23 +45,28 @@ def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> li
         # Scripts that matplotlib's own font lacks come out as boxes.
         warnings.filterwarnings("ignore", message="Glyph")
         canvas = picture(figures if isinstance(figures, Sequence) else [figures], columns)
-        # Laid out once for both files: it costs as much as drawing.
-        canvas.get_layout_engine().execute(canvas)
-        canvas.set_layout_engine("none")
+        if (engine := canvas.get_layout_engine()) is not None:
+            # Laid out once for both files: it costs as much as drawing.
+            engine.execute(canvas)
+            canvas.set_layout_engine("none")
         return save(canvas, path)
 
 
 def save(canvas: Any, path: Path) -> list[Path]:
-    """``path`` with .png and .svg."""
+    """``path`` with .png and .svg. Each is drawn once: ``savefig`` of a figure that was laid out draws twice."""
     import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     png, svg = (path.with_suffix(suffix) for suffix in (".png", ".svg"))
     # The same figure gives the same file: no date, no random identifiers.
     with matplotlib.rc_context({"svg.hashsalt": "softplus-attention", "svg.fonttype": "none"}):
         with replacing(png) as file:
-            canvas.savefig(file, format="png", dpi=DPI)
+            canvas.set_dpi(DPI)
+            FigureCanvasAgg(canvas).print_png(file)
         with replacing(svg) as file:
-            canvas.savefig(file, format="svg", metadata={"Date": None})
+            canvas.set_dpi(SVG_DPI)
+            FigureCanvasSVG(canvas).print_svg(file, metadata={"Date": None})
     return [png, svg]
 
 
@@ -61,9 +78,15 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     sizes = [size_of(figure) for figure in figures]
     widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
     heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
-    canvas = Canvas(figsize=(min(sum(widths), MOST_INCHES), min(sum(heights), MOST_INCHES)), layout="constrained")
+    size = (min(sum(widths), MOST_INCHES), min(sum(heights), MOST_INCHES))
+    # Margins that are known need no search for them, which takes a third of the time.
+    known = margins(figures[0]) if len(figures) == 1 and isinstance(figures[0], LineChart | HeatMaps) else None
+    canvas = Canvas(figsize=size, layout="constrained" if known is None else None)
     if len(figures) == 1:
         panels = [canvas]
+        if known is not None:
+            left, right, bottom, top = known
+            canvas.subplots_adjust(left / size[0], bottom / size[1], 1 - right / size[0], 1 - top / size[1], 0.3, 0.75)
     else:
         grid = canvas.subfigures(len(heights), columns, squeeze=False, width_ratios=widths, height_ratios=heights)
         panels = list(grid.flat)
@@ -73,7 +96,9 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
         elif isinstance(figure, BarChart):
             bars(figure, panel)
         elif isinstance(figure, HeatMap):
-            heat(figure, panel)
+            heat(panel.subplots(), figure, panel)
+        elif isinstance(figure, HeatMaps):
+            heats(figure, panel)
         else:
             maps(figure, panel)
     if len({figure.text for figure in figures if isinstance(figure, AttentionMaps)}) > 1:
@@ -84,14 +109,27 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
 def size_of(figure: Figure) -> tuple[float, float]:
     """Inches, width and height."""
     if isinstance(figure, LineChart):
-        return 7.2, 4.4
+        names = [len(label(series.name)) for series in figure.series]
+        is_long = len(names) > LEGEND_INSIDE
+        return 7.2 + is_long * 0.09 * max(names, default=0), max(4.4, is_long * 0.17 * len(names))
     if isinstance(figure, BarChart):
         return max(6.4, 1.2 + 1.1 * len(figure.places) * max(1.0, 0.35 * len(figure.series))), 4.6
     if isinstance(figure, HeatMap):
         return max(4.0, 1.6 + 0.62 * len(figure.columns)), max(2.4, 1.2 + 0.38 * len(figure.rows))
+    if isinstance(figure, HeatMaps):
+        sizes = [size_of(one) for _, one in figure.maps]
+        columns = min(HEAT_COLUMNS, len(sizes))
+        return columns * max(w for w, _ in sizes), -(-len(sizes) // columns) * max(h for _, h in sizes) + 0.4
     layers, heads = layers_and_heads(figure)
     size = 1.7 if len(layers) * len(heads) <= 64 else 0.9
     return 1 + size * len(heads), 0.8 + size * len(layers)
+
+
+def margins(figure: LineChart | HeatMaps) -> tuple[float, float, float, float]:
+    """Inches left, right, below and above of the axes: room for their labels, for a legend and for a scale."""
+    if isinstance(figure, HeatMaps):
+        return 0.6 + 0.07 * max(len(name) for _, one in figure.maps for name in one.rows), 1.1, 0.75, 0.75
+    return 0.85, size_of(figure)[0] - 7.2 + 0.15, 0.75, 0.4
 
 
 def label(name: str) -> str:
@@ -133,7 +171,9 @@ def lines(chart: LineChart, canvas: Any) -> None:
     axes.set_ylabel(chart.y_label)
     axes.set_title(label(chart.title))
     axes.grid(alpha=0.3)
-    if chart.series:
+    if len(chart.series) > LEGEND_INSIDE:
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    elif chart.series:
         axes.legend(frameon=False, fontsize=8)
 
 
@@ -196,8 +236,21 @@ def bars(chart: BarChart, canvas: Any) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def heat(chart: HeatMap, canvas: Any) -> None:
-    axes = canvas.subplots()
+def heats(chart: HeatMaps, canvas: Any) -> None:
+    columns = min(HEAT_COLUMNS, len(chart.maps))
+    rows = -(-len(chart.maps) // columns)
+    panels = canvas.subplots(rows, columns, squeeze=False)
+    for place, axes in enumerate(panels.flat):
+        if place >= len(chart.maps):
+            axes.set_visible(False)
+            continue
+        is_last = place == len(chart.maps) - 1
+        heat(axes, chart.maps[place][1], canvas if is_last else None, panels)
+    canvas.suptitle(label(chart.title), fontsize=10)
+
+
+def heat(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
+    """With its scale on the ``canvas``, where there is one: for all ``panels`` or this one."""
     values = [[float("nan") if value is None else value for value in row] for row in chart.values]
     image = axes.imshow(values, cmap="cividis", vmin=chart.low, vmax=chart.high, aspect="auto")
     for r, row in enumerate(chart.values):
@@ -211,7 +264,14 @@ def heat(chart: HeatMap, canvas: Any) -> None:
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.set_title(label(chart.title), fontsize=10)
-    scale = canvas.colorbar(image, ax=axes, label=chart.value_label)
+    if canvas is None:
+        return
+    if panels is None:
+        scale = canvas.colorbar(image, ax=axes, label=chart.value_label)
+    else:
+        right, width = panels[0, -1].get_position().x1, canvas.get_size_inches()[0]
+        place = canvas.add_axes((right + 0.15 / width, 0.25, 0.12 / width, 0.5))
+        scale = canvas.colorbar(image, cax=place, label=chart.value_label)
     ends = [chart.low, (chart.low + chart.high) / 2, chart.high]
     scale.set_ticks(ends, labels=[f"{percent_words(end)}%" if chart.percent else f"{end:.2g}" for end in ends])
 

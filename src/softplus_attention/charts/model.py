@@ -8,6 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Number = float | None
+Cell = str | Number | tuple[Number, Number]  # a pair is a value and its standard error
+Rows = Sequence[Sequence[Cell]]
+
+
+MOST_DECIMALS = 6
+WIDEST_RANGE = 1e5  # of a column: beyond it each number has digits of its own
 
 
 @dataclass(frozen=True)
@@ -24,7 +30,7 @@ class Series:
     band: tuple[Sequence[Number], Sequence[Number]] | None = None  # the lower and the upper end
 
 
-def columns_of(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
+def columns_of(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[Cell]]]:
     """One row per x, one column per series."""
     places = sorted({x for series in lines for x in series.x})
     head = [x_label]
@@ -37,7 +43,7 @@ def columns_of(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[l
             named |= zip((f"{series.name}: 25%", f"{series.name}: 75%"), series.band, strict=True)
         head += named
         columns += [dict(zip(series.x, values, strict=True)) for values in named.values()]
-    return head, [[shown(x), *(shown(column.get(x)) for column in columns)] for x in places]
+    return head, [[x, *(column.get(x) for column in columns)] for x in places]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class LineChart:
     baseline: Number = None  # a level to compare with, in sight always
     kind: str = field(default="lines", init=False)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> tuple[list[str], Rows]:
         return columns_of(self.x_label, self.series)
 
 
@@ -71,9 +77,11 @@ class BarChart:
     y_range: tuple[Number, Number] = (None, None)
     kind: str = field(default="bars", init=False)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        head, rows = columns_of(self.x_label, self.series)
-        return head, [[self.places[int(row[0])].replace("\n", " "), *row[1:]] for row in rows]
+    def table(self) -> tuple[list[str], Rows]:
+        rows = columns_of("", self.series)[1]
+        names = [self.places[place].replace("\n", " ") for place in sorted({int(x) for s in self.series for x in s.x})]
+        head = [self.x_label, *columns_of("", self.series)[0][1:]]
+        return head, [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -91,11 +99,23 @@ class HeatMap:
     percent: bool = False
     kind: str = field(default="heat", init=False)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> tuple[list[str], Rows]:
         head = [f"{self.y_label} / {self.x_label}", *self.columns]
-        return head, [
-            [name, *(shown(value) for value in row)] for name, row in zip(self.rows, self.values, strict=True)
-        ]
+        return head, [[name, *row] for name, row in zip(self.rows, self.values, strict=True)]
+
+
+@dataclass(frozen=True)
+class HeatMaps:
+    """Several side by side on one scale: by model, or by run."""
+
+    title: str
+    maps: Sequence[tuple[str, HeatMap]]  # each with what it is of
+    caption: str = ""
+    kind: str = field(default="heats", init=False)
+
+    def table(self) -> tuple[list[str], Rows]:
+        head = ["", *self.maps[0][1].table()[0]]
+        return head, [[name, *row] for name, one in self.maps for row in one.table()[1]]
 
 
 @dataclass(frozen=True)
@@ -111,11 +131,11 @@ class AttentionMaps:
     caption: str = ""
     kind: str = field(default="maps", init=False)
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
+    def table(self) -> tuple[list[str], Rows]:
         """The weights that are not zero."""
         head = ["layer", "head", "query", "key", "weight"]
         return head, [
-            [str(layer), str(head_), str(query), str(key), shown(weight)]
+            [layer, head_, query, key, weight]
             for (layer, head_), rows in self.maps.items()
             for query, row in enumerate(rows)
             for key, weight in enumerate(row)
@@ -127,15 +147,15 @@ class AttentionMaps:
 class Table:
     title: str
     head: Sequence[str]
-    body: Sequence[Sequence[str]]
+    body: Rows
     caption: str = ""
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        return list(self.head), [list(row) for row in self.body]
+    def table(self) -> tuple[list[str], Rows]:
+        return list(self.head), self.body
 
 
 Chart = LineChart | BarChart | HeatMap
-Figure = Chart | AttentionMaps
+Figure = Chart | HeatMaps | AttentionMaps
 Block = Figure | Table | str  # a string is a note for the reader
 
 
@@ -147,6 +167,46 @@ class SeriesStyles:
 
     def of(self, name: str) -> int:
         return self.places.setdefault(name.lower(), len(self.places))
+
+
+def text_rows(rows: Rows) -> list[list[str]]:
+    """Each cell with the digits that it has, for a file."""
+    return [[cell_text(cell) for cell in row] for row in rows]
+
+
+def cell_text(cell: Cell) -> str:
+    if isinstance(cell, tuple):
+        return shown(cell[0]) + (f" ± {shown(cell[1])}" if cell[1] is not None else "")
+    return cell if isinstance(cell, str) else shown(cell)
+
+
+def aligned_rows(rows: Rows) -> list[list[str]]:
+    """As many decimals in all of a column, for the eye."""
+    columns = [aligned_column(column) for column in zip(*rows, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def aligned_column(cells: Sequence[Cell]) -> list[str]:
+    numbers = [part for c in cells if not isinstance(c, str) for part in (c if isinstance(c, tuple) else (c,))]
+    sizes = [abs(part) for part in numbers if part]
+    if all(size == int(size) for size in sizes) or max(sizes) > WIDEST_RANGE * min(sizes):
+        return [cell_text(cell) for cell in cells]
+    # Four digits of the largest number, or one of the smallest standard error.
+    errors = [abs(cell[1]) for cell in cells if isinstance(cell, tuple) and cell[1]]
+    decimals = -floor_log10(min(errors)) if errors else 3 - floor_log10(max(sizes))
+    return [fixed_cell(cell, min(max(decimals, 0), MOST_DECIMALS)) for cell in cells]
+
+
+def floor_log10(size: float) -> int:
+    return int(f"{size:e}".partition("e")[2])
+
+
+def fixed_cell(cell: Cell, decimals: int) -> str:
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if isinstance(cell, tuple):
+        return " ± ".join(fixed_cell(part, decimals) for part in cell if part is not None)
+    return f"{cell:.{decimals}f}"
 
 
 def shown(value: Number) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from softplus_attention.charts.model import LineChart, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import Cell, LineChart, Series, SeriesStyles, Table, cell_text
 from softplus_attention.report.discovery import Result, ResultSet, is_numbers, is_table
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils.untrusted import count_of, number, number_of, rows_of, text_of
@@ -29,7 +29,7 @@ def read_speed(result: Result) -> list[Block]:
             if is_table(value):
                 blocks.append(flat_table(title, value))
             elif is_numbers(name, value):
-                blocks.append(Table(title, ["", "value"], [[key, shown(item)] for key, item in value.items()]))
+                blocks.append(Table(title, ["", "value"], [[key, item] for key, item in value.items()]))
     return blocks
 
 
@@ -64,7 +64,7 @@ def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list
             if all(value is None for value in cells.values()):
                 continue
             unit = "MiB" if name.endswith("mib") else "ms"
-            body = [[c, *(shown(cells.get((c, n))) for n in lengths)] for c in contenders]
+            body = [[c, *(cells.get((c, n)) for n in lengths)] for c in contenders]
             head = ["attention", *(f"T = {n}" for n in lengths)]
             blocks.append(Table(f"{words} in {unit}: {title}", head, body))
             if name == "step_mib" or len(lengths) < 2 or (name == "forward_ms" and "total_ms" in those[0]):
@@ -88,7 +88,7 @@ def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list
 def flat_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Any list of objects: its plain values, and lists of a few numbers. Raw samples stay in the file."""
     names = list(dict.fromkeys(name for row in rows for name, value in row.items() if is_plain(value)))
-    body = [[cell_text(row.get(name)) for name in names] for row in rows]
+    body = [[cell_of(row.get(name)) for name in names] for row in rows]
     return Table(title, [name.replace("_", " ") for name in names], body)
 
 
@@ -98,9 +98,9 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def cell_text(value: Any) -> str:
+def cell_of(value: Any) -> Cell:
     if isinstance(value, list):
-        return " / ".join(cell_text(item) for item in value) if is_plain(value) else ""
+        return " / ".join(cell_text(cell_of(item)) for item in value) if is_plain(value) else ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None or isinstance(value, dict) else str(value)
-    return shown(number(value, "cell"))
+    return number(value, "cell")

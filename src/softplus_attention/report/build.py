@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import multiprocessing
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from softplus_attention import __version__
 from softplus_attention.charts.draw import draw
-from softplus_attention.charts.model import Figure, SeriesStyles, Table, slug
+from softplus_attention.charts.model import Figure, SeriesStyles, Table, slug, text_rows
+from softplus_attention.evaluation.measures.loaded import tell_apart
 from softplus_attention.report import page as html_page
 from softplus_attention.report.benchmarks import speed_blocks
 from softplus_attention.report.discovery import ResultSet, find_results
 from softplus_attention.report.newton import newton_blocks
-from softplus_attention.report.runs import demo_blocks, run_records, training_blocks
-from softplus_attention.report.sections import Section, measure_sections
+from softplus_attention.report.runs import demo_blocks, demo_members, run_records, training_blocks
+from softplus_attention.report.sections import Section, load_members, measure_sections
 from softplus_attention.report.stability import stability_blocks
-from softplus_attention.report.study import study_blocks
+from softplus_attention.report.study import read_runs, study_blocks
+from softplus_attention.report.summary import dates, summary
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text, write_csv, write_whole
 from softplus_attention.validation import fail
@@ -29,7 +35,8 @@ TABLE = "table"  # in the place of what a figure was drawn from
 # Says which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
 DRAWN = ".drawn"
 # Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
-WAY_OF_DRAWING = 3
+WAY_OF_DRAWING = 4
+FEW_FIGURES = 12  # are drawn before other processes have begun
 
 
 @dataclass
@@ -51,6 +58,8 @@ def write_report(
     if page.exists() and not is_report(page):
         fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
     beside = page.parent / f"{page.stem}-files"
+    if beside.is_dir() and any(beside.iterdir()) and not (beside / DRAWN).is_file():
+        fail("--output", "a page whose folder of figures is new or of a report", f"{str(beside)!r}, which holds others")
     if beside.is_symlink():
         fail(str(beside), "a folder for the report's figures", "a link, through which other files could be overwritten")
     found = find_results(folder, skip=beside)
@@ -69,9 +78,12 @@ def all_sections(found: ResultSet) -> list[Section]:
     """The parts that have something to show. Reading them finds what is wrong with files."""
     styles = SeriesStyles()
     demo = demo_blocks(found, styles)
-    parts = measure_sections(found, styles)
+    loaded = load_members(found)
+    parts = measure_sections(loaded, styles)
     parts[0].blocks = [*demo, *parts[0].blocks]
-    parts.insert(0, Section("The study", study_blocks(found, styles)))
+    runs = read_runs(found)
+    parts.insert(0, Section("The study", study_blocks(runs, styles)))
+    parts.insert(0, summary([*demo_members(found), *tell_apart(loaded["lengths"]), *(run.lengths for run in runs)]))
     parts.append(Section("Training", training_blocks(found, styles)))
     parts.append(Section("Stability", stability_blocks(found, styles)))
     parts.append(Section("Newton from orbits", newton_blocks(found, styles)))
@@ -93,34 +105,59 @@ def html_of(found: ResultSet, sections: list[Section], files: dict[int, str], be
         body = html_page.problems(found.problems, found.working_files)
         parts.append(("Files not shown", html_page.plain_section("Files not shown", len(parts), body)))
     name = clean_text(found.folder.resolve().name) or "results"
-    lead = f"{len(found.results)} result files from the folder {name}."
+    lead = f"{len(found.results)} result files from the folder {name}{dates(found)}."
     return html_page.page(f"Report: {name}", lead, parts, content, f"{MADE_BY} {__version__}.")
 
 
 def write_files(
     folder: Path, figures: list[tuple[str, Figure | Table]], progress: Callable[[int, int], None] | None
 ) -> list[Path]:
+    """CSV of all, PNG and SVG of those that are not there as they would be drawn now."""
     drawn = read_drawn(folder / DRAWN)
     way = f"{__version__} {WAY_OF_DRAWING}"
     wanted: dict[str, str] = {}
-    written = []
-    for place, (name, figure) in enumerate(figures):
-        path = folder / name
-        written.append(write_csv(folder / f"{name}.csv", *figure.table()))
+    written: list[Path] = []
+    missing: list[tuple[Figure, Path]] = []
+    for name, figure in figures:
+        head, rows = figure.table()
+        written.append(write_csv(folder / f"{name}.csv", head, text_rows(rows)))
         wanted[name] = TABLE
-        if not isinstance(figure, Table):
-            digest = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()
-            pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
-            if drawn.get(name) != digest or not all(picture.is_file() for picture in pictures):
-                draw(figure, path)
-            wanted[name] = digest
-            written += pictures
-            write_whole(folder / DRAWN, json.dumps({**drawn, **wanted}))
+        if isinstance(figure, Table):
+            continue
+        wanted[name] = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()
+        pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
+        if drawn.get(name) != wanted[name] or not all(picture.is_file() for picture in pictures):
+            missing.append((figure, folder / name))
+        written += pictures
+    done = {name: digest for name, digest in wanted.items() if name not in {path.name for _, path in missing}}
+    for place, path in enumerate(draw_all(missing), 1):
+        done[path.name] = wanted[path.name]
+        write_whole(folder / DRAWN, json.dumps({**drawn, **done}))
         if progress is not None:
-            progress(place + 1, len(figures))
+            progress(place, len(missing))
     remove_old(folder, set(drawn) - set(wanted))
     write_whole(folder / DRAWN, json.dumps(wanted))
     return written
+
+
+def draw_all(figures: Sequence[tuple[Figure, Path]]) -> Iterator[Path]:
+    """Draws on all cores where there are many; gives the path of each that is drawn."""
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(figures))
+    if workers < 2 or len(figures) <= FEW_FIGURES or "fork" not in multiprocessing.get_all_start_methods():
+        yield from map(draw_one, figures)
+        return
+    import matplotlib.figure  # noqa: F401  once, for all processes
+
+    with warnings.catch_warnings():
+        # Of Python 3.12 about forking beside threads: the children use none of what those hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+            yield from pool.map(draw_one, figures)
+
+
+def draw_one(figure: tuple[Figure, Path]) -> Path:
+    draw(*figure)
+    return figure[1]
 
 
 def is_report(page: Path) -> bool:

@@ -96,7 +96,7 @@ def kind_of(data: dict[str, Any]) -> str:
     if data.get("format") == FORMAT:
         if data.get("version") != VERSION:
             raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows {VERSION}")
-        if data.get("measure") not in measures():
+        if data.get("measure") not in list(measures()):
             raise UnreadableError(f"a result of the unknown measure {short(data.get('measure'))}")
         return str(data["measure"])
     if data.get("kind") == "newton":

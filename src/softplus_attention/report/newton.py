@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from softplus_attention.charts.model import LineChart, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import LineChart, Number, Series, SeriesStyles, Table
 from softplus_attention.report.discovery import Result, ResultSet, is_table
 from softplus_attention.report.sections import Block, Picture, checked
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.untrusted import UnreadableError, mapping, number_of, rows_of, typed
 
 LARGEST_PICTURE = 4 << 20
+MOST_PIXELS, PAGE_WIDTH, COLOURS = 40_000_000, 1000, 64
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -58,7 +60,7 @@ def newton_table(result: Result) -> Table:
         body.append(
             [
                 str(row.get("arm")),
-                shown(number_of(row, "labels")),
+                number_of(row, "labels"),
                 "yes" if row.get("pretrained") else "no",
                 middle(row, "r2_ln_force"),
                 *(middle(powers, name) for name in powers_named(powers)),
@@ -74,9 +76,9 @@ def powers_named(powers: dict[str, Any]) -> list[str]:
     return list(powers)[:3] if len(powers) >= 3 else list(EXPONENTS)
 
 
-def middle(row: dict[str, Any], name: str) -> str:
+def middle(row: dict[str, Any], name: str) -> Number:
     value = row.get(name)
-    return shown(number_of(value, "mean")) if isinstance(value, dict) else ""
+    return number_of(value, "mean") if isinstance(value, dict) else None
 
 
 def long_series(result: Result, key: str, name: str, styles: SeriesStyles) -> list[Series]:
@@ -117,4 +119,21 @@ def read_png(path: Path, folder: Path) -> bytes | None:
         png = untrusted.read_bytes(path, LARGEST_PICTURE)
     except (OSError, ValueError):
         return None
-    return png if png.startswith(PNG) else None
+    return smaller(png) if png.startswith(PNG) else None
+
+
+def smaller(png: bytes) -> bytes:
+    """At the width of a page and in few colours; as it is where that is not smaller, or where it cannot be read."""
+    from PIL import Image
+
+    try:
+        with Image.open(BytesIO(png), formats=["PNG"]) as whole:
+            if whole.width * whole.height > MOST_PIXELS:
+                return png
+            picture = whole.convert("RGB")
+        picture.thumbnail((PAGE_WIDTH, 4 * PAGE_WIDTH))
+        small = BytesIO()
+        picture.quantize(COLOURS).save(small, format="PNG", optimize=True)
+    except (OSError, ValueError, SyntaxError):
+        return png
+    return min(png, small.getvalue(), key=len)

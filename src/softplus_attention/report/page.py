@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import quote
 
-from softplus_attention.charts.model import AttentionMaps, Chart, Table, to_json
+from softplus_attention.charts.model import AttentionMaps, Chart, HeatMaps, Rows, Table, aligned_rows, to_json
 from softplus_attention.report.runs import RunRecord
 from softplus_attention.report.sections import Block, Explorer, Picture, Section
 
@@ -66,15 +66,24 @@ class Document:
         assert not isinstance(block, AttentionMaps), "maps are shown by an explorer"
         return self.chart(block)
 
-    def chart(self, chart: Chart) -> str:
+    def chart(self, chart: Chart | HeatMaps) -> str:
         name = f"figure-{len(self.figures)}"
-        self.figures[name] = to_json(chart)
+        if isinstance(chart, HeatMaps):
+            plots = "".join(f"<div><h4>{escape(title)}</h4>{self.plot(one)}</div>" for title, one in chart.maps)
+            plots, width = f'<div class="heats">{plots}</div>', "wide-block" if len(chart.maps) > 1 else "chart"
+        else:
+            plots, width = self.plot(chart), "chart"
         return (
-            f'<figure class="chart {chart.kind}" id="{name}"><figcaption><h3>{escape(chart.title)}</h3></figcaption>'
-            f'<div class="plot" data-figure="{name}"></div>'
+            f'<figure class="{width} {chart.kind}" id="{name}"><figcaption><h3>{escape(chart.title)}</h3></figcaption>'
+            f"{plots}"
             f'<p class="caption">{escape(chart.caption)} {self.links(chart, ("png", "svg", "csv"))}</p>'
             f"<details><summary>Numbers</summary>{table(*chart.table())}</details></figure>"
         )
+
+    def plot(self, chart: Chart) -> str:
+        name = f"figure-{len(self.figures)}"
+        self.figures[name] = to_json(chart)
+        return f'<div class="plot" data-figure="{name}"></div>'
 
     def explorer(self, explorer: Explorer) -> str:
         place = len(self.explorers)
@@ -109,11 +118,11 @@ def picture(block: Picture) -> str:
     )
 
 
-def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], body: Rows) -> str:
     first = "".join(f'<th scope="col">{cell(words)}</th>' for words in head)
     rows = "".join(
         f'<tr><th scope="row">{cell(row[0])}</th>' + "".join(f"<td>{cell(words)}</td>" for words in row[1:]) + "</tr>"
-        for row in body[:MOST_ROWS]
+        for row in aligned_rows(body[:MOST_ROWS])
     )
     more = f"<p>{len(body) - MOST_ROWS} more rows are in the CSV file.</p>" if len(body) > MOST_ROWS else ""
     content = f"<table><thead><tr>{first}</tr></thead><tbody>{rows}</tbody></table>"
@@ -159,12 +168,23 @@ def packed(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
 
 
 def runs(records: Sequence[RunRecord]) -> str:
-    entries = "".join(
-        f"<details><summary>{escape(title)}</summary><p><code>{escape(line)}</code></p>"
-        f'<pre tabindex="0">{escape(record)}</pre></details>'
-        for title, line, record in records
-    )
-    return f'<div class="wide-block runs">{entries}</div>'
+    """What all of a kind have is written once."""
+    entries = []
+    for kind in dict.fromkeys(record.kind for record in records):
+        those = [record for record in records if record.kind == kind]
+        shared = dict(set.intersection(*(set(record.settings.items()) for record in those))) if len(those) > 1 else {}
+        if shared:
+            entries.append(run_entry(f"The same in all {len(those)} of {kind}", "", shared))
+        for record in those:
+            own = {name: value for name, value in record.settings.items() if name not in shared}
+            entries.append(run_entry(record.title, record.line, own))
+    return f'<div class="wide-block runs">{"".join(entries)}</div>'
+
+
+def run_entry(title: str, line: str, settings: Mapping[str, str]) -> str:
+    words = "\n".join(f"{name}: {value}" for name, value in settings.items())
+    line = f"<p><code>{escape(line)}</code></p>" if line else ""
+    return f'<details><summary>{escape(title)}</summary>{line}<pre tabindex="0">{escape(words)}</pre></details>'
 
 
 def problems(entries: Sequence[tuple[str, str]], working_files: int) -> str:
@@ -205,6 +225,7 @@ def page(title: str, lead: str, parts: Sequence[tuple[str, str]], document: Docu
 <body><a class="skip" href="#content">Skip to the results</a>
 <header><div class="top"><h1>{escape(title)}</h1><button type="button" id="theme" hidden>Theme: auto</button></div>
 <p class="lead">{escape(lead)}</p><nav aria-label="Parts of this page"><ul>{links}</ul></nav>
+<p class="hint">Point at a figure, or use the arrow keys on it, to read its values; names below it switch lines.</p>
 <noscript><p class="note">Figures are drawn by a script inside this page. Without it the numbers stand below each title,
 and the figures as files beside the page.</p></noscript></header>
 <main id="content">

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from softplus_attention.charts.model import LineChart, Series, SeriesStyles
+from softplus_attention.evaluation.measures.loaded import LoadedResult
 from softplus_attention.report.discovery import Result, ResultSet, is_table
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils import untrusted
@@ -72,19 +73,32 @@ def demo_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     return list(checked(found, "demo", lambda r: demo_chart(r.data, f"Demo: loss by length ({r.path})", styles)))
 
 
+def demo_members(found: ResultSet) -> list[LoadedResult]:
+    """As results of `evaluate lengths`, for the table of models."""
+    members = []
+    for result in found.of("demo"):
+        lengths, losses = numbers_of(result.data, "lengths"), mapping(result.data, "loss")
+        settings = result.data["settings"] if isinstance(result.data["settings"], dict) else {}
+        arms = settings["arms"] if isinstance(settings.get("arms"), dict) else {}
+        for name in losses:
+            rows = [{"length": n, "loss": loss} for n, loss in zip(lengths, losses[name], strict=True)]
+            model = {"attention": arms[name].get("attention")} if isinstance(arms.get(name), dict) else {}
+            members.append(LoadedResult(name, lengths[0], True, {}, {}, rows, model=model))
+    return members
+
+
 def demo_chart(data: dict[str, Any], title: str, styles: SeriesStyles) -> LineChart:
     lengths = numbers_of(data, "lengths")
     if not lengths or any(length is None or length <= 0 for length in lengths):
         raise UnreadableError("`lengths` must be numbers above 0")
     places = [length for length in lengths if length is not None]
-    losses, errors = mapping(data, "loss"), data.get("standard_error")
+    losses = mapping(data, "loss")
     series = []
     for name in losses:
         values = numbers_of(losses, name)
-        bars = numbers_of(errors, name) if isinstance(errors, dict) and name in errors else None
-        if len(values) != len(places) or (bars is not None and len(bars) != len(places)):
+        if len(values) != len(places):
             raise UnreadableError(f"`loss` of {name} must have a number for each length")
-        series.append(Series(name, places, values, bars, styles.of(name)))
+        series.append(Series(name, places, values, None, styles.of(name)))
     texts = f" ({data['texts']} texts from {data.get('documents')} works)" if data.get("texts") else ""
     return LineChart(
         title,
@@ -97,8 +111,11 @@ def demo_chart(data: dict[str, Any], title: str, styles: SeriesStyles) -> LineCh
     )
 
 
-# One run: its title, a line about it, and all of its record that is not measurements.
-RunRecord = tuple[str, str, str]
+class RunRecord(NamedTuple):
+    kind: str
+    title: str
+    line: str
+    settings: dict[str, str]  # all of it that is not measurements
 
 
 def run_records(found: ResultSet) -> list[RunRecord]:
@@ -119,7 +136,17 @@ def run_record(result: Result) -> RunRecord:
     kept = {key: value for key, value in data.items() if key not in MEASUREMENTS and not is_table(value)}
     if is_table(starts):
         kept["starts"] = starts
-    return f"{name} ({result.path})", "; ".join(words), json.dumps(kept, indent=1, ensure_ascii=False)
+    return RunRecord(result.kind, f"{name} ({result.path})", "; ".join(words), flat(kept))
+
+
+def flat(data: Any, before: str = "") -> dict[str, str]:
+    """Every value by the way to it; lists as they are."""
+    if not isinstance(data, dict) or not data:
+        return {before: data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}
+    found: dict[str, str] = {}
+    for name, value in data.items():
+        found |= flat(value, f"{before}.{name}" if before else name)
+    return found
 
 
 MEASUREMENTS = {

@@ -10,7 +10,7 @@ from typing import Any
 from softplus_attention.charts import model
 from softplus_attention.charts.model import AttentionMaps, Figure, SeriesStyles, Table
 from softplus_attention.evaluation.measures import measures
-from softplus_attention.evaluation.measures.loaded import LoadedResult, load
+from softplus_attention.evaluation.measures.loaded import LoadedResult, data_name, load, tell_apart
 from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.utils.untrusted import UnreadableError
 
@@ -64,16 +64,24 @@ def load_result(read: Callable[[dict[str, Any]], Any], result: Result) -> Loaded
     return load(result.data, read, result.group)
 
 
-def measure_sections(found: ResultSet, styles: SeriesStyles) -> list[Section]:
-    """A section for each measure; what lies in one folder was measured together and is shown together."""
+def load_members(found: ResultSet) -> dict[str, list[LoadedResult]]:
+    """The results of each measure, in the order of a report."""
+    return {name: checked(found, name, partial(load_result, measure.read)) for name, measure in measures().items()}
+
+
+def measure_sections(loaded: dict[str, list[LoadedResult]], styles: SeriesStyles) -> list[Section]:
+    """A section for each measure; what lies in one folder and was measured on one text is shown together."""
     sections = []
-    for measure in measures().values():
-        groups: dict[str, list[LoadedResult]] = {}
-        for loaded in checked(found, measure.name, partial(load_result, measure.read)):
-            groups.setdefault(loaded.group, []).append(loaded)
+    for name, members in loaded.items():
+        groups: dict[tuple[str, str], list[LoadedResult]] = {}
+        for member in members:
+            groups.setdefault((member.group, data_name(member.settings)), []).append(member)
+        folders, texts = ({key[place] for key in groups} for place in (0, 1))
         blocks: list[Block] = []
-        for group, members in groups.items():
-            blocks += measure.charts(members, styles, f" ({group or 'top folder'})" if len(groups) > 1 else "")
+        for (folder, text), those in groups.items():
+            words = [folder or "top folder"] * (len(folders) > 1) + [text or "no text"] * (len(texts) > 1)
+            suffix = f" ({', '.join(words)})" if words else ""
+            blocks += measures()[name].charts(tell_apart(those), styles, suffix)
         maps = [block for block in blocks if isinstance(block, AttentionMaps)]
-        sections.append(Section(measure.title, [Explorer(maps)] if maps else blocks))
+        sections.append(Section(measures()[name].title, [Explorer(maps)] if maps else blocks))
     return sections

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
-from softplus_attention.charts.model import Number, Series, SeriesStyles, Table, percent_words, shown
+from softplus_attention.charts.model import Cell, HeatMaps, Number, Series, SeriesStyles, Table, percent_words
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.measures import inside, lengths, passkey
-from softplus_attention.evaluation.measures.loaded import LoadedResult, by_length, with_error
+from softplus_attention.evaluation.measures.loaded import LoadedResult, by_length
 from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils.untrusted import UnreadableError, count_of, mapping, number_of, rows_of, text_of
@@ -56,8 +56,10 @@ def read_run(result: Result) -> StudyRun:
         raise UnreadableError("`sequence_length` must be above 0")
     name = f"{text_of(data, 'arm')}, seed {count_of(data, 'seed')}"
 
+    model = {"attention": str(config.get("attention") or ""), "parameters": number_of(evaluation, "parameters")}
+
     def loaded(content: Any, own: str = name) -> LoadedResult:
-        return LoadedResult(own, length, True, {}, {}, content)
+        return LoadedResult(own, length, True, {}, {}, content, model=model)
 
     changed = mapping(evaluation, "variants") if "variants" in evaluation else {}
     measured = {option: lengths.read(mapping(changed, option)) for option in changed}
@@ -92,9 +94,12 @@ def read_inside(evaluation: dict[str, Any]) -> Rows:
     return inside.read({"lengths": rows})
 
 
-def study_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
+def read_runs(found: ResultSet) -> list[StudyRun]:
+    return checked(found, "study", read_run)
+
+
+def study_blocks(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
     """Charts of each size, apart for the texts that were trained on and for the kinds of layers."""
-    runs: list[StudyRun] = checked(found, "study", read_run)
     groups = {run.group._replace(kind=kind): None for run in runs for kind in KINDS}
     names, blocks = text_names([run.group for run in runs]), list[Block]()
     for group in groups:
@@ -142,7 +147,8 @@ def charts(runs: Sequence[StudyRun], styles: SeriesStyles, title: str) -> list[B
         places = sorted({length for run in practised for length, _ in run.passkey})
         means = [passkey.mean_series(run.name, run.passkey, places, styles.of(run.name)) for run in practised]
         blocks.append(passkey.means_chart(f"{title}: passkeys found, by length, {kind}", means, base))
-        blocks += [passkey.depth_map(f"{title}: passkeys, {r.name}", r.passkey, places, base) for r in practised]
+        maps = [(run.name, passkey.depth_map(run.name, run.passkey, places, base)) for run in practised]
+        blocks.append(HeatMaps(f"{title}: passkeys by depth, {kind}", maps, passkey.DEPTH_CAPTION))
     return blocks + inside_tables([run.inside for run in runs if run.inside.content], title, kind)
 
 
@@ -164,11 +170,11 @@ def variant_blocks(runs: Sequence[StudyRun], title: str) -> list[Block]:
     return [*blocks, Table(f"{title}: changed at inference, {runs[0].group.kind}", head, body, caption)]
 
 
-def cells(m: LoadedResult, places: Sequence[int]) -> list[str]:
+def cells(m: LoadedResult, places: Sequence[int]) -> list[Cell]:
     rows = {row["length"]: row for row in m.content}
-    losses = [shown(number_of(rows[length], "loss")) if length in rows else "" for length in places]
+    losses = [number_of(rows[length], "loss") if length in rows else None for length in places]
     control = rows.get(places[-1], {}).get("control") or {}
-    return [*losses, with_error(control.get("gain"), control.get("standard_error"))]
+    return [*losses, (number_of(control, "gain"), number_of(control, "standard_error"))]
 
 
 COLUMNS = (
@@ -184,7 +190,7 @@ def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> lis
     if not parts:
         return []
     body = [
-        [part.name, shown(row["length"]), *(inside_cell(row, part.group, name) for name, _ in COLUMNS)]
+        [part.name, row["length"], *(inside_cell(row, part.group, name) for name, _ in COLUMNS)]
         for part in parts
         for row in part.rows
     ]
@@ -198,6 +204,6 @@ def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> lis
     return [table, Table(heading, steady.head, steady.body, f"{steady.caption} {means}.")] if steady.body else [table]
 
 
-def inside_cell(row: dict[str, Any], group: layers.LayerGroup, name: str) -> str:
+def inside_cell(row: dict[str, Any], group: layers.LayerGroup, name: str) -> Cell:
     value = layers.mean_of(row, group, name)
-    return percent_words(value) if name in SHARES else shown(value)
+    return percent_words(value) if name in SHARES else value

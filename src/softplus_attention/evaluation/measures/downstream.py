@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.charts.model import BarChart, Block, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import BarChart, Block, Cell, Series, SeriesStyles, Table
 from softplus_attention.evaluation.measures.base import (
     CsvTable,
     Measure,
@@ -22,7 +22,7 @@ from softplus_attention.evaluation.measures.base import (
     skipped_lines,
     tokenizer_for,
 )
-from softplus_attention.evaluation.measures.loaded import LoadedResult, notes, with_error
+from softplus_attention.evaluation.measures.loaded import LoadedResult, notes
 from softplus_attention.utils.untrusted import number_of, rows_of, text_of
 from softplus_attention.validation import fail
 
@@ -135,7 +135,6 @@ def csv_rows(results: Results) -> CsvTable:
 TITLE = "Downstream tasks"
 # The first of these that a task has is drawn; the table has all.
 ACCURACIES = ("acc", "acc_norm", "exact_match")
-Rows = Sequence[Mapping[str, Any]]
 
 
 def read(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -171,7 +170,7 @@ def is_accuracy(row: Mapping[str, Any]) -> bool:
     return row["value"] is not None and (metric in ACCURACIES or metric.isdecimal())
 
 
-def accuracies(content: Rows) -> dict[tuple[str, str], dict[str, Any]]:
+def accuracies(content: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
     """One row for each task that was asked for; the parts of a group only where it has no number of its own."""
     rows = [row for row in content if is_accuracy(row)]
     found: dict[tuple[str, str], Any] = {}
@@ -186,13 +185,14 @@ def accuracies(content: Rows) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def metrics_table(members: Sequence[LoadedResult], folder: str) -> Table:
-    cells = {}
+    cells: dict[tuple[Any, ...], Cell] = {}
     for m in members:
         for row in m.content:
-            key = (row["task"], row["metric"], shown(number_of(row, "samples")), m.label)
-            cells[key] = with_error(number_of(row, "value"), number_of(row, "standard_error"))
+            key = (row["task"], row["metric"], number_of(row, "samples"), m.label)
+            cells[key] = (number_of(row, "value"), number_of(row, "standard_error"))
     names = list(dict.fromkeys(m.label for m in members))
-    body = [[*row, *(cells.get((*row, name), "") for name in names)] for row in dict.fromkeys(key[:3] for key in cells)]
+    rows = dict.fromkeys(key[:3] for key in cells)
+    body = [[*row, *(cells.get((*row, name)) for name in names)] for row in rows]
     caption = "By lm-evaluation-harness; ± is the standard error it gives."
     return Table(f"{TITLE}{folder}", ["task", "metric", "samples", *names], body, caption)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from softplus_attention.charts.model import Block, HeatMap, LineChart, Number, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import Block, HeatMap, HeatMaps, LineChart, Number, Series, SeriesStyles, Table
 from softplus_attention.evaluation import layers
 from softplus_attention.evaluation.layers import QUANTITIES, LayerGroup
 from softplus_attention.evaluation.measures.base import (
@@ -226,9 +226,17 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
     steady = steady_table([part for own in parts for part in own], folder)
     blocks += [steady] if steady.body else []
     blocks += [by_layer_chart(measured, quantity, styles, folder) for quantity in (STAGE1, ENTROPY, SINK)]
-    for m in measured:
-        blocks += share_maps(m, folder)
-        blocks += [head_map(m, quantity, measured, folder) for quantity in head_quantities(m)]
+    for name, suffix in ((STAGE1.name, ""), (HELD, HELD_SUFFIX)):
+        shares = [(m.label, share_map(m, name)) for m in measured]
+        shares = [(label, one) for label, one in shares if any(v is not None for row in one.values for v in row)]
+        if shares:
+            caption = "Mean over heads; 1 is the entropy of equal weights over the keys that the layer sees."
+            blocks.append(HeatMaps(f"Entropy of stage 1 / log N{suffix}{folder}", shares, caption))
+    for quantity in (STAGE1, ENTROPY, SINK):
+        maps = [(m.label, head_map(m, quantity, measured)) for m in measured if quantity in head_quantities(m)]
+        if maps:
+            caption = f"Every layer and head at {longest_words(measured)}."
+            blocks.append(HeatMaps(f"{quantity.title}, by head{folder}", maps, caption))
     return blocks + notes(members)
 
 
@@ -304,7 +312,7 @@ def steady_table(parts: Sequence[Part], folder: str) -> Table:
         entropies = [[layers.mean_of(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
         shares = [[layers.share_of_log_keys(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
         changes = [grown(*pair) for pair in (equal, *entropies)]
-        body.append([part.name, *(shown(row["length"]) for row in ends), *changes, *(both(*pair) for pair in shares)])
+        body.append([part.name, *(row["length"] for row in ends), *changes, *(both(*pair) for pair in shares)])
     return Table(f"{STEADY}{folder}", STEADY_HEAD, body, STEADY_CAPTION)
 
 
@@ -342,30 +350,21 @@ def series_by_layer(m: LoadedResult, name: str, styles: SeriesStyles, words: str
     return Series(m.label + words, numbers, values, None, styles.of(m.name), dashed=bool(words))
 
 
-def share_maps(m: LoadedResult, folder: str) -> list[HeatMap]:
-    """Stage 1's entropy / log N of each layer by length: with log N, and where the scores have it, with log N held."""
+def share_map(m: LoadedResult, name: str) -> HeatMap:
+    """Stage 1's entropy / log N of each layer by length."""
     numbers = sorted({layer for row in m.content for layer in layer_numbers(row)})
     lengths = [row["length"] for row in m.content]
-    names = length_names(lengths, m.training_length)
-    found = []
-    for name, words in ((STAGE1.name, ""), (HELD, HELD_SUFFIX)):
-        values = [[layers.share_of_log_keys(row, one_layer(layer), name) for row in m.content] for layer in numbers]
-        if any(value is not None for line in values for value in line):
-            found.append(
-                HeatMap(
-                    f"Entropy of stage 1 / log N{words}: {m.label}{folder}",
-                    LENGTH,
-                    "layer",
-                    names,
-                    [str(layer) for layer in numbers],
-                    values,
-                    "of log N",
-                    0,
-                    1,
-                    "Mean over heads; 1 is the entropy of equal weights over the keys that the layer sees.",
-                )
-            )
-    return found
+    return HeatMap(
+        m.label,
+        LENGTH,
+        "layer",
+        length_names(lengths, m.training_length),
+        [str(layer) for layer in numbers],
+        [[layers.share_of_log_keys(row, one_layer(layer), name) for row in m.content] for layer in numbers],
+        "of log N",
+        0,
+        1,
+    )
 
 
 def head_quantities(m: LoadedResult) -> list[Quantity]:
@@ -374,7 +373,7 @@ def head_quantities(m: LoadedResult) -> list[Quantity]:
     return [ENTROPY, SINK] if is_same else [STAGE1, ENTROPY, SINK]
 
 
-def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult], folder: str) -> HeatMap:
+def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult]) -> HeatMap:
     """The colours mean the same for all members."""
     row = m.content[-1]
     values = {(head["layer"], head["head"]): number_of(head, quantity.name) for head in row["heads"]}
@@ -382,7 +381,7 @@ def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult
     every = [number_of(head, quantity.name) for member in members for head in member.content[-1]["heads"]]
     largest = max((value for value in every if value is not None), default=0)
     return HeatMap(
-        f"{quantity.title}: {m.label}{folder}",
+        m.label,
         "head",
         "layer",
         [str(head) for head in heads],
@@ -391,7 +390,6 @@ def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult
         quantity.label,
         0,
         largest if largest > 0 else 1,
-        f"Every layer and head at {row['length']} tokens.",
         percent=quantity.is_share,
     )
 

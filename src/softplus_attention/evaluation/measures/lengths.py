@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
+from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.charts.model import Block, Number, Series, SeriesStyles, Table, shown
+from softplus_attention.charts.model import Block, Cell, Number, Series, SeriesStyles, Table
 from softplus_attention.evaluation.measures.base import (
     CsvTable,
     Measure,
@@ -31,7 +33,7 @@ from softplus_attention.evaluation.measures.base import (
 from softplus_attention.evaluation.measures.loaded import LoadedResult, base_of, by_length, columns_by_length, notes
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
-from softplus_attention.utils.untrusted import count_of, mapping, number_of, rows_of
+from softplus_attention.utils.untrusted import count_of, mapping, number_of, numbers_of, rows_of
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from softplus_attention.evaluation.texts import Documents
 
 CONTROL_FRACTION = 0.25
+SEEN = 0.01  # nats: a smaller rise of the loss is none
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -182,8 +185,10 @@ def read(results: dict[str, Any]) -> list[dict[str, Any]]:
     rows = rows_of(results, "lengths")
     for row in rows:
         count_of(row, "length")
-        for name in ("loss", "standard_error"):
+        for name in ("loss", "standard_error", "times"):
             number_of(row, name)
+        if "by_text" in row:
+            numbers_of(row, "by_text")
         for place in rows_of(row, "positions") if row.get("positions") is not None else []:
             count_of(place, "first"), count_of(place, "end"), number_of(place, "loss")
         if row.get("control") is not None:
@@ -197,6 +202,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
     caption = "The same documents cut to each length; mean over all positions. "
     losses = [loss_series(m, styles) for m in members]
     blocks: list[Block] = [by_length(TITLE + folder, "mean loss (nats)", losses, caption + used_texts(members), base)]
+    blocks += differences(members, styles, folder)
     gains = [series for series in (gain_series(m, styles) for m in members) if series.x]
     if gains:
         caption = (
@@ -212,13 +218,101 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
         blocks.append(replace(chart, x_label="position in the sequence", caption=caption))
     if gains:
         controls = [
-            [m.label, shown(row["length"]), *(shown(number_of(row["control"], name)) for name in CONTROL)]
+            [m.label, row["length"], *(number_of(row["control"], name) for name in CONTROL[:-2]), gain_of(row)]
             for m in members
             for row in controlled(m)
         ]
-        head = ["model", "length", "window", "full context", "short context", "gain", "standard error"]
+        head = ["model", "length", "window", "full context", "short context", "gain"]
         blocks.append(Table(f"The control{folder}", head, controls, "Losses in nats on the same target tokens."))
     return blocks + notes(members)
+
+
+def differences(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str) -> list[Block]:
+    """Of models on the same texts, text by text: the errors of these are smaller than those of each loss."""
+    reference = next((m for m in members if m.model.get("attention") == "softmax"), members[0] if members else None)
+    if reference is None:
+        return []
+    rows = {row["length"]: row for row in reference.content}
+    series = []
+    for m in members:
+        shared = [row for row in m.content if m is not reference and are_paired(m, reference, row, rows)]
+        pairs = [paired(row["by_text"], rows[row["length"]]["by_text"]) for row in shared]
+        if shared:
+            means, errors = ([pair[place] for pair in pairs] for place in (0, 1))
+            series.append(Series(m.label, [row["length"] for row in shared], means, errors, styles.of(m.name)))
+    caption = "Below 0 is better. Bars are standard errors of the differences, text by text."
+    title = f"Loss less that of {reference.label}{folder}"
+    return [by_length(title, "difference (nats)", series, caption, base_of(members), baseline=0)] if series else []
+
+
+def are_paired(m: LoadedResult, reference: LoadedResult, row: dict[str, Any], rows: dict[int, dict[str, Any]]) -> bool:
+    same = all(m.settings.get(name) == reference.settings.get(name) for name in ("data", "longest", "sequences"))
+    own, other = row.get("by_text"), rows.get(row["length"], {}).get("by_text")
+    return same and own is not None and other is not None and len(own) == len(other) and None not in [*own, *other]
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, Number]:
+    """The mean of the differences, and its standard error."""
+    gaps = [one - other for one, other in zip(first, second, strict=True)]
+    mean = fsum(gaps) / len(gaps) if gaps else 0.0
+    if len(gaps) < 2:
+        return mean, None
+    return mean, (fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1) / len(gaps)) ** 0.5
+
+
+def trained_row(m: LoadedResult) -> dict[str, Any] | None:
+    """At the training length, or at the shortest beyond it."""
+    rows = [row for row in m.content if row.get("loss") is not None and row["length"] >= (m.training_length or 0)]
+    return rows[0] if rows else None
+
+
+def rise(row: dict[str, Any], first: dict[str, Any]) -> tuple[float, bool]:
+    """How much the loss is above that at 1x, and whether that is more than chance and than can be seen."""
+    above = row["loss"] - first["loss"]
+    texts, others = row.get("by_text") or [], first.get("by_text") or []
+    error = paired(texts, others)[1] if len(texts) == len(others) and None not in [*texts, *others] else None
+    return above, above > max(SEEN, 2 * (error or 0.0))
+
+
+def verdict(m: LoadedResult) -> str:
+    """Computed, in one line: how far the model holds, and what the context beyond 1x is worth to it."""
+    first = trained_row(m)
+    if first is None or not m.training_length:
+        return ""
+    rows = [row for row in m.content if row["length"] >= first["length"]]
+    holds = list(takewhile(lambda row: row.get("loss") is not None and not rise(row, first)[1], rows))
+    words = f"{m.label}: holds to {times(holds[-1], m)}"
+    if len(holds) < len(rows) and rows[-1].get("loss") is not None:
+        words += f", loses {rise(rows[-1], first)[0]:.2f} nats at {times(rows[-1], m)}"
+    controls = controlled(m)
+    if controls and (gain := gain_of(controls[-1]))[0] is not None:
+        error = f" ± {gain[1]:.3f}" if gain[1] is not None else ""
+        words += f"; context beyond 1x worth {gain[0]:.3f}{error} nats at {times(controls[-1], m)}"
+    return f"{words}."
+
+
+def times(row: dict[str, Any], m: LoadedResult) -> str:
+    return f"{row['length'] / (m.training_length or row['length'] or 1):.4g}x"
+
+
+SUMMARY_HEAD = ["model", "attention", "parameters", "training length", "loss at 1x", "longest", "loss there", "gain"]
+
+
+def summary_row(m: LoadedResult) -> list[Cell]:
+    """Of a table of models."""
+    first, last = trained_row(m), m.content[-1] if m.content else None
+    controls = controlled(m)
+    parameters = number_of(m.model, "parameters")
+    return [
+        m.label,
+        str(m.model.get("attention") or ""),
+        f"{parameters / 1e6:.3g}M" if parameters else "",
+        m.training_length,
+        None if first is None else number_of(first, "loss"),
+        "" if last is None else times(last, m),
+        None if last is None else number_of(last, "loss"),
+        gain_of(controls[-1]) if controls else None,
+    ]
 
 
 def loss_points(m: LoadedResult) -> tuple[list[float], list[Number]]:
@@ -234,9 +328,13 @@ def controlled(m: LoadedResult) -> list[dict[str, Any]]:
     return [row for row in m.content if row.get("control") is not None]
 
 
+def gain_of(row: dict[str, Any]) -> tuple[Number, Number]:
+    return number_of(row["control"], "gain"), number_of(row["control"], "standard_error")
+
+
 def gain_series(m: LoadedResult, styles: SeriesStyles) -> Series:
     rows = controlled(m)
-    values, errors = ([number_of(row["control"], name) for row in rows] for name in ("gain", "standard_error"))
+    values, errors = ([gain_of(row)[place] for row in rows] for place in (0, 1))
     return Series(m.label, [row["length"] for row in rows], values, errors, styles.of(m.name))
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from softplus_attention.charts.model import LineChart, Number, Series, shown
+from softplus_attention.charts.model import LineChart, Number, Series
 from softplus_attention.utils.untrusted import mapping, number_of, text_of
 
 LENGTH = "length (tokens)"
@@ -23,6 +23,7 @@ class LoadedResult:
     results: dict[str, Any]
     content: Any  # what the measure's own ``read`` made of ``results``
     group: str = ""  # the folder: what lies in one was measured together
+    model: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -31,6 +32,7 @@ class LoadedResult:
 
 def load(data: dict[str, Any], read: Callable[[dict[str, Any]], Any], group: str = "") -> LoadedResult:
     model, results = mapping(data, "model"), mapping(data, "results")
+    number_of(model, "parameters")
     return LoadedResult(
         text_of(model, "name") or "(no name)",
         number_of(model, "training_length"),
@@ -39,7 +41,32 @@ def load(data: dict[str, Any], read: Callable[[dict[str, Any]], Any], group: str
         results,
         read(results),
         group,
+        model,
     )
+
+
+def data_name(settings: Mapping[str, Any]) -> str:
+    """What was read, in words; nothing where the settings do not say."""
+    data = settings.get("data", settings.get("text"))
+    if not isinstance(data, dict):
+        return ""
+    names = [data.get("data"), data.get("split")] if "data" in data else data.get("text")
+    return ", ".join(str(name).rstrip("/").rpartition("/")[2] for name in names) if isinstance(names, list) else ""
+
+
+def tell_apart(members: Sequence[LoadedResult]) -> list[LoadedResult]:
+    """Results of one model with other settings, or of two by one name, by names that say the difference."""
+    found = []
+    for member in members:
+        others = [other for other in members if other.name == member.name]
+        if len(others) > 1:
+            settings = [flat_settings(other.settings) for other in others]
+            own = flat_settings(member.settings)
+            different = [name for name in own if len({other.get(name) for other in settings}) > 1]
+            words = [f"{name} {own[name]}" for name in different if "fingerprint" not in name and "sha256" not in name]
+            member = replace(member, name=f"{member.name} ({', '.join(words[:2]) or member.model.get('fingerprint')})")
+        found.append(member)
+    return found
 
 
 def base_of(members: Sequence[LoadedResult]) -> float | None:
@@ -62,10 +89,6 @@ def columns_by_length(rows: Sequence[dict[str, Any]], *names: str) -> tuple[list
 def length_names(lengths: Sequence[float], training_length: float | None) -> list[str]:
     """Of the columns of a heat map."""
     return [f"{n}" + (f"\n{n / training_length:g}x" if training_length else "") for n in lengths]
-
-
-def with_error(value: Number, error: Number) -> str:
-    return shown(value) + (f" ± {shown(error)}" if error is not None else "")
 
 
 # What a comparison is about, and what leaves the numbers as they are: no reason to compare with care.

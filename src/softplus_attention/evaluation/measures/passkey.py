@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.charts.model import Block, HeatMap, Number, Series, SeriesStyles
+from softplus_attention.charts.model import Block, HeatMap, HeatMaps, Number, Series, SeriesStyles
 from softplus_attention.evaluation.layers import mean
 from softplus_attention.evaluation.measures.base import (
     CsvTable,
@@ -219,7 +219,8 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
         return [*notes(members)]
     means = [mean_series(m.label, m.content, lengths, styles.of(m.name)) for m in members]
     blocks: list[Block] = [means_chart(f"Passkeys found, by length{folder}", means, base_of(members))]
-    blocks += [depth_map(f"Passkey: {m.label}{folder}", m.content, lengths, m.training_length) for m in members]
+    maps = [(m.label, depth_map(m.label, m.content, lengths, m.training_length)) for m in members]
+    blocks.append(HeatMaps(f"Passkeys found, by depth{folder}", maps, DEPTH_CAPTION))
     return blocks + notes(members)
 
 
@@ -230,6 +231,9 @@ def mean_series(name: str, cells: Cells, lengths: Sequence[int], look: int) -> S
 
 def means_chart(title: str, means: Sequence[Series], base: float | None) -> Block:
     return by_length(title, "accuracy, mean over depths", means, "Exact match of the whole key.", base, y_range=(0, 1))
+
+
+DEPTH_CAPTION = "0% is the beginning of the text, 100% its end."
 
 
 def depth_map(title: str, cells: Cells, lengths: Sequence[int], training_length: float | None) -> HeatMap:
@@ -244,7 +248,6 @@ def depth_map(title: str, cells: Cells, lengths: Sequence[int], training_length:
         "accuracy",
         0,
         1,
-        "0% is the beginning of the text, 100% its end.",
         percent=True,
     )
 

@@ -76,7 +76,6 @@ function lineChart(holder, figure) {
   const legend = make('ul', { class: 'legend' });
   const reading = make('p', { class: 'reading', 'aria-live': 'polite' });
   holder.append(plot, legend, reading);
-  reading.textContent = 'Point at the figure, or use the arrow keys on it, to read values.';
   if (!places.length) {
     reading.textContent = 'There are no numbers to draw.';
     return;
@@ -282,7 +281,6 @@ function heatMap(holder, figure) {
   }
   const ends = [figure.low, figure.high].map((value) => shown(value, figure.percent));
   const legend = make('div', { class: 'ramp' }, ends[0], ramp, `${ends[1]} ${figure.value_label}`);
-  reading.textContent = 'Point at a cell, or use the arrow keys, to read it.';
   holder.append(plot, legend, reading);
   const chosen = { row: 0, column: 0 };
   const longestCell = Math.max(1, ...figure.values.flat().map((value) => cellText(value).length));

@@ -1,0 +1,36 @@
+"""The top of a report: a verdict of each model, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from softplus_attention.charts.model import Table
+from softplus_attention.evaluation.measures import lengths
+from softplus_attention.evaluation.measures.loaded import LoadedResult
+from softplus_attention.report.discovery import ResultSet
+from softplus_attention.report.sections import Section
+
+MOST_VERDICTS = 12
+CAPTION = (
+    "Losses in nats. A model holds as far as its loss is not above that at 1x, by 0.01 or by two standard errors; the "
+    "gain is what the context beyond 1x is worth at the longest length."
+)
+
+
+def summary(members: Sequence[LoadedResult]) -> Section:
+    verdicts = [words for m in members if (words := lengths.verdict(m))]
+    rows = [lengths.summary_row(m) for m in members if m.content]
+    table = [Table("Models", lengths.SUMMARY_HEAD, rows, CAPTION)] if rows else []
+    return Section("Summary", [*(verdicts if len(verdicts) <= MOST_VERDICTS else []), *table])
+
+
+def dates(found: ResultSet) -> str:
+    """When the results were made, as far as they say it."""
+    made = [
+        result.data.get("made") if isinstance(result.data.get("made"), dict) else result.data
+        for result in found.results
+    ]
+    days = sorted(str(each["date"])[:10] for each in made if each and each.get("date"))
+    if not days:
+        return ""
+    return f", measured on {days[0]}" if days[0] == days[-1] else f", measured from {days[0]} to {days[-1]}"
