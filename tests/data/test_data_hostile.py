@@ -18,7 +18,7 @@ import zstandard
 
 from softplus_attention.cli import main
 from softplus_attention.data import DataError, PackedTokens, TokenDataset, prepare
-from softplus_attention.utils.files import sha256
+from softplus_attention.utils.untrusted import sha256
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

@@ -179,7 +179,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         ),
         (["passkey", "lssar/model", "--form", "compact"], "hides the key in ordinary text"),
         (["passkey", "lssar/model", "--form", "poem"], "one of sentences, compact"),
-        (["maps", "lssar/model", "--file", "none"], "a readable UTF-8 file"),
+        (["maps", "lssar/model", "--file", "none"], "--file none: no such file"),
         (["synthetic", "nothing"], "no attention is named 'nothing'"),
         (["synthetic", "lssar", "--task", "sort"], "`--task` must be of recall, copy, flip-flop, got sort"),
         (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of mixed, rotary"),

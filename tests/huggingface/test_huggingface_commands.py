@@ -79,7 +79,7 @@ class TestConvert:
             (["{}/llama", "--output", "{}/llama"], "`--output` must be a folder that does not exist yet"),
             (["{}/llama", "--output", "{}/new", "--attention", "lsar"], "no attention is named 'lsar'"),
             (["{}/none", "--output", "{}/new"], "`model` must be a folder with config.json"),
-            (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "`--text` must be a readable UTF-8 file"),
+            (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "no such file or directory"),
             (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`--power` must be a number >= 1"),
             (
                 ["{}/llama", "--output", "{}/new", "--power", "log:0"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from softplus_attention.cli.options import add_trust
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
+from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -95,11 +96,7 @@ def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
     """(sequences, length): the file's tokens, what does not fill a sequence left out, unless it is all there is."""
     import torch
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fail("--text", "a readable UTF-8 file", f"{str(path)!r}: {error}")
-    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    tokens = torch.tensor(tokenizer(read_option("--text", path))["input_ids"])
     if len(tokens) < 2:
         fail("--text", "a file of at least 2 tokens", f"{len(tokens)}")
     if len(tokens) < length:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from softplus_attention.utils.files import write_csv, write_json, write_whole
 from softplus_attention.utils.progress import Progress
+from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def clear(folder: Path) -> None:
 def is_demo_data(folder: Path) -> bool:
     """Whether ``folder`` / data was prepared from the text of a demo."""
     try:
-        sources = json.loads((folder / "data" / "index.json").read_text())["plan"]["sources"]
+        sources = read_json(folder / "data" / "index.json")["plan"]["sources"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
     return [Path(source).name for source in sources] == [text_of(folder).name]

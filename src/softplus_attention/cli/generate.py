@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from softplus_attention.cli.options import add_trust
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
+from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
     quiet()
     check_device(options.device)
-    prompt = options.prompt if options.prompt is not None else read(options.prompt_file)
+    prompt = options.prompt if options.prompt is not None else read_option("--prompt-file", options.prompt_file)
     trust = options.trust_remote_code
     model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
     refuse_foresight("--model", model, torch.arange(4, device=model.device)[None])
@@ -129,13 +130,6 @@ def report(prompt: int, new: int, streamer: Any, model: Any) -> str:
     if trained and prompt + new > trained:
         line += f"; {(prompt + new) / trained:.1f} times the training length of {trained}"
     return line + "]"
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        fail("--prompt-file", "a readable UTF-8 file", f"{str(path)!r}: {error}")
 
 
 def check_options(options: argparse.Namespace) -> None:

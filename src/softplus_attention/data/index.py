@@ -13,7 +13,7 @@ import numpy as np
 from softplus_attention.data import DataError
 from softplus_attention.data.options import TOKEN_DTYPES, escaped, flag
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.files import sha256
+from softplus_attention.utils.untrusted import sha256
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention tokens"
@@ -127,10 +127,10 @@ class Index:
         """The numbers of a file, read where they are wanted."""
         path = self.check_size(record)
         try:
-            found = np.lib.format.open_memmap(path, mode="r")
+            found = untrusted.mapped_array(path)
             check((found.dtype, found.shape) == (dtype, (length,)), f"{found.dtype} {found.shape}")
-        except (OSError, ValueError, TypeError, SyntaxError, OverflowError) as error:
-            reason = str(error).splitlines()[0]
+        except ValueError as error:
+            reason = error.reason if isinstance(error, untrusted.UntrustedFileError) else str(error)
             raise DataError(f"{path} is not what was written there ({reason}): {self.remedy()}") from None
         return found
 

@@ -40,7 +40,8 @@ from softplus_attention.data.shards import (
 from softplus_attention.data.sources import Source, find
 from softplus_attention.data.token_files import TokenFile
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.files import FULL, LockedError, lock, remove_temporary, sha256, write_json
+from softplus_attention.utils.files import FULL, LockedError, lock, remove_temporary, write_json
+from softplus_attention.utils.untrusted import sha256
 from softplus_attention.validation import fail
 
 PLAN = "plan.json"

@@ -13,8 +13,6 @@ import os
 import signal
 import threading
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +25,7 @@ from softplus_attention.data import DataError
 from softplus_attention.data.index import SPLITS, file_record
 from softplus_attention.data.sources import Document
 from softplus_attention.data.tokenizer import Encoder
-from softplus_attention.utils.files import replacing
+from softplus_attention.utils import files, untrusted
 
 STATE = "assembled.npz"
 COUNTS = ("records", "documents", "empty", "bytes", "forced_cuts", "crlf")
@@ -47,7 +45,7 @@ def write_array(path: Path, parts: list[Array], dtype: np.dtype[Any]) -> dict[st
     )
     digest = hashlib.sha256(head.getvalue())
     size = len(head.getvalue()) + length * dtype.itemsize
-    with replacing(path) as file:
+    with files.replacing(path) as file:
         file.write(head.getvalue())
         for part in parts:
             raw = np.ascontiguousarray(part, dtype).view(np.uint8).data
@@ -66,16 +64,14 @@ def is_begun(work: Path) -> bool:
 
 
 def write_arrays(path: Path, meta: dict[str, Any], arrays: dict[str, Array]) -> None:
-    with replacing(path) as file:
-        np.savez(file, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+    files.write_arrays(path, {"meta": np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays})
 
 
 def read_arrays(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     try:
-        with np.load(path) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        return json.loads(arrays.pop("meta").tobytes()), arrays
-    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+        arrays = untrusted.read_arrays(path)
+        return untrusted.parse_json(path, arrays.pop("meta").tobytes()), arrays
+    except (ValueError, KeyError) as error:
         raise DataError(f"{path} is damaged ({error}): delete {path.parent.parent} and start again") from None
 
 

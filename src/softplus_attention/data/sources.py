@@ -24,6 +24,7 @@ import numpy as np
 from softplus_attention.data import DataError
 from softplus_attention.data.builtin import builtin_text
 from softplus_attention.data.options import PrepareOptions
+from softplus_attention.utils.untrusted import open_regular
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def file_source(path: Path, options: PrepareOptions) -> Source:
 
 def file_identity(path: Path) -> str:
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.sha256(file.read(FINGERPRINT))
         file.seek(max(0, size - FINGERPRINT))
         digest.update(file.read(FINGERPRINT))
@@ -186,7 +187,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
         damage = (*damage, zstandard.ZstdError)
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             yield decompressed(path, raw)
     except damage as error:
         raise DataError(f"{path} is cut off or damaged ({error}): fetch or compress it again") from error

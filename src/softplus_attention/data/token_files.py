@@ -11,6 +11,7 @@ import numpy as np
 from softplus_attention.data import DataError
 from softplus_attention.data.options import PrepareOptions
 from softplus_attention.data.sources import FileSource, Position
+from softplus_attention.utils.untrusted import mapped_array
 from softplus_attention.validation import fail
 
 # llm.c and modded-nanogpt: 256 int32, first the magic number, the version and the number of tokens.
@@ -85,8 +86,8 @@ class TokenFile(FileSource):
 
     def mapped_array(self) -> np.ndarray[Any, Any]:
         try:
-            tokens = np.load(self.path, mmap_mode="r")
-        except (ValueError, OSError) as error:
+            tokens = mapped_array(self.path)
+        except ValueError as error:
             raise DataError(f"{self.name} is no .npy file, or cut off ({error}): write it again") from error
         if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
             fail("SOURCE", "1-D arrays of uint16 or uint32", f"{self.name}: {tokens.dtype} {tokens.shape}", DataError)

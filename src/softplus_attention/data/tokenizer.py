@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from softplus_attention.data import DataError
 from softplus_attention.utils.files import replacing, write_json
+from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import fail
 
 END = "<|endoftext|>"
@@ -140,7 +141,7 @@ def save(tokenizer: Tokenizer, folder: Path, end: str) -> None:
 
 
 def saved_end(folder: Path) -> str:
-    return json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
+    return read_json(folder / "tokenizer_config.json")["eos_token"]
 
 
 class Encoder:

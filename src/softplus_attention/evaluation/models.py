@@ -15,10 +15,11 @@ from transformers import AutoConfig
 from softplus_attention.attentions.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
 from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import load, load_weights, require
+from softplus_attention.huggingface.loading import LARGEST_JSON, load, load_weights, require
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, constant_power
+from softplus_attention.utils import untrusted
 from softplus_attention.utils.device import device_of
 from softplus_attention.validation import fail
 
@@ -148,10 +149,9 @@ def fingerprint(source: str) -> str:
     folder = Path(source)
     if not folder.is_dir():
         return hashlib.sha256(source.encode()).hexdigest()[:16]
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(untrusted.read_bytes(folder / "config.json", LARGEST_JSON))
     for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        digest.update(path.name.encode() + bytes.fromhex(untrusted.sha256(path)))
     return digest.hexdigest()[:16]
 
 

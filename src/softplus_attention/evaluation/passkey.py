@@ -16,6 +16,7 @@ from torch import Tensor
 
 from softplus_attention.evaluation.memory import in_batches
 from softplus_attention.utils.files import replacing
+from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import fail
 
 KEY = "{key}"
@@ -88,7 +89,7 @@ def prompt_of(form: str, file: Path | None = None, digits: int | None = None) ->
     if file is not None:
         known = [field.name for field in dataclasses.fields(PasskeyPrompt)]
         try:
-            given = json.loads(file.read_text())
+            given = read_json(file)
         except (OSError, ValueError) as error:
             fail("--prompt", "a readable JSON file", f"{str(file)!r}: {error}")
         if not isinstance(given, dict) or set(given) - set(known):

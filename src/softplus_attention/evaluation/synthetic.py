@@ -32,7 +32,7 @@ from softplus_attention.training.metrics import METRICS
 from softplus_attention.training.run import fit, model_config, trainer_of, training_arguments
 from softplus_attention.training.run_folder import RunFolder
 from softplus_attention.utils.files import write_whole
-from softplus_attention.utils.untrusted import read_json
+from softplus_attention.utils.untrusted import read_json, read_json_lines
 from softplus_attention.validation import fail
 
 # Streams that never meet: what is tested was not trained on.
@@ -268,7 +268,7 @@ def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
     fit(run, trainer, checkpoint)
     seconds = time.perf_counter() - started
     run.save(lambda place: save_trained(trainer.model, place))
-    losses = [json.loads(line) for line in (run.path / METRICS).read_text().splitlines()]
+    losses = read_json_lines(run.path / METRICS)
     final = next((entry["loss"] for entry in reversed(losses) if "loss" in entry), None)
     found = {"length": config.sequence_length, "steps": config.steps, "final_loss": final, "seconds": round(seconds, 1)}
     found |= {"steps_in_that_time": config.steps - step}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import time
-import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import numpy as np
 
 from softplus_attention.physics.presets import Experiment
 from softplus_attention.training import distributed
-from softplus_attention.utils import files
+from softplus_attention.utils import files, untrusted
 from softplus_attention.validation import fail
 
 STAGES = ("pretrain", "probe", "tune", "long", "laws", "figures")
@@ -34,7 +32,7 @@ def write_json(path: Path, content: Any) -> None:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return untrusted.read_json(path)
     except ValueError as error:
         fail("--output", DAMAGED, f"{path}: {error}")
 
@@ -46,18 +44,16 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
         name: np.asarray(values, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int32)
         for name, values in arrays.items()
     }
-    with files.replacing(path) as file:
-        np.savez_compressed(file, **small)
+    files.write_arrays(path, small, compress=True)
 
 
 def read_arrays(path: Path) -> dict[str, Any]:
     try:
-        with np.load(path) as stored:
-            return {
-                name: stored[name].astype(np.float64 if stored[name].dtype.kind == "f" else np.int64)
-                for name in stored.files
-            }
-    except (ValueError, zipfile.BadZipFile, zlib.error) as error:
+        return {
+            name: values.astype(np.float64 if values.dtype.kind == "f" else np.int64)
+            for name, values in untrusted.read_arrays(path).items()
+        }
+    except ValueError as error:
         fail("--output", DAMAGED, f"{path}: {str(error).splitlines()[0]}")
 
 

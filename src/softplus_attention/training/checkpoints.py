@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -39,8 +37,8 @@ from transformers import TrainerState
 from softplus_attention.training import distributed
 from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
 from softplus_attention.training.errors import CheckpointRefused, RunStopped
-from softplus_attention.utils.files import is_disk_full
-from softplus_attention.utils.untrusted import read_json
+from softplus_attention.utils.files import is_disk_full, write_json
+from softplus_attention.utils.untrusted import read_json, sha256
 
 MANIFEST = "manifest.json"
 STATE = "state"
@@ -67,11 +65,6 @@ def step_of(checkpoint: Path) -> int:
     match = NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def flush(path: Path) -> None:
@@ -161,7 +154,7 @@ def sums_of_share(partial: Path) -> dict[str, Any]:
         if int(writer[1] if writer else 0) != distributed.rank():
             continue
         flush(path)
-        sums[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        sums[str(path.relative_to(partial))] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     return sums
 
 
@@ -169,8 +162,7 @@ def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
     """The manifest, and the name by which the folder is a checkpoint."""
     files = {name: written for share in sums for name, written in share.items()}
     manifest = partial / MANIFEST
-    manifest.write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n")
-    flush(manifest)
+    write_json(manifest, {"files": dict(sorted(files.items()))})
     for folder in {path.parent for path in files_in(partial)} | {partial}:
         flush(folder)
     shutil.rmtree(final, ignore_errors=True)
@@ -222,7 +214,7 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} is not a regular file"
             if path.stat().st_size != written["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes of {written['bytes']}"
-            if digest(path) != written["sha256"]:
+            if sha256(path) != written["sha256"]:
                 return f"{name} is not what was written"
         others = sorted(there - {*files, MANIFEST})
         if others:

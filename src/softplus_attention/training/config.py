@@ -21,8 +21,10 @@ from softplus_attention.training.distributed import PARALLEL
 from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
+from softplus_attention.utils.untrusted import MIB, read_text
 from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail
 
+LARGEST_CONFIG = 16 * MIB
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -322,7 +324,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """The settings of a .json or .yaml file; the keys are the options, with - or _."""
     path = Path(path)
     try:
-        text = path.read_text()
+        text = read_text(path, LARGEST_CONFIG)
     except OSError as error:
         raise ValueError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     try:

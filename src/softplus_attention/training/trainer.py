@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import threading
@@ -30,6 +29,7 @@ from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import Throughput
 from softplus_attention.training.optimizers import optimizer_of
 from softplus_attention.training.schedules import PowerSchedule
+from softplus_attention.utils.files import write_json
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -212,7 +212,7 @@ class SoftplusTrainer(Trainer):
             "pending_losses": pending,
             "last_logged_step": self._globalstep_last_logged,
         }
-        (folder / POSITION).write_text(json.dumps(position, indent=1) + "\n")
+        write_json(folder / POSITION, position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Weights come with the optimizer's state, once the model is as it will be trained."""

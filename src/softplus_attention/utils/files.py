@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -84,6 +83,14 @@ def write_json(path: Path, data: object) -> None:
         file.write(json_bytes(data))
 
 
+def write_arrays(path: Path, arrays: Mapping[str, Any], compress: bool = False) -> None:
+    """A .npz file."""
+    import numpy as np
+
+    with replacing(path) as file:
+        (np.savez_compressed if compress else np.savez)(file, **arrays)
+
+
 def clean_text(text: str) -> str:
     return UNPRINTABLE.sub("\ufffd", text)
 
@@ -109,11 +116,6 @@ def plain_cell(value: Any) -> Any:
 def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
     write_whole(path, csv_text(head, rows))
     return path
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove_temporary(folder: Path) -> None:

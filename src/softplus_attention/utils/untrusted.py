@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import re
 import stat
+import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 MIB = 1 << 20
+LARGEST_TEXT = 1024 * MIB
+DAMAGED_ARRAYS = (ValueError, KeyError, TypeError, AttributeError, EOFError, SyntaxError, OverflowError, RuntimeError)
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 DEEPEST_JSON = 64
 MOST_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
@@ -37,17 +48,28 @@ def check_plain_name(path: Path, name: str) -> str:
     return name
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """The whole file, which may be a link. Never waits for a FIFO, and opens no device."""
+def open_regular(path: Path) -> io.BufferedReader:
+    """The file, which may be a link, to be read. Never waits for a FIFO, and opens no device."""
     check_regular(path)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb")
     # Between the two looks another file can take the name.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise UntrustedFileError(path, "not a regular file")
-        if found.st_size > limit:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UntrustedFileError(path, "not a regular file")
+    return file
+
+
+def sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
             raise UntrustedFileError(path, f"larger than {limit / MIB:g} MiB")
-        return file.read(found.st_size)
+        return file.read(size)
 
 
 def read_text(path: Path, limit: int) -> str:
@@ -55,6 +77,43 @@ def read_text(path: Path, limit: int) -> str:
         return read_bytes(path, limit).decode()
     except UnicodeDecodeError as error:
         raise UntrustedFileError(path, f"not UTF-8: {error}") from None
+
+
+def read_option(option: str, path: Path) -> str:
+    """The text of a file that the user names in an option."""
+    try:
+        return read_text(path, LARGEST_TEXT)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {(error.strerror or str(error)).lower()}") from None
+    except UntrustedFileError as error:
+        raise ValueError(f"{option} {error}") from None
+
+
+def mapped_array(path: Path) -> Array:
+    """A .npy file of numbers, read where they are wanted."""
+    import numpy as np
+
+    check_regular(path)
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, TypeError, SyntaxError, OverflowError) as error:
+        raise UntrustedFileError(path, str(error).splitlines()[0]) from None
+
+
+def read_arrays(path: Path, limit: int = 1 << 40) -> dict[str, Array]:
+    """A .npz file of numbers. ``limit``: bytes of what is packed in it, which a few bytes of the file may stand for."""
+    import numpy as np
+
+    try:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as stored:
+            if sum(entry.file_size for entry in stored.zip.infolist()) > limit:
+                raise UntrustedFileError(path, f"unpacked larger than {limit / MIB:g} MiB")
+            return {name: stored[name] for name in stored.files}
+    except UntrustedFileError:
+        raise
+    # A made-up header or archive can fail in many ways.
+    except (*DAMAGED_ARRAYS, zipfile.BadZipFile, zlib.error) as error:
+        raise UntrustedFileError(path, f"no arrays: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_json(path: Path, limit: int = 64 * MIB) -> Any:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from softplus_attention.evaluation.harness import ruler
-from softplus_attention.utils.files import sha256
+from softplus_attention.utils.files import write_json
+from softplus_attention.utils.untrusted import open_regular, read_json, sha256
 from softplus_attention.validation import fail
 
 OUR_TASKS = Path(__file__).parent / "yaml"
@@ -89,7 +90,7 @@ def described_folder(folder: Path) -> dict[str, str]:
     """Of a folder of YAML files and what they import."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml", ".py")):
-        digest.update(str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest())
+        digest.update(str(path.relative_to(folder)).encode() + bytes.fromhex(sha256(path)))
     return {"path": str(folder), "sha256": digest.hexdigest()}
 
 
@@ -172,7 +173,7 @@ def ruler_texts(folder: Path, names: Sequence[str]) -> ruler.Texts:
 
 def check_questions(path: Path, source: str) -> None:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = read_json(path, ruler.LARGEST)
         questions, _ = ruler.questions_of(source, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fail(str(path), f"in the form of the public {source} file", f"{type(error).__name__}: {error}")
@@ -202,7 +203,7 @@ def records_of(path: Path, expected: str) -> Iterable[Any]:
         # One schema holds for every row.
         yield from [dict.fromkeys(whole.schema_arrow.names)] if whole.metadata.num_rows else []
         return
-    with path.open(encoding="utf-8") as lines:
+    with open_regular(path) as lines:
         for count, line in enumerate((line for line in lines if line.strip()), 1):
             try:
                 yield json.loads(line)
@@ -270,7 +271,7 @@ def write_overrides(folder: Path, data: Sequence[LocalData]) -> None:
             "test_split": split_name(local, local.evaluated),
             "fewshot_split": examples,
         }
-        (folder / f"{local.task}.yaml").write_text(json.dumps(word, indent=1))
+        write_json(folder / f"{local.task}.yaml", word)
     for group in dict.fromkeys(local.group for local in data if local.group):
         word = {
             "group": group,
@@ -278,7 +279,7 @@ def write_overrides(folder: Path, data: Sequence[LocalData]) -> None:
             "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
             "metadata": {"version": 2},
         }
-        (folder / f"{group}.yaml").write_text(json.dumps(word, indent=1))
+        write_json(folder / f"{group}.yaml", word)
 
 
 def split_name(local: LocalData, split: str) -> str:

@@ -17,6 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from softplus_attention.utils.files import write_whole
+from softplus_attention.utils.untrusted import MIB, read_json, read_json_lines
+
+LARGEST = 1024 * MIB
 PARTS = {
     "niah_single_1": "niah_single_1",
     "niah_single_2": "niah_single_2",
@@ -72,7 +76,8 @@ def write_overrides(folder: Path, built_in: Path, parts: Sequence[str], texts: T
         word = {"include": str(built_in / f"{PARTS[part]}.yaml"), "task": part, "dataset_kwargs": made}
         # A tag is the one thing here that JSON has no form for.
         function = f'"custom_dataset": !function {__name__}.texts_of'
-        (folder / f"{part}.yaml").write_text(json.dumps(word, indent=1).rstrip("}").rstrip() + f",\n {function}\n}}\n")
+        text = json.dumps(word, indent=1).rstrip("}").rstrip() + f",\n {function}\n}}\n"
+        write_whole(folder / f"{part}.yaml", text)
 
 
 def texts_of(
@@ -132,8 +137,7 @@ def needles(part: str, samples: int, essays: str | None, words: Mapping[str, Any
 
 def essay_words(path: Path) -> list[str]:
     """As the harness has the essays of the hub: one list of words."""
-    with path.open(encoding="utf-8") as lines:
-        essays = [json.loads(line)["text"] for line in lines if line.strip()]
+    essays = [record["text"] for record in read_json_lines(path, LARGEST)]
     return re.sub(r"\s+", " ", " ".join(essays)).strip().split(" ")
 
 
@@ -208,9 +212,7 @@ def questions(part: str, samples: int, path: str | None, words: Mapping[str, Any
 
     source = "squad" if part == "ruler_qa_squad" else "hotpotqa"
     read = getattr(qa_utils, f"read_{source}")
-    asked, documents = (
-        read() if path is None else questions_of(source, json.loads(Path(path).read_text(encoding="utf-8")))
-    )
+    asked, documents = read() if path is None else questions_of(source, read_json(Path(path), LARGEST))
     generate, one_text = qa_utils.generate_samples, qa_utils.generate_input_output
 
     def some(**given: Any) -> Any:

@@ -22,7 +22,7 @@ from softplus_attention.evaluation.measures.base import (
 )
 from softplus_attention.evaluation.measures.loaded import LoadedResult
 from softplus_attention.utils.results import ResultFile
-from softplus_attention.utils.untrusted import UnreadableError, count_of, number, rows_of, text_of, typed
+from softplus_attention.utils.untrusted import UnreadableError, count_of, number, read_option, rows_of, text_of, typed
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -39,20 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Outcome:
     check_at_least(options, map_size=2)
-    text = options.text if options.file is None else read_text(options.file)
+    text = options.text if options.file is None else read_option("--file", options.file)
     specs, training_length = resolve_models(options)
 
     def measure(loaded: LoadedModel) -> Result:
         return measure_maps(loaded, tokenizer_for(options, loaded), text, options.output, size=options.map_size)
 
     return measure_each(options, specs, training_length, measure)
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        fail("--file", "a readable UTF-8 file", f"{str(path)!r}: {error}")
 
 
 def measure_maps(loaded: LoadedModel, tokenizer: Any, text: str, folder: Path | None, *, size: int = 64) -> Result:
