@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from softplus_attention.extend.measuring import TARGETS, ask, context_losses
+from softplus_attention.extend.measuring import TARGETS, ask, context_losses, time_decode
 from softplus_attention.extend.methods import apply_method, parse_method
 from softplus_attention.extend.needles import FORMS, make_haystack
 from softplus_attention.extend.ranking import Ranking
@@ -59,8 +59,9 @@ def main() -> None:
         own = found["methods"].setdefault(name, {"loss": {}, "needles": {}, "cache_bytes": {}, "seconds": {}})
         changed = apply_method(model, method, ranking)
         for length in lengths:
-            for kind, work in (("loss", losses), ("needles", needles)):
-                if str(length) in own[kind] or (kind == "needles" and not options.haystacks):
+            for kind, work in (("loss", losses), ("needles", needles), ("speed", speed)):
+                wanted = {"loss": True, "needles": options.haystacks > 0, "speed": length in options.speed}[kind]
+                if not wanted or str(length) in own.setdefault(kind, {}):
                     continue
                 if options.time_limit and time.monotonic() - begun > options.time_limit:
                     print(f"stopped at --time-limit {options.time_limit} s; the same command goes on", flush=True)
@@ -88,6 +89,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="at most so many (default: all)")
     parser.add_argument("--haystacks", type=int, default=12, help="at each length")
     parser.add_argument("--needles", type=int, default=2, help="in each haystack, each asked for")
+    parser.add_argument("--speed", nargs="*", type=int, default=[], help="of --lengths: prefill and decode are timed")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -129,6 +131,17 @@ def needles(model: Any, documents: Any, length: int, lengths: list[int], own: An
         answers.append({"form": form, "depths": [round(depth, 3) for depth in depths], "found": found})
         own["cache_bytes"][str(length)] = size
     own["needles"][str(length)] = answers
+
+
+def speed(model: Any, documents: Any, length: int, lengths: list[int], own: Any, options: Any, encode: Any) -> None:
+    ids = documents[0][2][:length]
+    if on_gpu := model.device.type == "cuda":
+        time_decode(model, ids, 4)
+        torch.cuda.reset_peak_memory_stats()
+    prefill, decode = time_decode(model, ids, 32)
+    own["speed"][str(length)] = {"prefill_seconds": round(prefill, 4), "tokens_per_second": round(decode, 2)}
+    if on_gpu:
+        own["speed"][str(length)]["peak_bytes"] = torch.cuda.max_memory_allocated()
 
 
 def line(name: str, own: dict[str, Any], lengths: list[int]) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from extend_cases import TEXT, encode, tiny_model
@@ -37,7 +41,7 @@ def test_haystacks_that_cannot_be_made() -> None:
 
 def test_scores_match_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    begin = int(torch.randint(len(TEXT) - 260 + 1, (1,), generator=torch.Generator().manual_seed(0)))
+    begin = random.Random("0 0").randrange(len(TEXT) - 260 + 1)
     depth = 0.5 * (1 - 1.5 * 20 / 260)
     hay = make_haystack(encode, TEXT[begin : begin + 260], 260, "passkey", [depth], 0)
     monkeypatch.setattr(ranking, "GATES", (0.3,))
@@ -94,3 +98,11 @@ def test_texts_that_cannot_rank() -> None:
         rank_heads(tiny_model(), encode, [TEXT[:100]], SETTINGS)
     with pytest.raises(ValueError, match="`ranking length` must be at most the trained 128"):
         rank_heads(tiny_model(max_position_embeddings=128), encode, [TEXT], SETTINGS)
+
+
+def test_goes_on_where_it_stopped() -> None:
+    model, settings = tiny_model(), replace(SETTINGS, prompts=3)
+    steps: list[list[Any]] = []
+    whole = rank_heads(model, encode, [TEXT], settings, progress=lambda done: steps.append(list(done)))
+    assert [len(done) for done in steps] == [1, 2, 3]
+    assert rank_heads(model, encode, [TEXT], settings, done=steps[1]) == whole

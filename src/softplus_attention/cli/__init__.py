@@ -36,7 +36,9 @@ EXTRAS = {
 
 
 # In the order of --help. A command's module holds its options; what it runs with is imported when it runs.
-COMMANDS = ("demo", "data", "train", "evaluate", "report", "convert", "generate", "newton", "bench", "plan", "info")
+COMMANDS = (
+    "demo", "data", "train", "evaluate", "report", "convert", "extend", "generate", "newton", "bench", "plan", "info",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,26 @@ def ask(model: Any, haystack: Haystack, at_once: int = 1) -> tuple[list[bool], i
         logits = model(torch.tensor(rows, device=model.device), past_key_values=own, use_cache=True).logits
         found += [is_found(one, question) for one, question in zip(logits, asked, strict=True)]
     return found, cache_bytes(cache)
+
+
+@torch.inference_mode()
+def time_decode(model: Any, ids: Sequence[int], steps: int) -> tuple[float, float]:
+    """Seconds of the prefill, and tokens per second of the steps after it."""
+    device, begun = model.device, time.perf_counter()
+    found = model(torch.tensor([list(ids)], device=device), use_cache=True, logits_to_keep=1)
+    wait(device)
+    prefill = time.perf_counter() - begun
+    cache, token = found.past_key_values, found.logits[:, -1:].argmax(-1)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    wait(device)
+    return prefill, steps / (time.perf_counter() - begun)
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def is_found(logits: Tensor, question: Question) -> bool:

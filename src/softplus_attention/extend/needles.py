@@ -57,9 +57,15 @@ class Haystack:
 
 
 def make_haystack(
-    encode: Encode, filler: Sequence[int], length: int, form: str, depths: Sequence[float], seed: int
+    encode: Encode,
+    filler: Sequence[int],
+    length: int,
+    form: str,
+    depths: Sequence[float],
+    seed: int,
+    start: Sequence[int] = (),
 ) -> Haystack:
-    """A haystack with a needle at each of ``depths``; with any one of the questions behind it at most ``length``."""
+    """``start`` and text with a needle at each of ``depths``; with a question it is at most ``length`` tokens."""
     if len(depths) > len(NAMES):
         fail("depths", f"at most {len(NAMES)}", len(depths))
     chance = random.Random(f"{seed} {form} {length}")
@@ -70,12 +76,12 @@ def make_haystack(
     for name, key in zip(names, keys, strict=True):
         needles.append(encode(texts.needle.format(name=name, key=key)))
         asked.append((encode(texts.question.format(name=name)), encode(texts.answer.format(key=key))))
-    room = length - sum(map(len, needles)) - max(len(question) + len(answer) for question, answer in asked)
+    room = length - len(start) - sum(map(len, needles)) - max(len(question) + len(answer) for question, answer in asked)
     if room < 0:
         fail("length", f"at least {length - room} tokens, for {len(depths)} needles", length)
     if len(filler) < room:
         fail("filler", f"at least {room} tokens of text", len(filler))
-    ids: list[int] = []
+    ids = [*start]
     spans, taken = [], 0
     for depth, needle in sorted(zip(depths, needles, strict=True), key=lambda pair: pair[0]):
         place = round(depth * room)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -146,30 +147,34 @@ def rank_heads(
     encode: Encode,
     documents: Sequence[Sequence[int]],
     settings: RankingSettings,
-    progress: Callable[[int, int], None] | None = None,
+    *,
+    start: Sequence[int] = (),
+    done: Sequence[dict[str, Scores]] = (),
+    progress: Callable[[list[dict[str, Scores]]], None] | None = None,
 ) -> Ranking:
-    """``documents`` are tokens of ordinary text, of which prompts are cut."""
-    length = settings.length
-    if length > model.config.max_position_embeddings:
-        fail("ranking length", f"at most the trained {model.config.max_position_embeddings}", length)
+    """``documents`` are tokens of ordinary text, of which prompts are cut, ``start`` before each. ``progress`` is given
+    the scores of each prompt so far, from which a later call goes on as ``done``."""
+    length, trained = settings.length, model.config.max_position_embeddings
+    if length > trained:
+        fail("ranking length", f"at most the trained {trained}", length)
     texts = [list(one) for one in documents if len(one) >= length]
     if not texts:
         fail("text", f"a document of at least {length} tokens, to rank heads by", max(map(len, documents), default=0))
-    found: dict[str, list[Tensor]] = {name: [] for name in MEASURES}
-    generator = torch.Generator().manual_seed(settings.seed)
-    forms = list(FORMS)
-    for number in range(settings.prompts):
+    found, forms = list(done), list(FORMS)
+    for number in range(len(found), settings.prompts):
         text = texts[number % len(texts)]
-        begin = int(torch.randint(len(text) - length + 1, (1,), generator=generator))
+        begin = random.Random(f"{settings.seed} {number}").randrange(len(text) - length + 1)
         # The last of the text is left without needles, so that each lies beyond the window.
         depth = (number + 0.5) / settings.prompts * (1 - 1.5 * settings.window / length)
-        stretch = text[begin : begin + length]
-        hay = make_haystack(encode, stretch, length, forms[number % len(forms)], [depth], settings.seed + number)
+        stretch, form = text[begin : begin + length], forms[number % len(forms)]
+        hay = make_haystack(encode, stretch, length, form, [depth], settings.seed + number, start)
+        looks: dict[str, list[Tensor]] = {}
         for name, scores in look_into(model, hay, settings):
-            found[name].append(scores)
+            looks.setdefault(name, []).append(scores.float())
+        found.append({name: torch.stack(scores).mean(0).tolist() for name, scores in looks.items()})
         if progress is not None:
-            progress(number + 1, settings.prompts)
-    return Ranking({name: torch.stack(scores).mean(0).tolist() for name, scores in found.items()})
+            progress(found)
+    return Ranking({name: torch.tensor([one[name] for one in found]).mean(0).tolist() for name in MEASURES})
 
 
 def look_into(model: Any, hay: Haystack, settings: RankingSettings) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,312 @@
+"""``softplus-attention extend``: ranks the heads of a pretrained model, writes the extended one, measures both.
+
+What is done is kept in ``extend.json`` of the output, from which the same request goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from softplus_attention.data.builtin import builtin_text
+from softplus_attention.extend.card import PICTURE, describe, heads_pictures, results_table, write_card
+from softplus_attention.extend.measuring import TARGETS, ask, context_losses, time_decode
+from softplus_attention.extend.methods import Method, apply_method, extension_of, trained_length
+from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
+from softplus_attention.extend.ranking import Ranking, RankingSettings, rank_heads
+from softplus_attention.huggingface.extension.modeling import HOSTS
+from softplus_attention.huggingface.loading import load, load_tokenizer, load_weights, require
+from softplus_attention.huggingface.saving import save_trained
+from softplus_attention.utils import provenance, untrusted
+from softplus_attention.utils.files import write_json
+from softplus_attention.utils.progress import Progress, format_duration
+from softplus_attention.validation import fail
+
+STATE = "extend.json"
+FORMAT = "softplus-attention extension"
+MOST_STATE = 16 * untrusted.MIB
+LETTERS_PER_TOKEN = 8  # no fewer tokens come of so many letters of ordinary text, in any vocabulary that is met
+DECODE_STEPS = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """What decides the result; ``method`` names the rest of it."""
+
+    model: str
+    to: int
+    method: Method
+    name: str
+    budget: float | None  # share of the original's cache: heads as many as fit
+    text: tuple[str, ...]
+    measure: tuple[int, ...]
+    documents: int
+    ranking: RankingSettings
+    seed: int
+    dtype: str
+
+
+class Reader:
+    """Text as tokens, and what the tokenizer puts before a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        ids = tokenizer("a")["input_ids"]
+        plain = self.encode("a")
+        self.start = list(ids[: len(ids) - len(plain)]) if ids[len(ids) - len(plain) :] == plain else []
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+class Build:
+    def __init__(self, request: Request, output: Path, device: torch.device) -> None:
+        self.request, self.output, self.device = request, output, device
+        self.state = self.earlier()
+        self.model, tokenizer = load_source(request.model, request.dtype, device)
+        self.tokenizer, self.reader = tokenizer, Reader(tokenizer)
+        self.trained = trained_length(self.model.config)
+        self.targets = min([TARGETS, *(length // 2 for length in request.measure)])
+        check_length(self.trained, request)
+
+    def earlier(self) -> dict[str, Any]:
+        wanted = asdict(self.request)
+        fresh = {"format": FORMAT, "complete": False, "request": wanted, "scores": [], "measured": {}}
+        if not self.output.exists():
+            return fresh
+        path = self.output / STATE
+        if not path.is_file():
+            fail("--output", "a folder that does not exist yet, or one that this command began", repr(str(self.output)))
+        state = untrusted.read_json(path, MOST_STATE)
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            fail("--output", f"a folder whose {STATE} this command wrote", repr(str(path)))
+        if state.get("request") != json.loads(json.dumps(wanted)):
+            fail("--output", "another folder: this one was begun with other options", repr(str(self.output)))
+        if state.get("complete"):
+            fail("--output", "a folder that does not exist yet: this one is complete", repr(str(self.output)))
+        return state
+
+    def save(self) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
+        write_json(self.output / STATE, self.state)
+
+    def run(self) -> None:
+        begun = time.monotonic()
+        check_room(self.output, sum(x.nbytes for x in self.model.parameters()))
+        self.state |= {
+            "commit": provenance.commit(),
+            "versions": provenance.versions(),
+            "machine": provenance.machine(self.device),
+            "targets": self.targets,
+            "to": self.request.to,
+        }
+        self.save()
+        method, ranking = self.request.method, None
+        if method.kind == "heads" and method.heads != 0:
+            ranking = self.rank()
+            method = self.with_heads(method)
+        extended = apply_method(self.model, method, ranking)
+        extension = None
+        if method.kind == "heads":
+            extension = extension_of(method, self.model.config, ranking)
+            print(describe(extension))
+        self.write(extended, extension, ranking)
+        print(f"written: {self.output} after {format_duration(time.monotonic() - begun)}", flush=True)
+        if self.request.measure:
+            self.measure({"original": self.model, self.request.name: extended})
+            print("\n".join(results_table(self.state["measured"])))
+        self.state["complete"] = True
+        write_card(self.output, self.request.model, extension, self.request.name, self.state)
+        self.save()
+
+    def texts(self) -> tuple[list[str], list[str]]:
+        """Documents to rank by, and held-back ones to measure on."""
+        if not self.request.text:
+            return builtin_text()
+        texts = []
+        for name in self.request.text:
+            try:
+                texts.append(Path(name).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError) as error:
+                fail("--text", "readable UTF-8 files", f"{name!r}: {error}")
+        if len(texts) == 1:  # its first half, its second half
+            middle = len(texts[0]) // 2
+            return [texts[0][:middle]], [texts[0][middle:]]
+        return texts[::2], texts[1::2]
+
+    def rank(self) -> Ranking:
+        settings = self.request.ranking
+        bar = Progress("heads", settings.prompts, initial=len(self.state["scores"]), unit="prompt")
+        letters = settings.length * LETTERS_PER_TOKEN
+        texts = self.texts()[0]
+        texts = [text for text in texts if len(text) >= letters] or [max(texts, key=len)]
+        wanted = texts[:: max(1, len(texts) // settings.prompts)][: settings.prompts]
+        documents = [self.reader.encode(text[len(text) // 4 :][:letters]) for text in wanted]
+
+        def keep(scores: list[Any]) -> None:
+            self.state["scores"] = scores
+            self.save()
+            bar.update(done=len(scores))
+
+        with bar:
+            found = rank_heads(
+                self.model,
+                self.reader.encode,
+                documents,
+                settings,
+                start=self.reader.start,
+                done=self.state["scores"],
+                progress=keep,
+            )
+        return found
+
+    def with_heads(self, method: Method) -> Method:
+        """The number of heads that the budget allows."""
+        if self.request.budget is None:
+            return method
+        config = self.model.config
+        total = config.num_hidden_layers * config.num_key_value_heads
+        near = method.near if method.far in ("clip", "group") else 0
+        window, whole = min(self.request.to, method.window + method.sink), self.request.to
+        count = int((self.request.budget * total * whole - total * window) // (near + whole - window))
+        if count < 1:
+            least = (total * window + near + whole - window) / (total * whole)
+            fail(
+                "--budget",
+                f"at least {math.ceil(100 * least)}% of the cache at {whole} tokens, one head",
+                f"{self.request.budget:.0%}",
+            )
+        return replace(method, heads=min(count, total))
+
+    def write(self, extended: Any, extension: Any, ranking: Ranking | None) -> None:
+        save_trained(extended, self.output, self.tokenizer)
+        if extension is not None and ranking is not None:
+            self.state["ranking"] = ranking.scores
+            self.state["order"] = [list(head) for head in ranking.order(self.request.method.ranking)]
+            if find_spec("matplotlib") is not None:
+                from softplus_attention.charts.draw import draw
+
+                draw(heads_pictures(ranking, extension), self.output / PICTURE, columns=1)
+        write_card(self.output, self.request.model, extension, self.request.name, self.state)
+        self.save()
+
+    def measure(self, models: dict[str, Any]) -> None:
+        request, measured = self.request, self.state["measured"]
+        lengths = request.measure
+        letters = max(lengths) * LETTERS_PER_TOKEN
+        documents = [self.reader.encode(text[:letters]) for text in self.texts()[1]]
+        documents = sorted((ids[: max(lengths)] for ids in documents), key=len, reverse=True)
+        with Progress("measuring", sum(lengths) * len(models), unit="token") as bar:
+            done = 0
+            for name, model in models.items():
+                own = measured.setdefault(name, {})
+                for length in lengths:
+                    if str(length) not in own.get("tokens_per_second", {}):
+                        self.measure_length(model, own, documents, length)
+                        self.save()
+                    done += length
+                    bar.update(f"{name} at {length}", done)
+
+    def measure_length(self, model: Any, own: dict[str, Any], documents: Sequence[list[int]], length: int) -> None:
+        def note(key: str, value: Any) -> None:
+            own.setdefault(key, {})[str(length)] = value
+
+        longest, start = max(self.request.measure), self.reader.start
+        rows = [ids for ids in documents if len(ids) >= longest][: self.request.documents]
+        if not rows:
+            fail("--measure", f"lengths that the longest held-back document has, {len(documents[0])} tokens", longest)
+        cut = length - len(start)
+        note(
+            "loss", [round(context_losses(model, [[*start, *ids[-cut:]]], length, self.targets)[0], 5) for ids in rows]
+        )
+        form = next(iter(FORMS))
+        try:
+            hay = make_haystack(self.reader.encode, rows[0], length, form, [0.1, 0.5, 0.9], self.request.seed, start)
+        except ValueError as error:
+            print(f"no needles at {length} tokens: {error}")
+            hay = Haystack([*start, *rows[0][:cut]], [])
+        found, size = ask(model, hay)
+        if found:
+            note("needles", [{"form": form, "found": found}])
+        note("cache_bytes", size)
+        prefill, decode = time_decode(model, hay.ids, DECODE_STEPS)
+        note("prefill_seconds", round(prefill, 3))
+        note("tokens_per_second", round(decode, 3))
+
+
+def load_config(source: str) -> tuple[Any, str, dict[str, Any]]:
+    """The config, and what to load from: a folder, a name on the hub, or a GGUF file."""
+    from transformers import AutoConfig
+
+    words: dict[str, Any] = {}
+    place = source
+    if source.endswith(".gguf"):
+        if find_spec("gguf") is None:
+            expected = "a folder, or a GGUF file where the package gguf is installed (pip install gguf)"
+            fail("model", expected, repr(source))
+        if not Path(source).is_file():
+            fail("model", "a GGUF file that is there", repr(source))
+        words, place = {"gguf_file": Path(source).name}, str(Path(source).parent)
+    else:
+        require("model", source, "config.json")
+    config = load(AutoConfig, "model", place, False, **words)
+    check_host(source, config)
+    return config, place, words
+
+
+def load_source(source: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    from transformers import AutoTokenizer
+
+    _, place, words = load_config(source)
+    dtype = "float32" if words and dtype == "auto" else dtype
+    model: Any = load_weights("model", place, dtype, **words).to(device).eval()
+    if getattr(model.config, "quantization_config", None) is not None:
+        if not words:
+            fail("model", "one whose weights are plain numbers", f"{source!r}, which is quantised")
+        del model.config.quantization_config  # they are plain numbers now
+    return model, load(AutoTokenizer, "model", place, False, **words) if words else load_tokenizer(place)
+
+
+def check_host(source: str, config: Any) -> None:
+    kind = config.model_type
+    if kind in HOSTS:
+        return
+    reason = f"which is of type {kind}"
+    if getattr(config, "is_encoder_decoder", False):
+        reason = f"an encoder with its decoder ({kind})"
+    elif getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
+        reason = f"which has ALiBi and no rotary positions ({kind})"
+    elif kind.startswith("softplus_extended_"):
+        reason = "which is extended already"
+    elif any("ForMaskedLM" in name for name in getattr(config, "architectures", None) or []):
+        reason = f"an encoder ({kind})"
+    fail("model", f"a causal language model of one of the types {', '.join(HOSTS)}", f"{source!r}, {reason}")
+
+
+def check_length(trained: int, request: Request) -> None:
+    if request.to <= trained:
+        fail("--to", f"above the {trained} tokens that the model was trained at", request.to)
+    method = request.method
+    if method.kind == "heads":
+        for name, value in (("--window", method.window), ("--near", method.near)):
+            if value >= trained and not (
+                name == "--near" and (method.far not in ("clip", "group") or not method.heads)
+            ):
+                fail(name, f"below the {trained} tokens that the model was trained at", value)
+
+
+def check_room(output: Path, needed: int) -> None:
+    place = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        fail("--output", f"on a disk with {needed / 1e6:.0f} MB free", f"{free / 1e6:.0f} MB at {str(place)!r}")

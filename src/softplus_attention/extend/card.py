@@ -1,0 +1,106 @@
+"""What lies beside the weights of an extended model: the model card and the picture of its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from softplus_attention.charts.model import HeatMap
+from softplus_attention.extend.ranking import Ranking
+from softplus_attention.huggingface.extension.settings import Extension
+from softplus_attention.utils.files import clean_text, write_whole
+
+PICTURE = "heads"
+FORM_TEXT = {
+    "clip": "exact to a distance of {near:,}, beyond it all at that distance",
+    "group": "exact to a distance of {near:,}, beyond it distances divided by {group}",
+    "yarn": "YaRN by a factor of {factor:g}",
+    "rope": "as they were",
+}
+
+
+def heads_pictures(ranking: Ranking, extension: Extension) -> list[HeatMap]:
+    """The heads that see everything, and why."""
+    far = [[float(head in row) for row in extension.far_heads] for head in range(len(ranking.scores["mass"][0]))]
+    panels = [("Key heads that see everything", "1: everything", far, 1.0)]
+    for name, title, label in (
+        ("mass", "Attention of an answer on the sentence that holds it", "mass"),
+        ("needles", "What the loss of an answer gains by the head", "nats"),
+        ("text", "What the loss of ordinary text gains by the head", "nats"),
+    ):
+        values = [list(row) for row in zip(*ranking.scores[name], strict=True)]
+        panels.append((title, label, values, max(max(row) for row in values) or 1.0))
+    layers = [str(layer) for layer in range(len(extension.far_heads))]
+    return [
+        HeatMap(
+            title, "layer", "key head", layers, [str(head) for head in range(len(values))], values, label, 0.0, high
+        )
+        for title, label, values, high in panels
+    ]
+
+
+def results_table(measured: Mapping[str, Any]) -> list[str]:
+    """Markdown of {method: {"loss": {length: [...]}, "needles": ..., "cache_bytes": ..., ...}}."""
+    lengths = sorted({int(length) for own in measured.values() for length in own["loss"]})
+    lines = ["| | " + " | ".join(f"{length:,} tokens" for length in lengths) + " |", "|---|" + "---:|" * len(lengths)]
+
+    def row(name: str, cells: Sequence[str]) -> None:
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    for key, what in (("loss", "loss"), ("needles", "needles found"), ("cache_bytes", "cache"),
+                      ("prefill_seconds", "prefill"), ("tokens_per_second", "decode")):  # fmt: skip
+        for method, own in measured.items():
+            row(f"{what}, {method}", [cell(key, own.get(key, {}).get(str(length))) for length in lengths])
+    return lines
+
+
+def cell(key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if key == "loss":
+        return f"{sum(value) / len(value):.3f}"
+    if key == "needles":
+        hits = [hit for one in value for hit in one["found"]]
+        return f"{sum(hits)} of {len(hits)}"
+    if key == "cache_bytes":
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value:.1f} s" if key == "prefill_seconds" else f"{value:.1f} tokens/s"
+
+
+def describe(extension: Extension) -> str:
+    far = sum(map(len, extension.far_heads))
+    positions = FORM_TEXT[extension.far].format(near=extension.near, group=extension.group, factor=extension.factor)
+    window = f"the last {extension.window:,} tokens and the first {extension.sink}"
+    return f"{far} key heads see everything (positions {positions}); the others see {window}."
+
+
+def write_card(folder: Path, source: str, extension: Extension | None, method: str, report: Mapping[str, Any]) -> None:
+    """README.md of the folder."""
+    name = clean_text(source)
+    lines = ["---", "library_name: transformers", "tags: [long-context, softplus-attention]", "---", ""]
+    lines += [f"# {Path(name).name} for {report['to']:,} tokens", ""]
+    if extension is None:
+        lines += [f"`{name}` with rotary positions scaled by {method}; the weights are unchanged."]
+    else:
+        lines += [f"`{name}`, trained at {extension.trained:,} tokens, made to read {extension.length:,}; the weights"]
+        lines += ["are unchanged, nothing was trained. " + describe(extension)]
+        lines += ["", f"![heads]({PICTURE}.png)"] if (folder / f"{PICTURE}.png").exists() else []
+    lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += ["import softplus_attention.huggingface  # registers the model type", ""] if extension is not None else []
+    lines += ['model = AutoModelForCausalLM.from_pretrained("this folder")', "```", ""]
+    if report.get("measured"):
+        lines += ["## Measured", "", *results_table(report["measured"]), ""]
+        lines += [
+            f"Loss in nats a token, of the last {report['targets']:,} tokens of the same text by how much context"
+        ]
+        lines += ["precedes them. `extend.json` has all numbers, the machine and the versions.", ""]
+    if extension is not None:
+        lines += [
+            "## Limits",
+            "",
+            "The cache of the other heads forgets what leaves their window: beam search works, and",
+        ]
+        lines += ["cropping the cache past the window (assisted decoding) raises an error.", ""]
+    write_whole(folder / "README.md", "\n".join(lines))

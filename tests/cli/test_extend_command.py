@@ -1,0 +1,154 @@
+"""``softplus-attention extend`` in processes of its own: the folder it writes, stopped and taken up, bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Process, refused, run
+from huggingface_models import byte_tokenizer
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BloomConfig, LlamaConfig, T5Config
+
+from softplus_attention.huggingface.extension.cache import ExtendedCache
+from softplus_attention.huggingface.extension.settings import Extension
+
+TEXT = "It was the best of times, it was the worst of times; we had nothing before us. " * 60
+SMALL = ["--prompts", "2", "--documents", "1", "--measure", "100", "400"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
+    ends = {"pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ends)).save_pretrained(place / "llama")
+    byte_tokenizer().save_pretrained(place / "llama")
+    (place / "text.txt").write_text(TEXT)
+    return place
+
+
+def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "long"
+    words = ["--to", 2048, "--output", out, "--heads", 2, "--text", folder / "text.txt", *SMALL]
+    done = run("extend", folder / "llama", *words)
+    assert done.status == 0, done.text
+    assert "2 key heads see everything" in done.text
+    state = json.loads((out / "extend.json").read_text())
+    assert state["complete"]
+    assert set(state["measured"]) == {"original", "heads"}
+    assert {*state["measured"]["heads"]["loss"]} == {"100", "400"}
+    model = AutoModelForCausalLM.from_pretrained(out)
+    extension = Extension.from_config(model.config)
+    assert (extension.trained, extension.length, extension.window, extension.near) == (256, 2048, 64, 128)
+    order = [tuple(head) for head in state["order"]]
+    assert extension.far_heads == [sorted(h for layer, h in order[:2] if layer == number) for number in range(2)]
+    found = model.generate(
+        torch.arange(500)[None] % 256, max_new_tokens=3, do_sample=False, return_dict_in_generate=True
+    )
+    assert isinstance(found.past_key_values, ExtendedCache)
+    card = (out / "README.md").read_text()
+    assert "trained at 256 tokens, made to read 2,048" in card
+    assert f"{state['measured']['heads']['loss']['400'][0]:.3f}" in card
+    assert (out / "heads.png").is_file()
+    assert "is complete" in refused("extend", folder / "llama", *words)
+    assert "begun with other options" in refused("extend", folder / "llama", *words, "--seed", 1)
+
+
+def test_stopped_it_goes_on(folder: Path, tmp_path: Path) -> None:
+    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    words += ["--prompts", 40, "--measure", "none"]
+    process = Process.start(*words, "--output", tmp_path / "stopped")
+    state = tmp_path / "stopped" / "extend.json"
+    deadline = time.monotonic() + 100
+    while not (state.exists() and len(json.loads(state.read_text())["scores"]) > 1):
+        assert process.is_running, process.text
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait() == 130
+    before = json.loads(state.read_text())["scores"]
+    assert 1 < len(before) < 40
+    for name in ("stopped", "straight"):
+        assert run(*words, "--output", tmp_path / name).status == 0
+    ends = [json.loads((tmp_path / name / "extend.json").read_text()) for name in ("stopped", "straight")]
+    assert ends[0]["scores"] == ends[1]["scores"]
+    assert ends[0]["scores"][: len(before)] == before
+
+
+@pytest.mark.parametrize(("method", "kind"), [("yarn", "yarn"), ("ntk", "dynamic"), ("selfextend", ""), ("window", "")])
+def test_other_methods(method: str, kind: str, folder: Path, tmp_path: Path) -> None:
+    words = ["--to", 1024, "--output", tmp_path / "out", "--method", method, "--measure", "none"]
+    assert run("extend", folder / "llama", *words).status == 0
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
+    if kind:
+        assert (config.model_type, config.rope_parameters["rope_type"]) == ("llama", kind)
+    else:
+        far = sum(map(len, Extension.from_config(config).far_heads))
+        assert far == (4 if method == "selfextend" else 0)
+
+
+def test_heads_by_a_budget(folder: Path, tmp_path: Path) -> None:
+    words = ["--to", 4096, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
+    done = run("extend", folder / "llama", *words, "--output", tmp_path / "out", "--budget", "60%")
+    assert "2 key heads see everything" in done.text
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    cache = ExtendedCache(model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 4000, dtype=torch.long), past_key_values=cache)
+    assert 0.5 < cache.nbytes / (2 * 2 * 4000 * 8 * 2 * 4) < 0.62
+    few = refused("extend", folder / "llama", *words, "--output", tmp_path / "no", "--budget", "2%")
+    assert "`--budget` must be at least 28% of the cache at 4096 tokens, one head, got 2%" in few
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "shorter": (["--to", "200"], "`--to` must be above the 256 tokens that the model was trained at, got 200"),
+    "heads": (["--to", "512", "--heads", "5"], "`heads` must be from 0 to 4, the key heads of the model, got 5"),
+    "words": (["--to", "512", "--heads", "few"], "`--heads` must be a number, auto or all, got 'few'"),
+    "budget": (["--to", "512", "--budget", "0.2"], "`--budget` must be a share of the original's cache such as 20%"),
+    "window": (["--to", "512", "--window", "300"], "`--window` must be below the 256 tokens"),
+    "measure": (["--to", "512", "--measure", "far"], "`--measure` must be lengths of at least 2 tokens, or none"),
+    "text": (["--to", "512", "--text", "nowhere.txt"], "`--text` must be readable UTF-8 files, got 'nowhere.txt'"),
+    "short text": (
+        ["--to", "512", "--text", "SHORT"],
+        "`text` must be a document of at least",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options(case: str, folder: Path, tmp_path: Path) -> None:
+    words, message = BAD[case]
+    (tmp_path / "short.txt").write_text(TEXT[:300])
+    words = [str(tmp_path / "short.txt") if word == "SHORT" else word for word in words]
+    assert message in refused("extend", folder / "llama", "--output", tmp_path / "out", *words)
+
+
+def test_models_that_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
+    def message(name: str) -> str:
+        return refused("extend", tmp_path / name, "--to", 512, "--output", tmp_path / "out")
+
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    BertLMHeadModel(BertConfig(**small, vocab_size=99)).save_pretrained(tmp_path / "bert")
+    assert "of the types llama, mistral, qwen2, qwen3, got" in message("bert")
+    assert "which is of type bert" in message("bert")
+    BloomConfig(hidden_size=32, n_head=2, n_layer=1).save_pretrained(tmp_path / "bloom")
+    assert "which has ALiBi and no rotary positions" in message("bloom")
+    T5Config().save_pretrained(tmp_path / "t5")
+    assert "an encoder with its decoder" in message("t5")
+    (tmp_path / "taken").mkdir()
+    taken = refused("extend", folder / "llama", "--to", 512, "--output", tmp_path / "taken")
+    assert "`--output` must be a folder that does not exist yet, or one that this command began" in taken
+    assert "config.json" in refused("extend", tmp_path / "taken", "--to", 512, "--output", tmp_path / "out")
+
+
+def test_gguf_without_its_package(tmp_path: Path) -> None:
+    found = refused("extend", tmp_path / "x.gguf", "--to", 512, "--output", tmp_path / "out")
+    assert "the package gguf is installed (pip install gguf)" in found
