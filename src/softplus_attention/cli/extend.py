@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     from softplus_attention.extend.build import Build, Request
     from softplus_attention.extend.methods import METHODS as KINDS
     from softplus_attention.extend.ranking import RankingSettings
-    from softplus_attention.huggingface.loading import check_device, device_of, quiet
+    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.utils.device import check_device, device_of
 
     quiet()
     check_device(options.device)
