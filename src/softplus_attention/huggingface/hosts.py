@@ -8,10 +8,12 @@ transformers' tables of names: no model is imported before it is needed.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import transformers
 from transformers import PreTrainedConfig, conversion_mapping
 from transformers.models.auto import auto_factory, configuration_auto, modeling_auto, tokenization_auto
 
@@ -152,6 +154,23 @@ def register_hosts(own: Mapping[str, tuple[Any, ...]]) -> None:
         for names, kind in zip(tables, models, strict=True):
             users = [mapping for mapping in mappings if mapping._model_mapping is names]
             enter(names, model_type, kind.__name__, users, sys.modules[kind.__module__])
+    offer_in_transformers()
+
+
+def offer_in_transformers() -> None:
+    """``transformers serve`` and pipelines look for the class that config.json names in transformers itself."""
+    kind = type(transformers)
+    find = getattr(kind, "__getattr__", None)
+    if find is None:
+        return
+
+    @functools.wraps(find)
+    def find_ours(self: Any, name: str) -> Any:
+        if self.__name__ == "transformers" and (name in _hosts or name in _own_modules):
+            return getattr(sys.modules[module_of(name)], name)
+        return find(self, name)
+
+    setattr(kind, "__getattr__", find_ours)  # noqa: B010  a method of the class of a module
 
 
 def enter(names: Any, model_type: str, name: Any, mappings: Iterable[Any], module: Any) -> None:
