@@ -76,7 +76,7 @@ def test_end_to_end(small, tmp_path, capsys, monkeypatch):
     words[words.index("300")] = "301"
     assert main(words) == 1
     said = capsys.readouterr().err
-    assert "--again to begin anew" in said
+    assert "--overwrite to begin anew" in said
     assert "--allow-config-changes" not in said
 
     # Begun anew, it takes away what a demo wrote and nothing else that lies in the folder.
@@ -110,3 +110,12 @@ def test_the_picture_makes_its_point(seed, tmp_path):
     ours, softmax = loss["LSSAR"], loss["softmax"]
     assert ours[-1] < softmax[-1] - 0.2
     assert ours[-1] < ours[0] + 0.15
+
+
+@pytest.mark.parametrize("command", [["demo"], ["evaluate", "lengths", "nowhere", "--text", "builtin"]])
+def test_a_folder_of_others_is_refused(command, tmp_path, capsys):
+    (tmp_path / "letter.txt").write_text("mine")
+    assert main([*command, "--output", str(tmp_path)]) == 2
+    assert f"the folder {tmp_path} holds" in (error := capsys.readouterr().err)
+    assert "letter.txt" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]

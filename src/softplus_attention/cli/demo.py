@@ -50,7 +50,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--texts", type=int, default=24, help="validation texts of the longest length (default: %(default)s)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    parser.add_argument("--again", action="store_true", help="delete what an earlier demo left in --output first")
+    parser.add_argument("--overwrite", action="store_true", help="delete what an earlier demo left in --output first")
+    parser.add_argument("--again", dest="overwrite", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -61,8 +62,9 @@ def run(options: argparse.Namespace) -> int:
     check_installed("transformers", "accelerate", "matplotlib")
     started = time.perf_counter()
     folder: Path = options.output
-    if options.again:
+    if options.overwrite:
         clear(folder)
+    check_is_demo(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
     print(f"1/3  text: old works in the public domain, as bytes -> {folder / 'data'}", flush=True)
@@ -94,6 +96,15 @@ def clear(folder: Path) -> None:
     for name in ("runs", "text"):
         if (folder / name).is_dir() and not any((folder / name).iterdir()):
             (folder / name).rmdir()
+
+
+def check_is_demo(folder: Path) -> None:
+    """Refuses a folder that holds anything and nothing of a demo."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    ours = [text_of(folder), folder / "results.json", *(folder / "runs" / arm["attention"] for arm in ARMS.values())]
+    if names and not any(path.exists() for path in ours):
+        reason = f"the folder {folder} holds something else ({names[0]})"
+        raise ValueError(f"{reason}: `--output` takes a new folder, an empty one, or that of an earlier demo")
 
 
 def is_demo_data(folder: Path) -> bool:
@@ -137,7 +148,7 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     except ConfigChanged as error:
         raise RunStopped(
             f"{folder} holds a demo with other settings: put them back to go on, choose another --output, or say "
-            "--again to begin anew"
+            "--overwrite to begin anew"
         ) from error
 
 

@@ -95,6 +95,15 @@ def clean_text(text: str) -> str:
     return UNPRINTABLE.sub("\ufffd", text)
 
 
+def check_no_strangers(argument: str, folder: Path, own: Sequence[str]) -> None:
+    """Refuses a folder in which files lie and none of them is ours, by the patterns of ``own``."""
+    files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
+    names = sorted(path.name for path in files if not path.name.startswith("."))
+    if names and not any(path.match(pattern) for path in files for pattern in own):
+        reason = f"the folder {folder} holds files of something else ({names[0]})"
+        raise ValueError(f"{reason}: `{argument}` takes a new folder, an empty one, or one of its own")
+
+
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     handle = io.StringIO()
     writer = csv.writer(handle, lineterminator="\n")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from softplus_attention.charts.model import Block, SeriesStyles, Table
 from softplus_attention.evaluation.measures.loaded import LoadedResult, load
 from softplus_attention.utils import results as files
-from softplus_attention.utils.files import write_csv
+from softplus_attention.utils.files import check_no_strangers, write_csv
 from softplus_attention.utils.progress import Progress
 from softplus_attention.validation import fail
 
@@ -28,6 +28,8 @@ MODEL_HELP = (
     "change at inference for it alone, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
 )
 RESUME = "The same command again reuses what is finished."
+# What says of a folder that it holds results of ours, or a run.
+OWN_FILES = ("*--*.json", "*--*.json.old*", "run.json", "results.json", "bench.json", "passkey.jsonl", "report.html")
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
 Result = dict[str, Any]
@@ -220,6 +222,7 @@ def check_output(path: Path) -> None:
             pass
     except OSError as error:
         fail("--output", "a folder that can be written", f"{str(path)!r}: {error.strerror}")
+    check_no_strangers("--output", path, OWN_FILES)
 
 
 # ---- models and texts
