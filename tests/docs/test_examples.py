@@ -31,7 +31,15 @@ def test_blocks_are_found_and_numbered(tmp_path: Path) -> None:
     assert [(line, code.strip()) for line, code in blocks(page)] == [(2, "x = 1"), (9, "y = 2")]
 
 
-@pytest.mark.parametrize("path", [p for p in DOCUMENTS if blocks(p)], ids=lambda p: str(p.relative_to(ROOT)))
+LONG = {"works-with.md"}  # trains with several libraries; `make first-hour` runs it too
+PAGES = [
+    pytest.param(path, id=str(path.relative_to(ROOT)), marks=[pytest.mark.slow] * (path.name in LONG))
+    for path in DOCUMENTS
+    if blocks(path)
+]
+
+
+@pytest.mark.parametrize("path", PAGES)
 def test_every_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert_examples_run(path)
