@@ -66,8 +66,8 @@ class TestMuon:
             vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, bos_token_id=0, eos_token_id=0
         )
         model = SoftplusGPTForCausalLM(config)
-        words: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
-        return model, optimizer_of("muon", model, learning_rate=1e-2, muon_learning_rate=2e-2, **words)
+        options: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
+        return model, optimizer_of("muon", model, learning_rate=1e-2, muon_learning_rate=2e-2, **options)
 
     def test_muon_takes_hidden_matrices_only(self) -> None:
         model, optimizer = self.build()
@@ -126,9 +126,9 @@ class TestMuon:
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
-        words: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
-        StackedMuon([{"params": [ours], **words}]).step()
-        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **words).step()
+        options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
+        StackedMuon([{"params": [ours], **options}]).step()
+        torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options).step()
         ours, theirs = ours.data, theirs.data
         assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
         scale = -0.2 * math.sqrt(max(shape))
@@ -152,9 +152,9 @@ class TestMuon:
         first = [torch.randn(shape, generator=chance) for shape in shapes]
         ours, theirs = ([torch.nn.Parameter(x.clone()) for x in first] for _ in range(2))
         assert [len(stack) for stack in stacks(ours)] == expected
-        words: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
-        stacked = StackedMuon([{"params": ours, **words}])
-        torchs = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **words)
+        options: dict[str, Any] = {"lr": 2e-2, "weight_decay": 0.1}
+        stacked = StackedMuon([{"params": ours, **options}])
+        torchs = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", **options)
         for step in range(5):
             for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                 a.grad = torch.randn(a.shape, generator=chance)

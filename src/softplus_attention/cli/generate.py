@@ -73,17 +73,17 @@ def run(options: argparse.Namespace) -> int:
         got = f"one that has token {int(inputs['input_ids'].max())} in the prompt"
         fail("--tokenizer", f"that of the model, which has {known} tokens", got)
 
-    words: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
-    words |= {"num_beams": 1, "num_return_sequences": 1}  # a saved generation config may say otherwise
+    kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
+    kwargs |= {"num_beams": 1, "num_return_sequences": 1}  # a saved generation config may say otherwise
     if options.temperature > 0:
-        words |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+        kwargs |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     end = model.generation_config.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
     torch.manual_seed(options.seed)
     print(prompt, end="", flush=True)
     streamer = timed_streamer(tokenizer)
     try:
-        out = model.generate(**inputs, **words, pad_token_id=pad, streamer=streamer)
+        out = model.generate(**inputs, **kwargs, pad_token_id=pad, streamer=streamer)
     except IndexError as error:
         fail("--model", "one without learned positions, or a shorter prompt and fewer new tokens", f"{error}")
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)

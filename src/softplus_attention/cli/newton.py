@@ -73,8 +73,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--differences", choices=("yes", "no"), help="also feed the displacement since the last step")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of the arithmetic in training")
     parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
-    for name, words in NUMBERS.items():
-        parser.add_argument(option_of(name), dest=name, type=int, metavar="N", help=words)
+    for name, help_text in NUMBERS.items():
+        parser.add_argument(option_of(name), dest=name, type=int, metavar="N", help=help_text)
         if name in RENAMED:
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")

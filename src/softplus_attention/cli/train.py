@@ -64,10 +64,10 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     """Left out of the options where it is not given: the preset's or the file's value then stands."""
-    words = field.metadata["help"]
+    help_text = field.metadata["help"]
     if field.default is not dataclasses.MISSING and field.default is not None:
-        words += f" (default: {field.default})"
-    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": words}
+        help_text += f" (default: {field.default})"
+    common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
     flag = flag_of(field.name)
     kinds = [kind for kind in kinds_of(field) if kind is not types.NoneType]
     if bool in kinds:
@@ -83,11 +83,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(named_as_options(str(error))) from error
 
 
-def named_as_options(words: str) -> str:
+def named_as_options(message: str) -> str:
     """An error that speaks of `sequence_length`, as the configuration calls it, for somebody who wrote
     --sequence-length."""
     names = [field.name for field in dataclasses.fields(TrainConfig)] + ["preset", "config"]
-    return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_of(found[1])}`", words)
+    return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_of(found[1])}`", message)
 
 
 def flag_of(setting: str) -> str:

@@ -1,4 +1,4 @@
-"""From which systems are drawn: two published distributions, and one in which orbits tell the force."""
+"""Distributions of orbital systems: two published ones, and one in which orbits determine the force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a folder: orbits, forces on the orbit, said against true F, Pareto fronts, and what length does."""
+"""Figures of a folder: orbits, force arrows, predicted against true F, Pareto fronts, length and probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softplus_attention.utils.files import replacing
 
 
 def draw_all(folder: Folder) -> list[Path]:
-    """Draws what there are files for; the paths of what was drawn."""
+    """Draws every figure whose data are there; returns the paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -59,7 +59,7 @@ def grid(pyplot: Any, rows: int, columns: int, size: float = 3.0) -> tuple[Any, 
 
 
 def orbits(folder: Folder, pyplot: Any) -> Any:
-    """The planet's way relative to the star: true, and rolled out from the trained number of steps on."""
+    """The planet's path relative to the star: true, and rolled out beyond the trained number of steps."""
     runs = first_runs(folder, "roll_out.npz")
     if not runs:
         return None
@@ -99,7 +99,7 @@ def shown_cells(folder: Folder) -> list[Any]:
 
 
 def force_arrows(folder: Folder, pyplot: Any) -> Any:
-    """Arrows on the orbit, true and said. Where only the magnitude was asked for, both point the same way."""
+    """True and predicted forces as arrows. Where the target is a magnitude, both have the true direction."""
     cells = shown_cells(folder)
     if not cells:
         return None
@@ -121,7 +121,7 @@ def force_arrows(folder: Folder, pyplot: Any) -> Any:
             axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
             # quiver's arrows have no entry of their own in a legend.
             for name, colour in (("true", "0.45"), ("said", "C3")):
-                axis.plot([], [], color=colour, label=f"force, {name}")
+                axis.plot([], [], color=colour, label=f"force, {'predicted' if name == 'said' else name}")
     axes[0, 0].legend(fontsize=7)
     return figure
 
@@ -144,14 +144,14 @@ def said_against_true(folder: Folder, pyplot: Any) -> Any:
         axis.set_xscale("log")
         axis.set_yscale("log")
         axis.set_xlabel("true F")
-        axis.set_ylabel("said F")
+        axis.set_ylabel("predicted F")
         axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
     axes[0, 0].legend(fontsize=7, markerscale=4)
     return figure
 
 
 def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
-    """Error against length: what the model said, the truth with its noise, and the truth."""
+    """Error against length: from predicted forces, from true ones with the same noise, and from true ones."""
     cells = [cell for cell in shown_cells(folder) if (cell.folder / "laws.json").is_file()]
     if not cells:
         return None
@@ -160,7 +160,7 @@ def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
     for axis, cell in zip(axes[0], cells, strict=True):
         found = read_json(cell.folder / "laws.json")
         truth = read_json(folder.path / "controls" / f"seed{cell.seed}.json")
-        sources = {"said": found, "true + noise": found.get("control_with_noise"), "true": truth}
+        sources = {"predicted": found, "true + noise": found.get("control_with_noise"), "true": truth}
         for (name, source), colour in zip(sources.items(), ("C3", "C0", "0.4"), strict=True):
             sample = source["laws"][scale][0] if source else {}
             if "operon" not in sample:

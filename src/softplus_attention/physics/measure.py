@@ -64,7 +64,7 @@ def probed(length: int) -> Any:
 
 
 def probe_targets(systems: OrbitalSystems, places: Array, length: int) -> dict[str, Array]:
-    """What is looked for at those positions, (points, columns) each."""
+    """The probe targets at those positions, (points, columns) each."""
     steps = (probed(length) - 1) // 2
     e, a, orientation = systems.eccentricity[:, 0], systems.semi_major_axis[:, 0], systems.orientation[:, 0]
 
@@ -84,16 +84,16 @@ def probe_targets(systems: OrbitalSystems, places: Array, length: int) -> dict[s
 def linear_fit(
     states: Array, targets: dict[str, Array], states_test: Array, targets_test: dict[str, Array]
 ) -> dict[str, float]:
-    """R^2 of each target on systems that the line was not fitted to, the mean over its columns."""
+    """R^2 of each target on held-out systems, the mean over its columns."""
     states, states_test = states.astype(np.float64), states_test.astype(np.float64)
     mean, scale = states.mean(0), states.std(0) + 1e-12
     X = np.concatenate([(states - mean) / scale, np.ones((len(states), 1))], 1)
     X_test = np.concatenate([(states_test - mean) / scale, np.ones((len(states_test), 1))], 1)
     weights = np.linalg.solve(X.T @ X + RIDGE * len(X) * np.eye(X.shape[1]), X.T @ np.hstack(list(targets.values())))
-    said = X_test @ weights
+    predicted = X_test @ weights
     found, column = {}, 0
     for name, true in targets_test.items():
-        error = ((said[:, column : column + true.shape[1]] - true) ** 2).sum(0)
+        error = ((predicted[:, column : column + true.shape[1]] - true) ** 2).sum(0)
         found[name] = float((1 - error / ((true - true.mean(0)) ** 2).sum(0)).mean())
         column += true.shape[1]
     return found
@@ -125,18 +125,18 @@ def probe(model: OrbitGPTForTrajectories, experiment: Experiment, seed: int) -> 
 
 
 def test_distributions(experiment: Experiment) -> dict[str, Distribution]:
-    """ "inside" as trained, and beyond what was trained on where such a distribution is known."""
+    """ "inside" as trained, and those beyond the training range where there are any."""
     inside = distribution(experiment.distribution)
     found = {"inside": inside}
-    for word in ("heavier", "wider"):
-        beyond = DISTRIBUTIONS.get(f"{experiment.distribution}-{word}")
+    for key in ("heavier", "wider"):
+        beyond = DISTRIBUTIONS.get(f"{experiment.distribution}-{key}")
         if beyond is not None:
-            found[word] = replace(beyond, time_steps=inside.time_steps)
+            found[key] = replace(beyond, time_steps=inside.time_steps)
     return found
 
 
 def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int) -> dict[str, Array]:
-    """Arrays by "set/name": m1, m2, r, true and said F at each point, its system and step; some orbits with forces."""
+    """Arrays by "set/name": m1, m2, r, true and predicted ("said") F, system and step of each point; some orbits."""
     model.eval()
     arrays: dict[str, Array] = {}
     for number, (name, drawn) in enumerate(test_distributions(experiment).items()):
@@ -150,8 +150,8 @@ def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int)
         if partly:
             labelled = partial_choice(experiment, seed, len(systems), places.shape[1])
             keep = ~labelled[found["system"], found["step"]]
-            found = {word: values[keep] for word, values in found.items()}
-        arrays |= {f"{name}/{word}": values for word, values in found.items()}
+            found = {key: values[keep] for key, values in found.items()}
+        arrays |= {f"{name}/{key}": values for key, values in found.items()}
         if name == "inside":
             arrays["shown/places"], arrays["shown/true"] = (
                 places[:SHOWN],
@@ -169,17 +169,17 @@ def forces_of(
     del batch["forces"]
     at = planet_positions(form.positions)
     steps = len(at)
-    said = in_parts(model, to_tensors(batch))[:, at]
+    predicted = in_parts(model, to_tensors(batch))[:, at]
     orbits = simulate(systems, steps, velocities=experiment.nearest_points > 0)
     places = orbits.positions
     true = force_on_planets(systems, places)[:, :, 0]
     size = np.linalg.norm(true, axis=-1)
     if experiment.target == "vector":
-        vectors, said_size = said, np.linalg.norm(said, axis=-1)
+        vectors, predicted_size = predicted, np.linalg.norm(predicted, axis=-1)
     else:
-        said_size = np.exp(said[..., 0]) if experiment.target == "ln_force" else said[..., 0]
+        predicted_size = np.exp(predicted[..., 0]) if experiment.target == "ln_force" else predicted[..., 0]
         # Only the magnitude was asked for: the direction is the true one.
-        vectors = true * (said_size / size)[..., None]
+        vectors = true * (predicted_size / size)[..., None]
     kept = tested_steps(experiment, steps)
     relative = places[:, :, 0] - places[:, :, 1]
     index, step = np.meshgrid(np.arange(len(systems)), kept, indexing="ij")
@@ -190,17 +190,17 @@ def forces_of(
         "m2": np.repeat(systems.star_mass, len(kept)),
         "r": np.linalg.norm(relative, axis=-1)[:, kept].ravel(),
         "true": size[:, kept].ravel(),
-        "said": said_size[:, kept].ravel(),
+        "said": predicted_size[:, kept].ravel(),
     }
     if experiment.target == "vector":
-        found["true_vector"], found["said_vector"] = true[:, kept].reshape(-1, 2), said[:, kept].reshape(-1, 2)
+        found["true_vector"], found["said_vector"] = true[:, kept].reshape(-1, 2), predicted[:, kept].reshape(-1, 2)
     if orbits.velocities is not None:
         found["state"] = states_of(systems, places, orbits.velocities)[:, kept].reshape(-1, 6)
     return found, places, vectors
 
 
 def tested_steps(experiment: Experiment, steps: int) -> Any:
-    """At which steps of each test system the force is kept: all from the first on, or so many, evenly."""
+    """The steps of each test system at which the force is kept: all from the first on, or ``test_steps`` of them."""
     first, count = experiment.first_step, experiment.test_steps
     return np.arange(first, steps) if not count else np.linspace(first, steps - 1, count).round().astype(np.int64)
 
@@ -213,18 +213,18 @@ def states_of(systems: OrbitalSystems, places: Array, velocities: Array) -> Arra
 
 
 def quality(arrays: dict[str, Array], name: str) -> dict[str, Any]:
-    """R^2 of F and of ln F (where the said force is positive), and the spread of ln F about the truth."""
-    true, said = arrays[f"{name}/true"], arrays[f"{name}/said"]
-    usable = said > 0
+    """R^2 of F and of ln F (where the predicted force is positive), and the spread of ln F about the truth."""
+    true, predicted = arrays[f"{name}/true"], arrays[f"{name}/said"]
+    usable = predicted > 0
     result: dict[str, Any] = {
         "points": len(true),
-        "r2_force": coefficient_of_determination(said, true),
+        "r2_force": coefficient_of_determination(predicted, true),
         "not_positive": int((~usable).sum()),
     }
     if usable.sum() > 8:
-        apart = np.log(said[usable]) - np.log(true[usable])
+        apart = np.log(predicted[usable]) - np.log(true[usable])
         result |= {
-            "r2_ln_force": coefficient_of_determination(np.log(said[usable]), np.log(true[usable])),
+            "r2_ln_force": coefficient_of_determination(np.log(predicted[usable]), np.log(true[usable])),
             "ln_force_bias": float(apart.mean()),
             "ln_force_rmse": float(np.sqrt((apart**2).mean())),
             "ln_force_noise": float(apart.std()),
@@ -246,7 +246,7 @@ def long_systems(experiment: Experiment, seed: int) -> OrbitalSystems:
 
 
 def in_parts(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Array:
-    """The model's predictions for a batch that may not fit at once."""
+    """The model's predictions, computed in parts that fit into memory."""
     device = next(model.parameters()).device
     rows = max(1, POSITIONS_AT_ONCE // batch["coordinates"].shape[1])
     out = []
@@ -258,25 +258,25 @@ def in_parts(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Array:
 
 
 def bucket(multiple: int, multiples: tuple[int, ...], steps: int) -> slice:
-    """The steps that lie beyond the multiple before this one."""
+    """The steps between the previous multiple and this one."""
     before = max((m for m in multiples if m < multiple), default=0)
     return slice(before * steps, multiple * steps)
 
 
 def next_places(model: OrbitGPTForTrajectories, experiment: Experiment, seed: int) -> list[dict[str, float]]:
-    """The error of the next place with all that came before given, by how far along the sequence it lies."""
+    """The error of the next position, teacher-forced, by position in the sequence."""
     model.eval()
     most, steps = max(experiment.multiples), experiment.steps
     drawn, systems = distribution(experiment.distribution), long_systems(experiment, seed)
     form = long_form(experiment, most)
     batch, places = sequences(systems, form, stream(seed, LONG, 1), drawn.time_steps)
     tensors = to_tensors({name: values for name, values in batch.items() if name != "targets"})
-    said = in_parts(model, tensors)
+    predicted = in_parts(model, tensors)
     if experiment.form == "tokens":
-        said = detokenise(said.argmax(-1), experiment.bins, form.extent)
-    # Position p says the body at p + 1: from position 0 on, all bodies in order.
-    said = said[:, :-1].reshape(len(systems), -1, 2, 2)
-    error = np.linalg.norm(said - places[:, : said.shape[1]], axis=-1)
+        predicted = detokenise(predicted.argmax(-1), experiment.bins, form.extent)
+    # Position p predicts the body at p + 1: from position 0 on, all bodies in order.
+    predicted = predicted[:, :-1].reshape(len(systems), -1, 2, 2)
+    error = np.linalg.norm(predicted - places[:, : predicted.shape[1]], axis=-1)
     way = np.linalg.norm(np.diff(places, axis=1), axis=-1)
     straight = np.linalg.norm(places[:, 2:] - (2 * places[:, 1:-1] - places[:, :-2]), axis=-1)
     rows = []
@@ -297,7 +297,7 @@ def next_places(model: OrbitGPTForTrajectories, experiment: Experiment, seed: in
 def roll_out(
     model: OrbitGPTForTrajectories, experiment: Experiment, systems: OrbitalSystems, steps: int, seed: int
 ) -> Array:
-    """Places (S, steps, 2, 2): the trained number of steps given, the others each from the model's own before it."""
+    """Positions (S, steps, 2, 2): the trained number of steps given, the rest generated autoregressively."""
     model.eval()
     device = next(model.parameters()).device
     drawn, form = distribution(experiment.distribution), experiment.clean_form
@@ -309,15 +309,15 @@ def roll_out(
     with torch.no_grad():
         outputs = model(**{name: values.to(device) for name, values in given.items()}, use_cache=True)
         while len(known) < 2 * steps:
-            said = outputs.predictions[:, -1:]
+            predicted = outputs.predictions[:, -1:]
             if experiment.form == "tokens":
-                token = said.argmax(-1)
+                token = predicted.argmax(-1)
                 place = (
                     torch.from_numpy(detokenise(token.cpu().numpy(), experiment.bins, form.extent)).float().to(device)
                 )
                 coordinates = token.clamp(max=experiment.bins - 1)
             else:
-                coordinates = place = said.float()
+                coordinates = place = predicted.float()
             known.append(place[:, 0])
             role = PLANET if len(known) % 2 else STAR
             outputs = model(
@@ -331,11 +331,11 @@ def roll_out(
     return torch.stack(known[: 2 * steps], 1).unflatten(1, (steps, 2)).double().cpu().numpy()
 
 
-def orbit_errors(systems: OrbitalSystems, said: Array, true: Array) -> tuple[Array, Array]:
-    """In semi-major axes: how far the planet is from its place, and how far from its ellipse, (S, steps) each."""
+def orbit_errors(systems: OrbitalSystems, predicted: Array, true: Array) -> tuple[Array, Array]:
+    """Distance of the planet from its true position and from its ellipse in semi-major axes, (S, steps) each."""
     a, e, orientation = systems.semi_major_axis, systems.eccentricity, systems.orientation
-    place = np.linalg.norm(said[:, :, 0] - true[:, :, 0], axis=-1) / a
-    relative = said[:, :, 0] - said[:, :, 1]
+    place = np.linalg.norm(predicted[:, :, 0] - true[:, :, 0], axis=-1) / a
+    relative = predicted[:, :, 0] - predicted[:, :, 1]
     angle = np.arctan2(relative[..., 1], relative[..., 0]) - orientation
     ellipse = a * (1 - e**2) / (1 + e * np.cos(angle))
     return place, np.abs(np.linalg.norm(relative, axis=-1) - ellipse) / a
@@ -344,13 +344,13 @@ def orbit_errors(systems: OrbitalSystems, said: Array, true: Array) -> tuple[Arr
 def roll_outs(
     model: OrbitGPTForTrajectories, experiment: Experiment, seed: int
 ) -> tuple[list[dict[str, float]], dict[str, Array]]:
-    """Errors by multiple of the trained steps, and some of the orbits for a picture."""
+    """Errors by multiple of the trained steps, and a few orbits for the figure."""
     systems = long_systems(experiment, seed)
     multiples = tuple(m for m in experiment.multiples if m > 1)
     steps = experiment.steps * max(multiples)
-    said = roll_out(model, experiment, systems, steps, seed)
+    predicted = roll_out(model, experiment, systems, steps, seed)
     true = simulate(systems, steps).positions
-    place, ellipse = orbit_errors(systems, said, true)
+    place, ellipse = orbit_errors(systems, predicted, true)
     rows = []
     for multiple in multiples:
         part = bucket(multiple, experiment.multiples, experiment.steps)
@@ -364,11 +364,11 @@ def roll_outs(
         )
     shown = slice(0, 4)
     kept = 4 * experiment.steps
-    return rows, {"said": said[shown, :kept], "true": true[shown, :kept]}
+    return rows, {"said": predicted[shown, :kept], "true": true[shown, :kept]}
 
 
 def force_by_length(model: OrbitGPTForForce, experiment: Experiment, seed: int) -> list[dict[str, float]]:
-    """R^2 of the force (of ln F where that is the target) by how far along the sequence it lies."""
+    """R^2 of the force (of ln F where that is the target) by position in the sequence."""
     model.eval()
     most = max(experiment.multiples)
     drawn, systems = distribution(experiment.distribution), long_systems(experiment, seed)
@@ -376,7 +376,7 @@ def force_by_length(model: OrbitGPTForForce, experiment: Experiment, seed: int) 
     batch = labelled_batch(systems, form, experiment.target, stream(seed, LONG, 1), drawn.time_steps)
     del batch["forces"]
     at = planet_positions(form.positions)
-    said = in_parts(model, to_tensors(batch))[:, at]
+    predicted = in_parts(model, to_tensors(batch))[:, at]
     true = force_targets(systems, simulate(systems, form.steps(1)).positions, experiment.target)[:, : len(at)]
     rows = []
     for multiple in experiment.multiples:
@@ -385,8 +385,8 @@ def force_by_length(model: OrbitGPTForForce, experiment: Experiment, seed: int) 
         rows.append(
             {
                 "multiple": multiple,
-                "r2": coefficient_of_determination(said[:, late], true[:, late]),
-                "rmse": float(np.sqrt(((said[:, late] - true[:, late]) ** 2).mean())),
+                "r2": coefficient_of_determination(predicted[:, late], true[:, late]),
+                "rmse": float(np.sqrt(((predicted[:, late] - true[:, late]) ** 2).mean())),
             }
         )
     return rows

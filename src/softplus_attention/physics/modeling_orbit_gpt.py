@@ -1,4 +1,4 @@
-"""OrbitGPT: SoftplusGPT that reads places of bodies and says the next place, or the force."""
+"""OrbitGPT: a SoftplusGPT that reads positions of bodies and predicts the next position, or the force."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OrbitGPTPreTrainedModel(SoftplusGPTPreTrainedModel):
 
 
 class CoordinateEmbedding(nn.Module):
-    """Places, tokens or numbers, to vectors."""
+    """Embeds positions, given as tokens or numbers."""
 
     def __init__(self, config: OrbitGPTConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class CoordinateEmbedding(nn.Module):
         return hidden
 
     def features(self, coordinates: Tensor, earlier: Tensor | None) -> Tensor:
-        """The coordinates, the way since one step earlier and the waves, each where the configuration has them."""
+        """The coordinates, and the displacement since the last step and sinusoids where the config has them."""
         parts = [coordinates / (self.config.extent / 2)]
         if self.config.differences:
             if earlier is None:
@@ -132,7 +132,7 @@ class OrbitGPTModel(OrbitGPTPreTrainedModel):
 
 
 class OrbitGPTForTrajectories(OrbitGPTPreTrainedModel):
-    """Says the next body's place at every position."""
+    """Predicts the next body's position at every position of the sequence."""
 
     def __init__(self, config: OrbitGPTConfig) -> None:
         super().__init__(config)
@@ -156,22 +156,22 @@ class OrbitGPTForTrajectories(OrbitGPTPreTrainedModel):
         """``previous`` (B, T, 2): the place, one step earlier, of the body that comes next; like ``earlier``, it is
         found among the coordinates where it is not given (a step with a cache must give both)."""
         outputs = self.orbit(coordinates, roles, bodies, past_key_values, use_cache, output_hidden_states, earlier)
-        said = self.head(outputs.last_hidden_state).float()
+        output = self.head(outputs.last_hidden_state).float()
         if self.config.form == "tokens":
-            predictions = said.unflatten(-1, (2, vocabulary(self.config.bins)))
+            predictions = output.unflatten(-1, (2, vocabulary(self.config.bins)))
             loss = None
             if targets is not None:
                 loss = 2 * F.cross_entropy(predictions.flatten(0, 2), targets.flatten(), ignore_index=IGNORED)
         else:
             if previous is None:
                 previous = shifted(coordinates, bodies, ahead=1).nan_to_num()
-            predictions = previous + self.config.displacement * said
+            predictions = previous + self.config.displacement * output
             loss = None if targets is None else squared_error(predictions, targets, self.config.displacement)
         return OrbitOutput(loss, predictions, outputs.past_key_values, outputs.hidden_states)
 
 
 class OrbitGPTForForce(OrbitGPTPreTrainedModel):
-    """Says the force on the planet at the planet's position: a new head on a model of orbits, all weights tuned."""
+    """Predicts the force on the planet at its position: a new head on an orbit model, all weights tuned."""
 
     def __init__(self, config: OrbitGPTConfig) -> None:
         super().__init__(config)
@@ -190,14 +190,14 @@ class OrbitGPTForForce(OrbitGPTPreTrainedModel):
         output_hidden_states: bool = False,
     ) -> OrbitOutput:
         outputs = self.orbit(coordinates, roles, bodies, output_hidden_states=output_hidden_states)
-        said = self.force_head(outputs.last_hidden_state).float()
+        output = self.force_head(outputs.last_hidden_state).float()
         mean, scale = self.config.target_mean, self.config.target_scale
-        loss = None if forces is None else squared_error(said, (forces - mean) / scale, 1.0)
-        return OrbitOutput(loss, mean + scale * said, None, outputs.hidden_states)
+        loss = None if forces is None else squared_error(output, (forces - mean) / scale, 1.0)
+        return OrbitOutput(loss, mean + scale * output, None, outputs.hidden_states)
 
 
 def shifted(coordinates: Tensor, bodies: Tensor | None, ahead: int = 0) -> Tensor:
-    """Where the body at each position (or ``ahead`` positions on) was one time step earlier; NaN where none was."""
+    """The position of each body (``ahead`` positions on) one time step earlier; NaN where there is none."""
     if bodies is None:
         check.fail("bodies", "the number of bodies of each system, (B,)", None)
     place = torch.arange(coordinates.shape[1], device=coordinates.device)[None] + ahead - bodies[:, None]
@@ -206,19 +206,19 @@ def shifted(coordinates: Tensor, bodies: Tensor | None, ahead: int = 0) -> Tenso
 
 
 def squared_error(predictions: Tensor, targets: Tensor, unit: float) -> Tensor:
-    """The mean over the targets that are numbers."""
+    """The mean over the targets that are not NaN."""
     wanted = ~targets.isnan()
     error = torch.where(wanted, predictions - targets.nan_to_num(), 0.0) / unit
     return error.square().sum() / wanted.sum().clamp(min=1)
 
 
 def check_checkpoint(path: Path, form: str | None = None) -> OrbitGPTConfig:
-    """The configuration of a checkpoint, refused by name where it is not an OrbitGPT of the form that is wanted."""
+    """The configuration of a checkpoint; raises where it is not an OrbitGPT of the wanted form."""
     if not (path / "config.json").is_file():
         check.fail("checkpoint", "a folder with a config.json", path)
-    words: dict[str, Any] = OrbitGPTConfig.get_config_dict(path)[0]
-    if words.get("model_type") != OrbitGPTConfig.model_type:
-        check.fail("checkpoint", f"an OrbitGPT ({OrbitGPTConfig.model_type!r})", repr(words.get("model_type")))
+    settings: dict[str, Any] = OrbitGPTConfig.get_config_dict(path)[0]
+    if settings.get("model_type") != OrbitGPTConfig.model_type:
+        check.fail("checkpoint", f"an OrbitGPT ({OrbitGPTConfig.model_type!r})", repr(settings.get("model_type")))
     config = OrbitGPTConfig.from_pretrained(path)
     if form is not None and config.form != form:
         check.fail("checkpoint", f"of form {form!r}, as the sequences are", repr(config.form))

@@ -1,4 +1,4 @@
-"""What one experiment is made of, and the presets."""
+"""The settings of an experiment, and the presets."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Every number that decides the outcome. Steps are time steps of an orbit where they are not ``*_updates``."""
+    """Every setting that affects the result. ``*_updates`` are optimizer steps, all other steps those of orbits."""
 
     preset: str
     arms: tuple[str, ...] = ("softmax", "lssar")
@@ -118,12 +118,12 @@ class Experiment:
             if arm(name).window_steps and len(distribution(self.distribution).time_steps) > 1:
                 expected = f"without a window in {self.distribution!r}: the time step is told at position 0 alone"
                 fail("arms", expected, repr(name))
-        for word in ("arms", "seeds", "labels"):
-            values = getattr(self, word)
+        for name in ("arms", "seeds", "labels"):
+            values = getattr(self, name)
             if not values:
-                fail(word, "at least one", "none")
+                fail(name, "at least one", "none")
             if len(set(values)) != len(values):
-                fail(word, "each named once", values)
+                fail(name, "each named once", values)
         if min(self.labels) < 1:
             fail("labels", "at least 1 labelled system", min(self.labels))
         if min(self.seeds) < 0:
@@ -132,9 +132,9 @@ class Experiment:
             fail("target", f"one of {', '.join(TARGETS)}", repr(self.target))
         if self.precision not in PRECISIONS:
             fail("precision", f"one of {', '.join(PRECISIONS)}", repr(self.precision))
-        for word in SIZES:
-            if getattr(self, word) < 1:
-                fail(word, "at least 1", getattr(self, word))
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                fail(name, "at least 1", getattr(self, name))
         attentions = [attention(arm(name).attention).spec for name in self.arms]
         rotated = not self.learned_positions and any(spec.positions == "rope" for spec in attentions)
         if self.width % self.heads or (rotated and self.width // self.heads % 2):

@@ -29,7 +29,7 @@ TARGETS: dict[str, int] = {"ln_force": 1, "force": 1, "vector": 2}
 
 @dataclass(frozen=True)
 class SequenceForm:
-    """How orbits become what a model reads."""
+    """How orbits are encoded for a model."""
 
     kind: str = "continuous"
     positions: int = 65
@@ -58,7 +58,7 @@ def vocabulary(bins: int) -> int:
 
 
 def roles(length: int, planets: int) -> NDArray[np.int64]:
-    """What stands at each position: the time step, a planet or the star."""
+    """The role of each position: the time step, a planet or the star."""
     place = np.arange(length) - 1
     kinds = np.where(place % (planets + 1) == planets, STAR, PLANET)
     kinds[0] = TIME_STEP
@@ -83,7 +83,7 @@ def detokenise(tokens: NDArray[np.int64], bins: int, extent: float) -> Array:
 def sequences(
     systems: OrbitalSystems, form: SequenceForm, rng: np.random.Generator, time_steps: tuple[float, ...]
 ) -> tuple[Batch, Array]:
-    """What a model reads of these systems and what it should say next, and the bodies' places (S, steps, K + 1, 2)."""
+    """Inputs and targets for these systems, and the bodies' positions (S, steps, K + 1, 2)."""
     steps = form.steps(systems.planets)
     places = simulate(systems, steps).positions
     bodies = interleaved(places, form.positions - 1)
@@ -124,7 +124,7 @@ def mixed_batch(
 
 
 def planet_positions(length: int) -> NDArray[np.int64]:
-    """Where the planet of a two-body sequence stands."""
+    """The planet's positions in a two-body sequence."""
     return np.arange(1, length, 2)
 
 

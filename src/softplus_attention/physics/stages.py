@@ -38,7 +38,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """float32 where the values are real: half the size, and finer than any model."""
+    """Real values as float32: half the size, and more precise than any model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     small: dict[str, Any] = {
         name: np.asarray(values, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int32)
@@ -74,44 +74,44 @@ class Cell:
 
 
 class Folder:
-    """Where everything of an experiment lies."""
+    """The files of an experiment."""
 
     def __init__(self, path: Path, experiment: Experiment) -> None:
         self.path, self.experiment = path, experiment
         self.check_identity()
 
     def check_identity(self) -> None:
-        """A folder belongs to one experiment: other settings in it would mix what cannot be compared."""
-        words = {
-            word: value
-            for word, value in json.loads(json.dumps(self.experiment.to_json())).items()
-            if word not in NOT_IDENTITY and not word.startswith("law_")
+        """A folder belongs to one experiment: results of other settings cannot be compared with it."""
+        identity = {
+            key: value
+            for key, value in json.loads(json.dumps(self.experiment.to_json())).items()
+            if key not in NOT_IDENTITY and not key.startswith("law_")
         }
         file = self.path / "experiment.json"
         if file.is_file():
             other = read_json(file)
             # The preset first: it is why others differ.
-            for word in sorted(set(words) | set(other), key=lambda word: (word != "preset", word)):
-                if words.get(word) != other.get(word):
-                    expected = f"a folder of the same experiment: `{word}` is {other.get(word)!r} in it"
-                    fail("--output", expected, f"{word} = {words.get(word)!r}")
+            for key in sorted(set(identity) | set(other), key=lambda key: (key != "preset", key)):
+                if identity.get(key) != other.get(key):
+                    expected = f"a folder of the same experiment: `{key}` is {other.get(key)!r} in it"
+                    fail("--output", expected, f"{key} = {identity.get(key)!r}")
         else:
-            write_json(file, words)
+            write_json(file, identity)
 
     def run(self, arm: str, seed: int) -> Path:
         return self.path / "arms" / arm / f"seed{seed}"
 
     def cell(self, arm: str, seed: int, labels: int, pretrained: bool) -> Cell:
-        word = "tuned" if pretrained else "untrained"
-        return Cell(arm, seed, labels, pretrained, self.run(arm, seed) / f"{word}-{labels}")
+        key = "tuned" if pretrained else "untrained"
+        return Cell(arm, seed, labels, pretrained, self.run(arm, seed) / f"{key}-{labels}")
 
     def runs(self) -> Iterator[tuple[str, int]]:
         for arm in self.experiment.arms:
             for seed in self.experiment.seeds:
                 yield arm, seed
 
-    def runs_there(self) -> list[tuple[str, int]]:
-        """Those of this call, and those that other calls have left."""
+    def existing_runs(self) -> list[tuple[str, int]]:
+        """The runs of this call, and those of earlier calls."""
         found = [
             (path.parent.name, int(path.name.removeprefix("seed")))
             for path in sorted(self.path.glob("arms/*/seed*"))
@@ -119,13 +119,13 @@ class Folder:
         ]
         return list(dict.fromkeys([*self.runs(), *found]))
 
-    def cells_there(self) -> list[Cell]:
+    def existing_cells(self) -> list[Cell]:
         cells = list(self.all_cells())
-        for arm, seed in self.runs_there():
+        for arm, seed in self.existing_runs():
             for path in sorted(self.run(arm, seed).glob("*-*")):
-                word, _, labels = path.name.partition("-")
-                if word in ("tuned", "untrained") and labels.isdecimal():
-                    cells.append(self.cell(arm, seed, int(labels), word == "tuned"))
+                key, _, labels = path.name.partition("-")
+                if key in ("tuned", "untrained") and labels.isdecimal():
+                    cells.append(self.cell(arm, seed, int(labels), key == "tuned"))
         return list(dict.fromkeys(cells))
 
     def cells(self, arm: str, seed: int) -> Iterator[Cell]:

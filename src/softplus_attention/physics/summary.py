@@ -1,4 +1,4 @@
-"""All that a folder holds as one JSON, and the table that is printed at the end."""
+"""The results of a folder as one JSON, and the table that is printed at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RULES = {
 
 def summary(folder: Folder, command: str, commit: str | None, seconds: float) -> dict[str, Any]:
     """Sections that each stand alone: a report can show any of them."""
-    cells = [cell_summary(cell) for cell in folder.cells_there() if (cell.folder / "tune.json").is_file()]
+    cells = [cell_summary(cell) for cell in folder.existing_cells() if (cell.folder / "tune.json").is_file()]
     return {
         "kind": "newton",
         "command": command,
@@ -52,14 +52,14 @@ def summary(folder: Folder, command: str, commit: str | None, seconds: float) ->
 def by_run(folder: Folder, name: str) -> list[dict[str, Any]]:
     return [
         {"arm": arm, "seed": seed, **read_json(folder.run(arm, seed) / name)}
-        for arm, seed in folder.runs_there()
+        for arm, seed in folder.existing_runs()
         if (folder.run(arm, seed) / name).is_file()
     ]
 
 
 def cell_summary(cell: Any) -> dict[str, Any]:
     result = {"arm": cell.arm, "seed": cell.seed, "labels": cell.labels, "pretrained": cell.pretrained}
-    result["tune"] = {word: value for word, value in read_json(cell.folder / "tune.json").items() if word != "losses"}
+    result["tune"] = {key: value for key, value in read_json(cell.folder / "tune.json").items() if key != "losses"}
     if (cell.folder / "laws.json").is_file():
         result |= read_json(cell.folder / "laws.json")
     return result
@@ -125,7 +125,7 @@ def tally(laws: list[str]) -> str:
 
 
 def printed(found: dict[str, Any]) -> str:
-    """The end of a run, for a reader."""
+    """The table that is printed at the end of a run."""
     columns = f"{'arm':<28}{'labels':>7}{'R^2 ln F':>10}{'m1':>8}{'m2':>8}{'r':>8}"
     lines = ["", f"{columns}  law (rule: within a tenth)"]
     for row in found["table"]:

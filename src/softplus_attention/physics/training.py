@@ -1,4 +1,4 @@
-"""Pre-training on orbits and tuning on forces, in run folders as ``train`` has them."""
+"""Pre-training on orbits and tuning on forces, in run folders like those of ``train``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def to_tensors(batch: Batch) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    """Where and how a run computes; nothing that decides what it computes."""
+    """Device and speed settings, which do not affect the result."""
 
     device: torch.device
     workers: int = 0
@@ -66,7 +66,7 @@ class ComputeOptions:
 
 
 class OrbitBatches(Dataset[dict[str, Tensor]]):
-    """Whole batches of fresh systems: batch ``index`` is the same in every run, process and resumption."""
+    """Batches of fresh systems: batch ``index`` is the same in every run and process."""
 
     def __init__(self, experiment: Experiment, seed: int) -> None:
         self.experiment, self.seed = experiment, seed
@@ -156,7 +156,7 @@ def train(
 
 
 def usual_displacement(experiment: Experiment) -> float:
-    """The root mean square way of a body in one time step, per coordinate."""
+    """The root mean square displacement of a body in one time step, per coordinate."""
     systems = distribution(experiment.distribution).sample(1000, stream(0, SCALE))
     ways = np.diff(simulate(systems, 8).positions, axis=1)
     return float(np.sqrt((ways**2).mean()))
@@ -176,7 +176,7 @@ def pretrain(
 
 
 def labelled_systems(experiment: Experiment, labels: int, seed: int) -> dict[str, Tensor]:
-    """``labels`` systems with a force at every step, and those that have only a few."""
+    """``labels`` systems with a force at every step, and the partly labelled ones."""
     if labels < 1:
         fail("labels", "at least 1 labelled system", labels)
     drawn, form, target = distribution(experiment.distribution), experiment.clean_form, experiment.target
@@ -208,7 +208,7 @@ def partial_systems(experiment: Experiment, seed: int) -> OrbitalSystems:
 
 
 def partial_choice(experiment: Experiment, seed: int, count: int, steps: int) -> NDArray[np.bool_]:
-    """Which steps of the partly labelled systems have a label."""
+    """The labelled steps of the partly labelled systems."""
     order = stream(seed, PARTIAL, 2).random((count, steps)).argsort(1)
     return order < experiment.partial_labels
 
@@ -222,12 +222,12 @@ def tune(
     run: RunFolder,
     options: ComputeOptions,
 ) -> tuple[OrbitGPTForForce, dict[str, Any]]:
-    """A force model from the model of orbits at ``pretrained``, or from fresh weights where that is None."""
+    """Tunes a force model from the orbit model at ``pretrained``, or from new weights where that is None."""
     labelled = labelled_systems(experiment, labels, seed)
     known = labelled["forces"][~labelled["forces"].isnan()].double()
     # A vector keeps its direction: it is scaled, not shifted.
     mean = 0.0 if experiment.target == "vector" else known.mean().item()
-    words: dict[str, Any] = {
+    target: dict[str, Any] = {
         "target": experiment.target,
         "target_mean": mean,
         "target_scale": max((known - mean).square().mean().sqrt().item(), 1e-12),
@@ -235,12 +235,12 @@ def tune(
     set_seed(seed)
     if pretrained is None:
         config = experiment.config(arm_name, usual_displacement(experiment))
-        for word, value in words.items():
-            setattr(config, word, value)
+        for name, value in target.items():
+            setattr(config, name, value)
         model = OrbitGPTForForce(config)
     else:
         check_checkpoint(pretrained, experiment.form)
-        model = OrbitGPTForForce.from_pretrained(pretrained, **words)
+        model = OrbitGPTForForce.from_pretrained(pretrained, **target)
     how = "" if pretrained is not None else ", no pre-training"
     title = f"tune {arm_name}, seed {seed}, {labels} labelled systems{how}"
     batches = LabelledBatches(labelled, experiment.tune_batch, seed)

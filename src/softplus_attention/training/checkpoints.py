@@ -1,5 +1,4 @@
-"""Checkpoints that are whole or not there, that are known to be whole when they are read, and that load at another
-number of processes.
+"""Checkpoints that are complete or absent, verified when they are read, and loadable by another number of processes.
 
     checkpoint-200/
       state/              model and optimizer, by torch.distributed.checkpoint: a file per process, any number may load
@@ -68,7 +67,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """fsync of a file or a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -112,7 +111,7 @@ def cleared(partial: Path, final: Path, step: int) -> None:
 
 
 def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> list[Any]:
-    """A part of the work on every process, and what each of them made; if one fails, all of them stop."""
+    """Runs ``part`` on every process and returns all results; if one fails, all stop."""
     made: Any = None
     failure: BaseException | None = None
     try:
@@ -120,7 +119,7 @@ def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> li
     except (Exception, CheckpointException) as error:
         failure = error
     results = distributed.all_gather_objects((made, failure and described(failure)))
-    failures = [words for _, words in results if words]
+    failures = [reason for _, reason in results if reason]
     if not failures:
         return [result for result, _ in results]
     if distributed.is_rank0():
@@ -134,11 +133,11 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def stopped(run: Path, step: int, words: str) -> RunStopped:
+def stopped(run: Path, step: int, reason: str) -> RunStopped:
     before = checkpoints(run)
     intact = f"the checkpoint of step {step_of(before[0])} is intact" if before else "no checkpoint was written before"
     return RunStopped(
-        f"the checkpoint of step {step} could not be written to {run}: {words}. Make room there and run the same "
+        f"the checkpoint of step {step} could not be written to {run}: {reason}. Make room there and run the same "
         f"command again: it continues where it can ({intact})"
     )
 
@@ -159,7 +158,7 @@ def sums_of_share(partial: Path) -> dict[str, Any]:
 
 
 def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
-    """The manifest, and the name by which the folder is a checkpoint."""
+    """Writes the manifest and renames the folder."""
     files = {name: written for share in sums for name, written in share.items()}
     manifest = partial / MANIFEST
     write_json(manifest, {"files": dict(sorted(files.items()))})
@@ -174,7 +173,7 @@ def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
 
 
 def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is as it was written; each newer one that is not is named in a warning."""
+    """The newest undamaged checkpoint; a warning names each newer one that is damaged."""
     for leftover in run.glob(f"checkpoint-*{PARTIAL}"):
         if UNFINISHED.fullmatch(leftover.name):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -193,13 +192,13 @@ def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def keep_beside_damaged(run: Path, name: str) -> None:
-    """Of a run that starts again since its checkpoints are damaged: a file that it would write anew."""
+    """Keeps a file that a run without an undamaged checkpoint would overwrite."""
     if (run / name).exists() and any(run.glob(f"*{DAMAGED}")):
         (run / name).replace(run / (name + DAMAGED))
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, None if nothing is. Its manifest lists every file, and no other is there."""
+    """What is wrong with a checkpoint, or None. Its manifest must list exactly the files that are there."""
     try:
         files = read_json(checkpoint / MANIFEST)["files"]
         there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if is_no_folder(path)}
@@ -234,7 +233,7 @@ def is_no_folder(path: Path) -> bool:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor by a name that does not depend on how many processes there are; tied weights come once."""
+    """Every tensor by a name that is the same for any number of processes; tied weights once."""
     tensors = weights_by_name(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -264,7 +263,7 @@ def refused(checkpoint: Path, reason: str) -> CheckpointRefused:
 
 @contextmanager
 def refusing(checkpoint: Path, name: str) -> Iterator[None]:
-    """A file that training did not write can fail in any way."""
+    """Turns any error from a file that training did not write into ``CheckpointRefused``."""
     try:
         yield
     except Exception as error:
@@ -295,7 +294,7 @@ def position(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, model: nn.Module) -> None:
-    """Refuses weights that are not those of ``model``, before anything of the run is changed."""
+    """Raises where the saved weights do not fit ``model``; nothing of the run has been changed yet."""
     with refusing(folder, TRAINER_STATE):
         check_trainer_state(read_json(folder / TRAINER_STATE), step_of(folder))
     position(folder)
@@ -321,7 +320,7 @@ def check_fits(folder: Path, model: nn.Module) -> None:
 
 @contextmanager
 def suppress_single_process_warning() -> Iterator[None]:
-    """torch warns of every checkpoint of a single process that it takes it for one."""
+    """torch warns at every checkpoint of a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -337,7 +336,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The saved tensors into the model and the optimizer, which may be sharded in another way."""
+    """Loads the saved tensors into the model and the optimizer, which may be sharded differently."""
     reader = state_reader(folder)
     tensors = weights_by_name(model)
     for parameter_name, parameter in model.named_parameters():
@@ -355,5 +354,5 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise refused(folder, described(cause)) from error
-    # By its own words the optimizer puts each value where its steps expect it.
+    # Its own load_state_dict puts each value on the right device.
     optimizer.load_state_dict(optimizer.state_dict())

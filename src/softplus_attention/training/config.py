@@ -1,5 +1,4 @@
-"""What a training run is made of: one dataclass, whose fields are the command's options and a config file's keys; and
-the presets."""
+"""``TrainConfig``, whose fields are the options of ``train`` and the keys of a config file; the presets."""
 
 from __future__ import annotations
 
@@ -62,10 +61,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def option(group: str, words: str, default: Any = dataclasses.MISSING, *, free: bool = False) -> Any:
-    """A field with its place and words in ``--help``. ``free``: it may change between two starts of one run, since it
+def option(group: str, help_text: str, default: Any = dataclasses.MISSING, *, free: bool = False) -> Any:
+    """A field with its group and text in ``--help``. ``free``: it may change between two starts of one run, since it
     does not change what is learned."""
-    return dataclasses.field(default=default, metadata={"group": group, "help": words, "free": free})
+    return dataclasses.field(default=default, metadata={"group": group, "help": help_text, "free": free})
 
 
 MODEL, POWER, OPTIMISATION, SPEED, KEEPING = (
@@ -194,7 +193,7 @@ class TrainConfig:
 
     @property
     def sharing(self) -> int:
-        """Processes that work on the same sequences."""
+        """How many processes work on the same sequences."""
         return self.context_parallel * self.tensor_parallel
 
     def check_parallel(self) -> None:
@@ -255,7 +254,7 @@ class TrainConfig:
             fail("decay", f"at most the steps that the warm-up leaves, {left}", self.decay)
 
     def in_steps(self, length: float) -> int:
-        """Of a warm-up or decay, given in steps or, below 1, as their fraction of all."""
+        """The length of a warm-up or decay in steps; below 1 it is a fraction of all steps."""
         return int(length) if length >= 1 else round(length * self.steps)
 
     def check_power(self) -> None:
@@ -276,7 +275,7 @@ class TrainConfig:
 
     @functools.cached_property
     def power_schedule(self) -> PowerSchedule | None:
-        """None where the power does not change with the step: the attention's own, by length, or learned."""
+        """None where the power does not depend on the step: the attention's own, by length, or learned."""
         return power_schedule(self.power, rounded=self.power_rounding)
 
     @functools.cached_property
@@ -284,7 +283,7 @@ class TrainConfig:
         return None if self.power is None else logarithmic_power(self.power)
 
     def growth(self) -> PowerByLength | None:
-        """The power of the saved model, where it is to grow with the number of visible keys."""
+        """The power of the saved model with ``power_growth``, else None."""
         if self.power_growth is None:
             return None
         schedule = self.power_schedule
@@ -298,7 +297,7 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """What of ``before`` is different now and would make another run of it, in words by the setting's name."""
+        """The settings that differ from ``before`` and affect what is learned, each with a description."""
         changed = {}
         for field in dataclasses.fields(self):
             old, new = before.get(field.name, field.default), getattr(self, field.name)
@@ -346,7 +345,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that is given twice YAML and JSON silently keep the last. ``a-b`` and ``a_b`` are one key."""
+    """YAML and JSON silently keep the last of repeated keys. ``a-b`` and ``a_b`` are one key."""
     seen: set[str] = set()
     for name, _ in pairs:
         if (key := str(name).replace("-", "_")) in seen:
@@ -356,7 +355,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML 1.1 reads 6e-4 as a word; here it is the number that everybody means."""
+    """YAML 1.1 reads 6e-4 as a string; here it is a number."""
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -370,7 +369,7 @@ def read_yaml(text: str) -> Any:
 
 
 def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the preset says. Its power is for LSSAR in its layers: other attentions have their own, or none."""
+    """The preset's settings. Its power is for LSSAR in its layers; other attentions have their own, or none."""
     settings = {} if preset is None else dict(PRESETS[preset])
     without_its_layers = "global_every" in given and not given["global_every"]
     if without_its_layers:
@@ -383,7 +382,7 @@ def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, A
 def configured(
     options: Mapping[str, Any] | None = None, *, preset: str | None = None, file: str | Path | None = None
 ) -> TrainConfig:
-    """A preset, changed by a config file, changed by options."""
+    """A ``TrainConfig`` from a preset, overridden by a config file, overridden by options."""
     settings = {} if file is None else read_file(file)
     settings |= options or {}
     preset = settings.pop("preset", None) if preset is None else preset

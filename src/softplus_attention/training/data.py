@@ -1,4 +1,4 @@
-"""The prepared folder as a training run reads it: one sequence after the other, for as many steps as there are."""
+"""The training data: sequences of a prepared folder, repeated for as many steps as the run has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softplus_attention.data import IGNORED, Index, PackedTokens
 
 
 class Sequences(Protocol):
-    """What a run needs of its data: ``softplus_attention.data.PackedTokens``, or any dataset that looks like it."""
+    """What a run needs of its data: ``softplus_attention.data.PackedTokens`` or any dataset like it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> dict[str, Tensor]: ...
@@ -23,7 +23,7 @@ class Sequences(Protocol):
 
 
 class RepeatedDataset(Dataset[dict[str, Tensor]]):
-    """Sequence number n of a run, past the end of the data too: epoch n // len, in that epoch's order.
+    """Sequence n of a run, beyond the end of the data too: from epoch n // len, in that epoch's order.
 
     So the position in the data is one number, steps times sequences per step, whatever the number of processes.
     """
@@ -85,7 +85,7 @@ class Folder:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with any token, not with where the folder lies or what it was made from."""
+        """A checksum of the tokens; it does not depend on the folder's path or the sources."""
         sums = [(record["file"], record["sha256"]) for record in self.index.files()]
         return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 

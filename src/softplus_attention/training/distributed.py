@@ -1,4 +1,4 @@
-"""More than one process: what torchrun told us, words between processes, and FSDP2."""
+"""Several processes: ranks, collectives of Python objects, FSDP2 and tensor parallel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARALLEL = ("ddp", "fsdp")
 
 
 def start(device: str) -> None:
-    """The process group, where torchrun started several: before it exists each process only knows itself."""
+    """Creates the process group where torchrun started several processes."""
     if world_size() > 1 and not dist.is_initialized():
         from accelerate import PartialState
 
@@ -36,7 +36,7 @@ def is_rank0() -> bool:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """The value of each process, on every process."""
+    """The values of all processes, on every process."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -45,7 +45,7 @@ def all_gather_objects(value: Any) -> list[Any]:
 
 
 def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives on the first process, on every process; its error is raised on all of them."""
+    """Runs ``make`` on rank 0 and returns its result on every process; its error is raised on all."""
     if not dist.is_initialized():
         return make()
     told: list[Any] = [None, None]
@@ -61,14 +61,14 @@ def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
 
 
 def run_on_rank0(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, on the first process alone; its error is raised on all of them."""
+    """Runs ``make`` on rank 0 and returns its result there, None elsewhere; its error is raised on all."""
     made: list[Any] = []
     broadcast_from_rank0(lambda: made.append(make()))
     return made[0] if made else None
 
 
 def wait_for_all() -> None:
-    """No process reads what the first one has not finished writing."""
+    """A barrier: no process reads what rank 0 has not finished writing."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -84,7 +84,7 @@ def mesh_of(device: torch.device, context: int, tensor: int) -> Any:
 
 
 def divide_heads(model: Any, mesh: Any) -> None:
-    """Tensor parallel: each module by the model's own plan, in torch's words."""
+    """Tensor parallel: each module by the model's own plan."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -153,7 +153,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward FSDP2 keeps the outermost weights gathered, in memory of its own."""
+    """After a forward pass without a backward FSDP2 keeps the outermost weights gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -162,7 +162,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's ``state_dict`` with every tensor whole, on the CPU; each process has to ask for it."""
+    """The model's ``state_dict`` with full tensors on the CPU; every process must call it."""
     from torch.distributed.tensor import DTensor
 
     reshard(model)

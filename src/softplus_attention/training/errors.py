@@ -1,10 +1,10 @@
-"""What stops a run that was set up rightly: a full disk, a loss that is no number, a changed configuration."""
+"""Errors that stop a valid run: a full disk, a NaN loss, changed settings."""
 
 from __future__ import annotations
 
 
 class RunStopped(RuntimeError):  # noqa: N818  it says what happened to the run, not what is wrong with the code
-    """The run cannot go on. The message says what to do; everything written before is intact."""
+    """The run cannot continue. The message says what to do; everything written before is intact."""
 
     exit_status = 1
 
@@ -20,4 +20,4 @@ class ConfigChanged(RunStopped):
 
 
 class RunWarning(UserWarning):
-    """Something went wrong that the run can do without."""
+    """A problem that does not stop the run."""

@@ -23,7 +23,7 @@ Loss = Callable[..., Tensor]
 
 
 def linear_loss(name: str) -> Loss:
-    """The loss of that name, called as ``loss(hidden, weight, labels, num_items_in_batch=None)``."""
+    """The loss called ``name``, with the signature ``loss(hidden, weight, labels, num_items_in_batch=None)``."""
     if name not in LOSSES:
         fail("loss", f"one of {', '.join(LOSSES)}", repr(name))
     chosen = {"plain": plain_sum, "chunked": chunked_sum, "liger": liger_sum}[name]
@@ -73,13 +73,13 @@ def chunked_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The gradients are made with the loss, while a chunk's logits are there: nothing is computed twice."""
+    """Computes the gradients together with the loss, chunk by chunk, so that no logits are computed twice."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradients = []
-        words = torch.arange(len(weight), device=weight.device)
+        tokens = torch.arange(len(weight), device=weight.device)
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part, goal in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
             logits = (part @ weight.t()).float()
@@ -89,7 +89,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             chosen = logits.gather(-1, goal[:, None])[:, 0]
             total = total + torch.where(counted, normaliser - chosen, 0).sum()
             # A comparison, not a scatter: compiled, the slope is then made in one pass over the logits.
-            slope = (logits - normaliser[:, None]).exp() - (words == goal[:, None]).float()
+            slope = (logits - normaliser[:, None]).exp() - (tokens == goal[:, None]).float()
             slope = torch.where(counted[:, None], slope, 0).to(part.dtype)
             hidden_gradients.append(slope @ weight)
             weight_gradient += slope.t() @ part
@@ -116,6 +116,6 @@ def import_liger() -> Any:
 
 def liger_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     dtype = matmul_dtype(hidden)
-    words = (None, None, IGNORED, 0.0, 0.0, "sum")  # bias, class weights, ignored, z loss, smoothing, reduction
-    result = import_liger().apply(hidden.to(dtype), weight.to(dtype), targets, *words)
+    options = (None, None, IGNORED, 0.0, 0.0, "sum")  # bias, class weights, ignored, z loss, smoothing, reduction
+    result = import_liger().apply(hidden.to(dtype), weight.to(dtype), targets, *options)
     return result[0] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""What a run says of itself: tokens per second, MFU, time left; metrics.jsonl, TensorBoard, and a progress bar."""
+"""Throughput, MFU and time left; metrics.jsonl, TensorBoard and the progress bar."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def flops_per_token(parameters: int, width: int, spans: Sequence[int]) -> int:
 
 
 class Throughput:
-    """Tokens per second since it was last asked, without the time for validation and checkpoints."""
+    """Tokens per second since the last call, excluding validation and checkpoints."""
 
     def __init__(self, tokens_per_step: int, flops: int, processes: int, peak: float | None) -> None:
         self.tokens_per_step, self.flops = tokens_per_step, flops
@@ -84,7 +84,7 @@ def keep_until(run: Path, step: int) -> None:
 
 
 def check_reporter(reporter: str | None) -> None:
-    """Before anything is written. ``None`` takes what is installed."""
+    """Raises where the package is missing, before anything is written."""
     if reporter not in (None, "none") and find_spec(str(reporter)) is None:
         raise ValueError(f"{reporter} is not installed. Run `pip install {reporter}`, or pass --report-to none")
 
@@ -166,15 +166,15 @@ class ProgressCallback(TrainerCallback):
 
 
 def format_metrics(logs: dict[str, Any]) -> str:
-    words = []
+    parts = []
     if "loss" in logs:
-        words.append(f"loss {logs['loss']:.4f}")
+        parts.append(f"loss {logs['loss']:.4f}")
     if "eval_loss" in logs:
-        words.append(f"validation loss {logs['eval_loss']:.4f}")
+        parts.append(f"validation loss {logs['eval_loss']:.4f}")
     if "power" in logs:
-        words.append(f"power {logs['power']:g}")
+        parts.append(f"power {logs['power']:g}")
     if "tokens_per_second" in logs:
-        words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in logs:
-        words.append(f"MFU {logs['mfu']:.1%}")
-    return "  ".join(words)
+        parts.append(f"MFU {logs['mfu']:.1%}")
+    return "  ".join(parts)

@@ -1,4 +1,4 @@
-"""AdamW, and Muon for the hidden matrices with AdamW for the rest, as one optimizer that Trainer takes."""
+"""AdamW, and Muon for the hidden matrices with AdamW for the rest, as one optimizer."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def optimizer_of(
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    words: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused, "foreach": foreach}
+    options: dict[str, Any] = {"lr": learning_rate, "betas": betas, "fused": fused, "foreach": foreach}
     if name == "adamw":
-        return torch.optim.AdamW(groups, **words)
+        return torch.optim.AdamW(groups, **options)
     hidden = [p for path, p in named if is_hidden_matrix(path, p)]
     return MuonWithAdamW(
         [{"params": hidden, "lr": muon_learning_rate, "weight_decay": weight_decay}],
-        [{**group, **words} for group in groups],
+        [{**group, **options} for group in groups],
     )
 
 
@@ -86,7 +86,7 @@ class StackedMuon(torch.optim.Muon):
 
 
 def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Those of one kind together, as many as ``MOST_STACKED`` allows."""
+    """Groups of parameters of one shape, each of at most ``MOST_STACKED`` numbers."""
     kinds: dict[Any, list[Tensor]] = {}
     for number, matrix in enumerate(matrices):
         # The shards of a DTensor cannot be stacked: each is a kind of its own.
@@ -99,14 +99,14 @@ def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """torch's Muon iterates in bfloat16, for which many a CPU has no instructions and is many times slower."""
+    """torch's Muon iterates in bfloat16, which is many times slower on CPUs without such instructions."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalized(
     matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, smallest_norm: float
 ) -> list[Tensor]:
-    """Newton and Schulz's iteration as torch's Muon does it, on matrices of one shape."""
+    """The Newton-Schulz iteration of torch's Muon, on a stack of matrices of one shape."""
     a, b, c = coefficients
     first = matrices[0]
     single, tall = len(matrices) == 1, first.shape[0] > first.shape[1]
@@ -141,7 +141,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """The two step the very groups and states that are seen from outside."""
+        """Both optimizers step the groups and states that are visible from outside."""
         for name, optimizer in self.parts.items():
             optimizer.param_groups = [group for group in self.param_groups if group[STEPPED_BY] == name]
             optimizer.state = self.state

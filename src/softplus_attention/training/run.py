@@ -38,7 +38,7 @@ from softplus_attention.validation import fail
 
 
 def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
-    """Trains, or continues, and gives the folder of the saved model. Under torchrun every process calls it."""
+    """Starts or continues the run; returns the folder of the saved model. Under torchrun every process calls it."""
     run = RunFolder(Path(config.output))
     quiet()
     folder = Folder(Path(config.data))
@@ -78,7 +78,7 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
 
 
 def fit(run: RunFolder, trainer: SoftplusTrainer, checkpoint: Path | None) -> None:
-    """Trains from ``checkpoint`` to the last step, or until it is asked to stop; the folder is locked."""
+    """Trains from ``checkpoint`` to the last step or the first stop signal. The folder must be locked."""
     run.rewind(checkpoint)
     termination = Termination()
     trainer.add_callback(termination)
@@ -88,7 +88,7 @@ def fit(run: RunFolder, trainer: SoftplusTrainer, checkpoint: Path | None) -> No
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """Our settings in Trainer's words."""
+    """``config`` as Trainer's arguments."""
     cuda = torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
         raise ValueError("torch sees no GPU. Pass `device` auto or cpu")
@@ -106,7 +106,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         fail("batch_size", f"a multiple of the {of}", config.batch_size)
     share = config.batch_size // readers
     micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
-    schedule, words = learning_rate_schedule(config)
+    schedule, kwargs = learning_rate_schedule(config)
     arguments = TrainingArguments(
         output_dir=config.output,
         max_steps=config.steps,
@@ -115,7 +115,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         gradient_accumulation_steps=share // micro,
         learning_rate=config.learning_rate,
         lr_scheduler_type=schedule,
-        lr_scheduler_kwargs=words,
+        lr_scheduler_kwargs=kwargs,
         warmup_steps=config.warmup,
         weight_decay=config.weight_decay,
         max_grad_norm=config.clip,
@@ -185,15 +185,15 @@ def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | No
 def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> SoftplusTrainer:
     if config.vocab_size is not None and config.vocab_size < folder.index.vocabulary_size:
         fail("vocab_size", f"at least the {folder.index.vocabulary_size} tokens of the data", config.vocab_size)
-    words: dict[str, Any] = {"seed": config.seed, "document_mask": config.document_mask}
-    sequences = folder.sequences("train", config.sequence_length, **words)
+    kwargs: dict[str, Any] = {"seed": config.seed, "document_mask": config.document_mask}
+    sequences = folder.sequences("train", config.sequence_length, **kwargs)
     validation = None
     if config.evaluate_every:
         if not folder.has_validation:
             again = "Pass --evaluate-every 0, or prepare again with --validation-fraction"
             raise ValueError(f"{config.data} has no validation split. {again}")
-        words["seed"] = 0  # runs of different seeds are validated on the same sequences
-        held = folder.sequences("validation", config.sequence_length, **words)
+        kwargs["seed"] = 0  # runs of different seeds are validated on the same sequences
+        held = folder.sequences("validation", config.sequence_length, **kwargs)
         count = min(len(held), config.evaluate_sequences)
         # A last batch that is not full would count double for some sequences, by the number of processes.
         if count < config.batch_size:

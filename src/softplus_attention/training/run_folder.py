@@ -1,4 +1,4 @@
-"""The folder of a training: who trains in it, what was asked for, where it continues, and the model, saved whole.
+"""The folder of a training run: its lock, its record, where it resumes, and the saved model.
 
 run.json        settings, data, and command, commit and machine of each start
 metrics.jsonl   a line per log
@@ -43,12 +43,12 @@ ALLOW = ", or give --allow-config-changes to continue with the new ones"
 
 class RunFolder:
     def __init__(self, path: Path, model: Path | None = None) -> None:
-        """``model``: where the trained model goes, in the folder where it is not given."""
+        """``model``: where the trained model is saved (default: in the folder)."""
         self.path, self.model = path, path / MODEL if model is None else model
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Two trainings in one folder would overwrite each other. The lock ends with the process, however it ends."""
+        """Two runs in one folder would overwrite each other. The lock ends with the process, however it ends."""
         with ExitStack() as held:
 
             def take() -> None:
@@ -79,7 +79,7 @@ class RunFolder:
     # ---- the record
 
     def read(self) -> dict[str, Any] | None:
-        """What run.json holds; None in a folder that is no run."""
+        """The content of run.json; None in a folder without one."""
         path = self.path / RUN
         kinds: dict[str, Any] = {"config": dict, "data": str, "starts": list, "changes": list}
         try:
@@ -103,7 +103,7 @@ class RunFolder:
             write_json(self.path / RUN, record)
 
     def record_of(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
-        """The record of the run, new or found; refuses to continue another run than the one that is there."""
+        """The record of the run, new or found. Raises where the folder holds a run with other settings."""
         return distributed.broadcast_from_rank0(lambda: self.compare(config, data, allow_changes))
 
     def compare(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class RunFolder:
         return before | now
 
     def refuse_what_others_made(self) -> None:
-        """In a folder without run.json: what this run would remove or overwrite."""
+        """Raises where a folder without run.json holds files that this run would overwrite."""
         found = "checkpoints" if checkpoints.checkpoints(self.path) else METRICS
         if found == "checkpoints" or (self.path / METRICS).exists():
             raise RunStopped(
@@ -151,7 +151,7 @@ class RunFolder:
         return distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.path, warn))
 
     def check(self, checkpoint: Path | None, model: nn.Module) -> None:
-        """Whether the run may go on from ``checkpoint``, before anything in the folder is changed."""
+        """Raises where the run cannot continue from ``checkpoint``; nothing in the folder has been changed yet."""
         if checkpoint is not None:
             checkpoints.check_fits(checkpoint, model)
         elif self.model.is_dir():
@@ -161,7 +161,7 @@ class RunFolder:
             )
 
     def rewind(self, checkpoint: Path | None) -> None:
-        """Drops what was logged after the checkpoint: it will be logged again."""
+        """Drops log entries after the checkpoint: they will be logged again."""
         if distributed.is_rank0():
             if checkpoint is None:
                 checkpoints.keep_beside_damaged(self.path, METRICS)
@@ -182,14 +182,14 @@ class RunFolder:
         return self.model
 
     def remove_checkpoints(self) -> None:
-        """Of a training whose model is saved and that nobody continues."""
+        """For a run whose model is saved and that will not be continued."""
         if distributed.is_rank0():
             for checkpoint in checkpoints.checkpoints(self.path):
                 shutil.rmtree(checkpoint)
 
 
 def started(device: torch.device, step: int) -> dict[str, Any]:
-    """One start of the command: a run that was interrupted has several."""
+    """The record of one start; an interrupted run has several."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": step,
@@ -200,10 +200,10 @@ def started(device: torch.device, step: int) -> dict[str, Any]:
     }
 
 
-def say(words: str) -> None:
+def say(line: str) -> None:
     if distributed.is_rank0():
-        print(clean_text(words), file=sys.stderr, flush=True)
+        print(clean_text(line), file=sys.stderr, flush=True)
 
 
-def warn(words: str) -> None:
-    warnings.warn(words, RunWarning, stacklevel=2)
+def warn(line: str) -> None:
+    warnings.warn(line, RunWarning, stacklevel=2)

@@ -54,19 +54,19 @@ class PowerSchedule:
         return self.at(steps - 1, steps)
 
     def distinct(self, steps: int) -> int:
-        """How many powers the run goes through: a compiled model is compiled once for each."""
+        """The number of different powers in the run: a compiled model is compiled once for each."""
         if self.is_ramp and not self.rounded:
             return steps
         return len({self.at(step, steps) for step in range(steps)})
 
 
 def as_number(power: float) -> float:
-    """An int where it is one: integer powers have the fast kernels."""
+    """An int where the value is whole: integer powers have faster kernels."""
     return int(power) if float(power).is_integer() else power
 
 
 def power_schedule(text: str | float | None, *, rounded: bool = True) -> PowerSchedule | None:
-    """The schedule that a text describes; None for the attention's own power, a learned one, and one by length."""
+    """Parses a schedule; None for the attention's own power, a learned one, and one by length."""
     if text is None or is_learned(text) or logarithmic_power(text) is not None:
         return None
     text = str(text).replace(" ", "")
@@ -96,7 +96,7 @@ def logarithmic_power(text: str | float) -> PowerByLength | None:
 
 
 def constant_power(text: str, expected: str = CONSTANT_FORMS) -> float | PowerByLength:
-    """One power for all of a run: what ``--power`` of the commands that do not train says."""
+    """Parses the ``--power`` of commands that do not train: one power."""
     logarithmic = text.startswith(LOGARITHMIC)
     try:
         number = float(text.removeprefix(LOGARITHMIC))

@@ -1,4 +1,4 @@
-"""transformers' Trainer with our optimizer, sharding, checkpoints, powers and signals; the loop is its own."""
+"""transformers' Trainer with our optimizer, sharding, checkpoints, power schedule and signal handling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class SoftplusTrainer(Trainer):
-    """A run of ``TrainConfig``; ``power`` and ``throughput`` add their figures to what is logged."""
+    """Trainer for a ``TrainConfig``; ``power`` and ``throughput`` add their values to each log entry."""
 
     def __init__(
         self,
@@ -43,22 +43,22 @@ class SoftplusTrainer(Trainer):
         throughput: Throughput,
         power: PowerCallback | None = None,
         group: Any = None,
-        **words: Any,
+        **kwargs: Any,
     ) -> None:
         self.config, self.throughput, self.power = config, throughput, power
         self.group = group  # the processes that share a sequence
         self.pending: dict[str, Any] = {}
         self.optimizer: Any
-        super().__init__(**words)
+        super().__init__(**kwargs)
         if distributed.is_sharded(self.model):
             # Autocast and placement only: the model is already what accelerate would wrap it into.
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(RestorePendingLoss(self))
         self.leaving = RawValue("b", 0)  # shared with the processes that read data
 
-    def train(self, *arguments: Any, **words: Any) -> Any:
+    def train(self, *arguments: Any, **kwargs: Any) -> Any:
         try:
-            return super().train(*arguments, **words)
+            return super().train(*arguments, **kwargs)
         except Exception as error:
             stopped = explained(error, self.config)
             if stopped is None:
@@ -118,11 +118,11 @@ class SoftplusTrainer(Trainer):
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
         return 0  # counted by Throughput; Trainer's own count walks over all parameters in every step
 
-    def compute_loss(self, *inputs: Any, **words: Any) -> Any:
+    def compute_loss(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
-            return super().compute_loss(*inputs, **words)
+            return super().compute_loss(*inputs, **kwargs)
         except ValueError:
-            # A power that heads learn is looked at in the forward: one that is gone is not the user's to mend.
+            # The forward checks learned powers: NaN ones come from training, not from the user.
             if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
                 raise
             self.stop_if_not_finite(torch.tensor(torch.nan), None)
@@ -143,7 +143,7 @@ class SoftplusTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:
-            return  # Trainer's sum at the end knows of this start alone: wrong in a run that was interrupted
+            return  # Trainer's final summary covers this start only: wrong in a resumed run
         if "loss" in logs:
             logs["tokens"] = self.state.global_step * self.throughput.tokens_per_step
             if self.power is not None and self.power.power is not None:
@@ -151,13 +151,13 @@ class SoftplusTrainer(Trainer):
             logs |= self.throughput.since_last(self.state.global_step)
         super().log(logs, start_time)
 
-    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *rest: Any, **words: Any) -> None:
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *rest: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_save:
             self.stop_if_not_finite(tr_loss, grad_norm)
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *rest, **words)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *rest, **kwargs)
 
     def stop_if_not_finite(self, loss: Tensor, grad_norm: Tensor | float | None) -> None:
-        """Looked at before anything is logged or saved, so that no checkpoint holds weights that are gone."""
+        """Checked before anything is logged or saved, so that no checkpoint holds NaN weights."""
         # In float16 a step whose gradient overflows is left out, and the loss is scaled down for the next.
         total = loss.detach().float() + (0.0 if grad_norm is None or self.args.fp16 else grad_norm)
         if bool(torch.isfinite(total)):
@@ -178,9 +178,9 @@ class SoftplusTrainer(Trainer):
             f"{step}, and nothing of it was saved; {intact}"
         )
 
-    def _evaluate(self, *rest: Any, **words: Any) -> Any:
+    def _evaluate(self, *rest: Any, **kwargs: Any) -> Any:
         begun = time.perf_counter()
-        found = super()._evaluate(*rest, **words)
+        found = super()._evaluate(*rest, **kwargs)
         distributed.reshard(self.model)
         self.throughput.paused += time.perf_counter() - begun
         return found
@@ -194,7 +194,7 @@ class SoftplusTrainer(Trainer):
         self.throughput.paused += time.perf_counter() - begun
 
     def fill(self, folder: Path) -> None:
-        """The files of a checkpoint; every process calls it."""
+        """Writes the files of a checkpoint; every process calls it."""
         pending = distributed.all_gather_objects(float(self._tr_loss))
         checkpoints.save_state(folder, self.model, bare(self.optimizer))
         self._save_rng_state(str(folder))
@@ -215,7 +215,7 @@ class SoftplusTrainer(Trainer):
         write_json(folder / POSITION, position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights come with the optimizer's state, once the model is as it will be trained."""
+        """Weights are loaded with the optimizer state, after the model is wrapped."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -233,7 +233,7 @@ class SoftplusTrainer(Trainer):
 
 
 class RestorePendingLoss(TrainerCallback):
-    """Trainer starts counting losses anew when it continues: puts back what was not logged yet."""
+    """Trainer resets the running loss when it resumes: restores the part that was not logged yet."""
 
     def __init__(self, trainer: SoftplusTrainer) -> None:
         self.trainer = trainer
@@ -254,44 +254,44 @@ class RestorePendingLoss(TrainerCallback):
 
 
 def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
-    """What stopped the run, where the error is not from its own code; None where it may be."""
-    words = str(error)
+    """The one-line reason for errors that come from outside (memory, data, reporters); None for all others."""
+    message = str(error)
     if config.report_to and type(error).__module__.partition(".")[0] == config.report_to:
-        reason = " ".join(words.split())[:200]
+        reason = " ".join(message.split())[:200]
         return RunStopped(f"{config.report_to} cannot be used ({reason}). Pass --report-to none to train without it")
     again = "run the same command again: it continues from the last checkpoint"
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in words:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message:
         if distributed.world_size() > 1:  # the others do not stop with a sentence
             return None
-        first = words.splitlines()[0] if words else "MemoryError"
+        first = message.splitlines()[0] if message else "MemoryError"
         return RunStopped(
             f"out of memory ({first}): lower --micro-batch-size (now {config.micro_batch_size}), or use "
             f"--loss chunked or --gradient-checkpointing, and {again}"
         )
     # What a killed reader had read already is fetched from it by a socket.
     is_gone = config.workers > 0 and isinstance(error, ConnectionError | EOFError)
-    if is_gone or words.startswith("DataLoader worker"):
-        first = words.splitlines()[0].rstrip(". ") if words else type(error).__name__
+    if is_gone or message.startswith("DataLoader worker"):
+        first = message.splitlines()[0].rstrip(". ") if message else type(error).__name__
         return RunStopped(f"a process that reads data was killed ({first}): {again}")
-    if words.startswith("Caught ") and "in DataLoader worker" in words:
-        return RunStopped(f"a sequence cannot be read ({words.rstrip().splitlines()[-1]}). Mend the data and {again}")
+    if message.startswith("Caught ") and "in DataLoader worker" in message:
+        return RunStopped(f"a sequence cannot be read ({message.rstrip().splitlines()[-1]}). Fix the data and {again}")
     return None
 
 
 def bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
+    """The optimizer that accelerate wraps."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def resume_rates(schedule: torch.optim.lr_scheduler.LambdaLR, optimizer: torch.optim.Optimizer) -> None:
-    """Where the schedule stands comes from the checkpoint, its peak from this start, in case it was changed."""
+    """The schedule's position comes from the checkpoint, its peak from this start, which may have changed it."""
     schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
     for group, peak, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)
 
 
 def whole(value: Any) -> Any:
-    """The norm of sharded gradients is itself in parts."""
+    """The norm of sharded gradients is a DTensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -299,7 +299,7 @@ def whole(value: Any) -> Any:
 
 
 class PowerCallback(TrainerCallback):
-    """Sets the power of each step before it begins: it follows from the step, so a run that continues has it too."""
+    """Sets the power before each step. It depends on the step alone, so a resumed run needs no state for it."""
 
     def __init__(self, schedule: PowerSchedule, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
@@ -341,7 +341,7 @@ def ignore_stop_signals(leaving: Any, then: Callable[[int], None] | None, worker
 
 
 class Terminated(RunStopped):
-    """The run was asked to stop and did; started again, it goes on."""
+    """The run stopped at a signal; started again, it continues."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -349,7 +349,7 @@ class Terminated(RunStopped):
 
 
 class Termination(TrainerCallback):
-    """Stops after the step in which a signal came. A second one stops at once, as if nobody listened."""
+    """Stops after the step in which a signal arrives. A second signal stops at once."""
 
     def __init__(self) -> None:
         self.asked = 0  # the number of the signal
@@ -389,5 +389,7 @@ class Termination(TrainerCallback):
 
     def leave_if_asked(self, step: int, steps: int) -> None:
         if self.stopped_by and step < steps:
-            words = f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {steps}, with a checkpoint"
-            raise Terminated(f"{words}: run the same command again to go on", self.stopped_by)
+            message = (
+                f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {steps}, with a checkpoint"
+            )
+            raise Terminated(f"{message}: run the same command again to go on", self.stopped_by)

@@ -1,4 +1,4 @@
-"""What symbolic regression found: the Pareto front, the rules that choose from it, and which law that is."""
+"""Results of symbolic regression: the Pareto front, the selection rules, and the name of a law."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def local_exponents(evaluate: Evaluate, features: Array) -> Array | None:
 
 
 def power_law(evaluate: Evaluate, features: Array) -> dict[str, float] | None:
-    """The exponents where the expression is a product of powers over the data, whatever it is written like."""
+    """The exponents where the expression is a product of powers over the data, however it is written."""
     found = local_exponents(evaluate, features)
     if found is None or np.ptp(found, axis=0).max() > WANDER:
         return None

@@ -1,4 +1,4 @@
-"""From forces to laws: exponents and symbolic regression for what a model said, and for the controls."""
+"""From forces to laws: exponents and symbolic regression of predicted forces, and of the controls."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from softplus_attention.physics.training import LABELS, stream
 
 
 def law_settings(experiment: Experiment) -> dict[str, Any]:
-    """What decides the laws, besides the forces."""
-    words = (
+    """The settings that affect the laws."""
+    names = (
         "operators",
         "law_points",
         "law_samples",
@@ -29,7 +29,7 @@ def law_settings(experiment: Experiment) -> dict[str, Any]:
         "law_restarts",
         "nearest_points",
     )
-    return {word: getattr(experiment, word) for word in words}
+    return {name: getattr(experiment, name) for name in names}
 
 
 def laws_of(
@@ -79,23 +79,23 @@ def nearest_to_training(arrays: dict[str, Array], experiment: Experiment, labels
 
 
 def points_for_laws(arrays: dict[str, Array], experiment: Experiment, labels: int, seed: int) -> dict[str, Array]:
-    """The test points from which laws are looked for."""
-    inside = {word: arrays[f"inside/{word}"] for word in ("m1", "m2", "r", "true", "said", "system")}
+    """The test points used for the regression."""
+    inside = {name: arrays[f"inside/{name}"] for name in ("m1", "m2", "r", "true", "said", "system")}
     if not experiment.nearest_points:
         return inside
     chosen = nearest_to_training(arrays, experiment, labels, seed)
-    return {word: values[chosen] for word, values in inside.items()}
+    return {name: values[chosen] for name, values in inside.items()}
 
 
 def regress(arrays: dict[str, Array], experiment: Experiment, labels: int, seed: int) -> dict[str, Any]:
-    """Quality, exponents and laws of what a model said, and of the truth with the model's noise."""
+    """Quality, exponents and laws of predicted forces, and of true forces with the model's noise."""
     sets = {name.partition("/")[0] for name in arrays if name.endswith("/said") and not name.startswith("shown")}
     measured = {name: quality(arrays, name) for name in sorted(sets)}
     exponents = {}
     for name in sorted(sets):
         if (arrays[f"{name}/said"] > 0).sum() >= 8:
-            m1, m2, r, said = (arrays[f"{name}/{word}"] for word in ("m1", "m2", "r", "said"))
-            exponents[name] = fitted_exponents(m1, m2, r, said, arrays[f"{name}/system"].astype(np.int64))
+            m1, m2, r, predicted = (arrays[f"{name}/{column}"] for column in ("m1", "m2", "r", "said"))
+            exponents[name] = fitted_exponents(m1, m2, r, predicted, arrays[f"{name}/system"].astype(np.int64))
     points = points_for_laws(arrays, experiment, labels, seed)
     result: dict[str, Any] = {
         "settings": law_settings(experiment),
