@@ -17,7 +17,7 @@ from softplus_attention.huggingface.extension.settings import Extension
 
 VOCABULARY = 97
 BASE = Extension(trained=64, length=256, far_heads=[[1], [], [0, 1, 2]], window=9, sink=2, near=12, group=5)
-FORMS = {form: replace(BASE, far=form) for form in ("clip", "group", "yarn", "rope")}
+FORMS = {form: replace(BASE, far=form) for form in ("clip", "group", "yarn", "rope", "lssar")}
 FORMS |= {f"log N, {keys}": replace(BASE, trained=20, log_n=keys) for keys in ("far", "all")}
 FORMS["level"] = replace(BASE, trained=20, level=True)
 
@@ -274,7 +274,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"far_heads": [[1]]}, "far_heads` must be for each of 3 layers"),
     "log N": ({"log_n": True}, "`extension log_n` must be one of none, far, all"),
     "level": ({"far": "rope", "level": True}, "`extension level` must be False, or True with far='clip'"),
-    "form": ({"far": "alibi"}, "`extension far` must be one of clip, group, yarn, rope"),
+    "form": ({"far": "alibi"}, "`extension far` must be one of clip, group, yarn, rope, lssar"),
     "window": ({"window": 64}, "`extension window` must be below 64"),
     "near": ({"near": True}, "`extension near` must be an integer, at least 2"),
     "unknown": ({"heads": 3}, "`config.extension` must be a dictionary of trained, length"),

@@ -6,11 +6,13 @@ A method is written ``NAME`` or ``NAME:setting=value,...``, such as ``heads:far=
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
+from softplus_attention.extend.fitting import FitSettings, fit_far_heads
 from softplus_attention.extend.ranking import Ranking
 from softplus_attention.huggingface.extension.modeling import extended
 from softplus_attention.huggingface.extension.settings import FORMS, Extension
@@ -32,6 +34,7 @@ class Method:
     log_n: str = "none"
     level: bool = False
     ranking: str = "best"
+    fit: int = 15000  # tokens that LSSAR is fitted to
     length: int = 65536  # that it is set up for
 
 
@@ -129,10 +132,15 @@ def scaled_rope(model: Any, kind: str, factor: float, length: int) -> Any:
     return found.eval()
 
 
-def apply_method(model: Any, method: Method, ranking: Ranking | None = None) -> Any:
-    """A model of the same weights; the model itself is as it was."""
+def apply_method(
+    model: Any, method: Method, ranking: Ranking | None = None, documents: Sequence[Sequence[int]] = ()
+) -> Any:
+    """A model of the same weights; the model itself is as it was. LSSAR is fitted to ``documents``."""
     if method.kind == "original":
         return model
     if method.kind in ("yarn", "ntk"):
         return scaled_rope(model, "yarn" if method.kind == "yarn" else "dynamic", method.factor, method.length)
-    return extended(model, extension_of(method, model.config, ranking))
+    found = extended(model, extension_of(method, model.config, ranking))
+    if method.far == "lssar":
+        fit_far_heads(found, model, documents, FitSettings(tokens=method.fit))
+    return found

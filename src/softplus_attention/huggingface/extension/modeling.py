@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +30,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import rotate_half
 
 from softplus_attention import validation as check
+from softplus_attention.functional import softplus_attention
 from softplus_attention.huggingface.attention import REFUSED
 from softplus_attention.huggingface.extension.attention import Reach, two_part_attention
 from softplus_attention.huggingface.extension.cache import ExtendedCache, ExtendedLayer, SinkBuffer, reaches_of
 from softplus_attention.huggingface.extension.settings import Extension
 from softplus_attention.huggingface.masks import PACKING
+from softplus_attention.power import power_by_log
 
 IMPLEMENTATION = "softplus-extension"
+FIRST_POWER = 0.6  # times log N: what fits retrieval heads end near
 Table = tuple[Tensor, Tensor]
+Part = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
 class Tables(NamedTuple):
@@ -93,7 +99,7 @@ class FarPositions:
         exact = far_exact = at(positions)
         origin = None if self.rotary.attention_scaling == 1 else at(0)
         far_keys = origin
-        if extension.far == "yarn":
+        if extension.far in ("yarn", "lssar"):
             far_exact = self.yarn(like, positions)
         if extension.far == "group":
             grouped = positions // extension.group
@@ -149,6 +155,8 @@ class ExtendedAttention:
         self.groups = groups_of(extension, self.layer_idx, heads, self.num_key_value_groups)
         order = [head for group in self.groups for head in group.queries]
         self.back = sorted(range(len(order)), key=order.__getitem__)
+        if extension.far == "lssar" and (far := [group for group in self.groups if group.is_far]):
+            self.far_power = nn.Parameter(torch.full((len(far[0].queries),), FIRST_POWER))
 
     def forward(
         self,
@@ -169,17 +177,9 @@ class ExtendedAttention:
         parts = []
         for number, group in enumerate(self.groups):
             own = (q, k, v) if whole else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
-            parts.append(
-                attend_group(
-                    group,
-                    *own,
-                    rotations.far if group.is_far else rotations.window,
-                    layer,
-                    number,
-                    starts,
-                    self.scaling,
-                )
-            )
+            tables = rotations.far if group.is_far else rotations.window
+            power = self.far_power if group.is_far and hasattr(self, "far_power") else None
+            parts.append(attend_group(group, *own, tables, layer, number, starts, self.scaling, power))
         out = parts[0] if whole else torch.cat(parts, 1)[:, self.back]
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
@@ -194,7 +194,9 @@ def attend_group(
     number: int,
     starts: list[int] | None,
     scale: float,
+    power: Tensor | None,
 ) -> Tensor:
+    """``power`` (heads) makes it LSSAR over all keys, that of a row times the log of how many it sees."""
     reach, rows = group.reach, q.shape[2]
     near_q, near_k, near_v = rotate(q, *tables.queries), rotate(k, *tables.keys), v
     far_k, far_v = (k if tables.far_keys is None else rotate(k, *tables.far_keys)), v
@@ -219,14 +221,24 @@ def attend_group(
     is_seen = reach.most_far and end > reach.near
     far = (rotate(q, *tables.far_queries), far_k, far_v) if is_seen else None
     near = near_q, near_k, near_v
+    attend = two_part_attention if power is None else functools.partial(lssar_attention, power=power)
     if starts is None:
-        return two_part_attention(near, far, first, reach, scale)
-    return attend_padded(near, far, first, reach, scale, starts, isinstance(store, SinkBuffer))
+        return attend(near, far, first, reach, scale)
+    return attend_padded(attend, near, far, first, reach, scale, starts, isinstance(store, SinkBuffer))
+
+
+def lssar_attention(near: Part, far: Part | None, first: int, reach: Reach, scale: float, power: Tensor) -> Tensor:
+    """As ``two_part_attention`` is called; all keys are near ones."""
+    q, k, v = near
+    counts = torch.arange(first + 1, first + q.shape[2] + 1, device=q.device)[None, None]
+    rows = power_by_log(power, counts)
+    return softplus_attention(q, k, v, is_causal=True, enable_gqa=True, power=rows)
 
 
 def attend_padded(
-    near: tuple[Tensor, Tensor, Tensor],
-    far: tuple[Tensor, Tensor, Tensor] | None,
+    attend: Callable[..., Tensor],
+    near: Part,
+    far: Part | None,
     first: int,
     reach: Reach,
     scale: float,
@@ -249,7 +261,7 @@ def attend_padded(
             begin = 0 if own_sink else start  # each sequence has its own sink
             far_q, far_k, far_v = (x[chosen] for x in far)
             own_far = far_q[:, :, padding:], far_k[:, :, begin:], far_v[:, :, begin:]
-        out[chosen, :, padding:] = two_part_attention(own, own_far, max(0, first - start), reach, scale)
+        out[chosen, :, padding:] = attend(own, own_far, max(0, first - start), reach, scale)
     return out
 
 
@@ -433,7 +445,12 @@ def extended(model: Any, extension: Extension) -> Any:
     config = config_class(**{**words, "extension": extension.to_json(), "max_position_embeddings": extension.length})
     with torch.device("meta"):
         found = lm_class(config)
-    found.load_state_dict(model.state_dict(), assign=True)
+    powers = {
+        name: torch.full(x.shape, FIRST_POWER, device=model.device)
+        for name, x in found.state_dict().items()
+        if name.endswith("far_power")
+    }
+    found.load_state_dict({**model.state_dict(), **powers}, assign=True)
     found.tie_weights()
     # Its buffers are in no state dict.
     found.model.rotary_emb = model.model.rotary_emb

@@ -9,7 +9,7 @@ from typing import Any
 from softplus_attention import validation as check
 from softplus_attention.huggingface.extension.attention import Reach
 
-FORMS = ("clip", "group", "yarn", "rope")
+FORMS = ("clip", "group", "yarn", "rope", "lssar")
 LOG_N = ("none", "far", "all")
 # Rotations whose frequencies are the same at every length.
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -22,7 +22,7 @@ class Extension:
 
     far: the positions of the far heads. "clip": exact to a distance of ``near``, all beyond at that distance.
     "group": exact to ``near``, beyond it distances are divided by ``group``. "yarn": YaRN by ``factor``. "rope": as
-    they are.
+    they are. "lssar": another attention, LSSAR with YaRN's positions and a power that is learned per head.
 
     log_n: beyond the trained length the scores of "all" keys of the far heads, of the "far" ones beyond ``near``, or of
     "none" are multiplied by log(position) / log(trained). level: all keys beyond ``near`` together weigh no more than
@@ -65,8 +65,8 @@ class Extension:
             check.fail("extension far_heads", f"for each of {layers} layers a sorted list of heads below {heads}", rows)
         if self.far not in FORMS:
             check.fail("extension far", f"one of {', '.join(FORMS)}", repr(self.far))
-        if self.log_n not in LOG_N:
-            check.fail("extension log_n", f"one of {', '.join(LOG_N)}", repr(self.log_n))
+        if self.log_n not in LOG_N or (self.far == "lssar" and self.log_n != "none"):
+            check.fail("extension log_n", f"one of {', '.join(LOG_N)}, none with far='lssar'", repr(self.log_n))
         if not isinstance(self.level, bool) or (self.level and self.far not in ("clip", "group")):
             check.fail("extension level", "False, or True with far='clip' or 'group'", repr(self.level))
         for name, least in (("trained", 2), ("length", 2), ("window", 2), ("sink", 0), ("near", 2), ("group", 1)):
