@@ -1,0 +1,15 @@
+"""The table of measures in docs/evaluation.md, from the measures themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from softplus_attention.evaluation.measures import measures
+from tools.tables.markdown import table
+
+
+def make_tables(results: Path) -> dict[str, str]:
+    """``results`` is not looked at: what a measure answers stands in its module."""
+    found = measures().values()
+    names, answers = [f"`evaluate {measure.name}`" for measure in found], [measure.help for measure in found]
+    return {"measures": table(["measure", "what it answers"], [names, answers], "---")}
