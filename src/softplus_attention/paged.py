@@ -14,6 +14,7 @@ from softplus_attention.functional import softplus_attention_decode
 from softplus_attention.power import Power
 
 Decode = Callable[..., Tensor]
+OneRow = Callable[..., Tensor | None]
 
 
 def softplus_attention_paged(
@@ -74,13 +75,20 @@ def attend_pages(
     max_seqlen_k: int,
     window: int | None,
     validate: bool = False,
+    one_row: OneRow | None = None,
 ) -> Tensor:
-    """Any attention's ``decode`` over pages: requests of one new row together, the others one by one."""
+    """Any attention's ``decode`` over pages: requests of one new row together, the others one by one. ``one_row`` may
+    know a shorter way for the former."""
     check_pages(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, validate)
     requests = seq_lens.shape[0]
     single = partial(attend_rows, decode, k_pages, v_pages, window=window)
+
+    def decode_rows(q: Tensor, block_table: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
+        out = one_row(q, k_pages, v_pages, block_table, seq_lens, window) if one_row else None
+        return single(q[:, :, None], block_table, seq_lens, longest)[:, :, 0] if out is None else out
+
     if max_seqlen_q == 1 and q.shape[0] == requests:
-        return single(q[:, :, None], block_table, seq_lens, max_seqlen_k)[:, :, 0]
+        return decode_rows(q, block_table, seq_lens, max_seqlen_k)
     ends, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
     alone = [b for b in range(requests) if ends[b + 1] - ends[b] == 1]
@@ -88,7 +96,7 @@ def attend_pages(
         index = torch.tensor(alone, device=q.device)
         rows = torch.tensor([ends[b] for b in alone], device=q.device)
         longest = max(lengths[b] for b in alone)
-        out[rows] = single(q[rows][:, :, None], block_table[index], seq_lens[index], longest)[:, :, 0]
+        out[rows] = decode_rows(q[rows], block_table[index], seq_lens[index], longest)
     for b in range(requests):
         begin, end = ends[b], ends[b + 1]
         if end - begin > 1:

@@ -74,13 +74,19 @@ def one_token(
     q = q.mul_(scale)
     if normalized_keys:
         scores = q @ k.mT
-        if not bool(scores.isfinite().all()):
-            scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would make a plausible 0 of -inf
     elif n <= SMALL or bool(((norms := torch.linalg.vector_norm(k, dim=-1)) < 1e-15).any() | (norms > 1e15).any()):
         scores = q @ chunked.unit_and_inverse_norm(k)[0].mT
     else:
         # The keys need not be written again: the norms divide the scores.
         scores = (q @ k.mT).div_(norms[..., None, :])
+    weights, norm = row_weights(scores, n, power)
+    return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
+
+
+def row_weights(scores: Tensor, n: int, power: PowerRecord) -> tuple[Tensor, Tensor]:
+    """The weights of n keys (B, H_kv, heads that share a key head, n), and what divides them. ``scores`` are lost."""
+    if not bool(scores.isfinite().all()):
+        scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would make a plausible 0 of -inf
     f = chunked.softplus_(scores)
     total = f.sum(-1, keepdim=True)
     weights, norm = f, total
@@ -91,12 +97,12 @@ def one_token(
         sharp = height > EQUAL_SCORES
         safe = torch.where(sharp, height, 1)
         u = (f * (n / total / safe)).sub_(subtracted / safe).clamp_(0, 1)
-        given = power_of(power, n, q)
+        given = power_of(power, n, scores)
         weights = raised(chunked.exactly_one_(u, f, largest, given), given)
         norm = weights.sum(-1, keepdim=True)
         if not bool(sharp.all()):
             weights, norm = torch.where(sharp, weights, f), torch.where(sharp, norm, total)
-    return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
+    return weights, norm
 
 
 def power_of(power: PowerRecord, n: int, like: Tensor) -> int | Tensor:

@@ -20,11 +20,15 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import SOFTMAX, Attention
 from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.dispatch import unit_keys
-from softplus_attention.paged import attend_pages
+from softplus_attention.kernels.cpu.pages import decode_pages
+from softplus_attention.paged import OneRow, attend_pages
+from softplus_attention.power import PowerRecord, power_record
 from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_device
+from softplus_attention.visibility import Visibility
 
 
 def is_plain_softmax(spec: AttentionSpec) -> bool:
@@ -55,7 +59,7 @@ class SoftplusBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        return (KVCacheLayout.LBNHC, KVCacheLayout.LBHNC)
+        return (KVCacheLayout.LBHNC, KVCacheLayout.LBNHC)
 
 
 @dataclass
@@ -162,9 +166,8 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         key, value = key[: batch.tokens], value[: batch.tokens]
         keys[batch.blocks, :, batch.offsets] = unit_keys(key[None])[0] if normalized else key
         values[batch.blocks, :, batch.offsets] = value
-        decode = partial(
-            self.attention.decode, normalized_keys=normalized, enable_gqa=True, parameters=self.parameters()
-        )
+        parameters = self.parameters()
+        decode = partial(self.attention.decode, normalized_keys=normalized, enable_gqa=True, parameters=parameters)
         output[: batch.tokens] = attend_pages(
             decode,
             query[: batch.tokens],
@@ -176,5 +179,19 @@ class PagedAttention(AttentionImpl[PagedBatch]):
             batch.max_seqlen_q,
             batch.max_seqlen_k,
             self.window,
+            one_row=self.one_row(parameters, batch) if query.device.type == "cpu" else None,
         )
         return output
+
+    def one_row(self, parameters: Mapping[str, Tensor], batch: PagedBatch) -> OneRow | None:
+        """The way of LSSA and LSSAR through a decode step on a CPU."""
+        chosen = self.attention
+        if not chosen.spec.is_softplus_attention:
+            return None
+
+        def power(seen: int) -> PowerRecord:
+            visibility = Visibility(1, seen, batch.seq_lens.device, is_causal=True)
+            return power_record(chosen.power(parameters, visibility), chosen.spec.offset)
+
+        scale = check.check_score_scale(chosen.score_scale, self.head_size, (self.window, batch.max_seqlen_k))
+        return partial(decode_pages, power=power, score_scale=scale)
