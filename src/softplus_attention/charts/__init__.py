@@ -1,1 +1,15 @@
 """What a figure shows (`model`), and how matplotlib draws it (`draw`); a report's page draws the same by its script."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from softplus_attention.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from softplus_attention.charts.draw import picture
+    from softplus_attention.charts.model import AttentionMaps, BarChart, HeatMap, HeatMaps, LineChart, Series, Table
+
+__all__ = ["AttentionMaps", "BarChart", "HeatMap", "HeatMaps", "LineChart", "Series", "Table", "picture"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"picture": "draw"} | dict.fromkeys(__all__[:-1], "model"))

@@ -266,8 +266,8 @@ def heat(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
     axes.set_title(label(chart.title), fontsize=10)
     if canvas is None:
         return
-    if panels is None:
-        scale = canvas.colorbar(image, ax=axes, label=chart.value_label)
+    if canvas.get_layout_engine() is not None or panels is None:
+        scale = canvas.colorbar(image, ax=axes if panels is None else list(panels.flat), label=chart.value_label)
     else:
         right, width = panels[0, -1].get_position().x1, canvas.get_size_inches()[0]
         place = canvas.add_axes((right + 0.15 / width, 0.25, 0.12 / width, 0.5))

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from softplus_attention import __version__
@@ -24,7 +25,7 @@ from softplus_attention.report.runs import demo_blocks, demo_members, run_record
 from softplus_attention.report.sections import Section, load_members, measure_sections
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import read_runs, study_blocks
-from softplus_attention.report.summary import dates, summary
+from softplus_attention.report.summary import SUMMARY, dates, summary
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.files import clean_text, write_csv, write_whole
 from softplus_attention.validation import fail
@@ -45,6 +46,11 @@ class Written:
     files: list[Path]
     found: ResultSet
     figures: int
+    verdicts: list[str]
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<li>{escape(words)}</li>" for words in self.verdicts)
+        return f'<ul>{lines}</ul><p><a href="{escape(str(self.page))}">{escape(str(self.page))}</a></p>'
 
 
 def write_report(
@@ -71,7 +77,8 @@ def write_report(
     beside.mkdir(parents=True, exist_ok=True)
     write_whole(page, html_of(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
     written = write_files(beside, list(files.values()), progress)
-    return Written(page, written, found, len(files))
+    verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []
+    return Written(page, written, found, len(files), verdicts)
 
 
 def all_sections(found: ResultSet) -> list[Section]:

@@ -1,0 +1,246 @@
+"""The measures as functions, for notebooks and scripts: ``evaluate.lengths(model, texts)``.
+
+A model is a folder or a name as on the command line (``"runs/a/model+power=31"``), a transformers model that is in
+memory, or a LoadedModel. Texts are strings, or Documents. Each function gives an Evaluation: ``print(result.table())``,
+``result.plot()``, and a table by itself where a notebook shows it.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from softplus_attention.charts.model import Figure, Table, aligned_rows
+from softplus_attention.evaluation.measures import measures
+from softplus_attention.validation import fail
+
+if TYPE_CHECKING:
+    from softplus_attention.evaluation.models import LoadedModel
+    from softplus_attention.evaluation.texts import Documents
+
+__all__ = ["Evaluation", "inside", "lengths", "maps", "passkey"]
+
+MULTIPLES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a measure found of one model or of several; ``+`` puts results of one measure together."""
+
+    measure: str
+    results: list[dict[str, Any]]  # as in the result files (docs/evaluation.md)
+
+    def __add__(self, other: Evaluation) -> Evaluation:
+        if other.measure != self.measure:
+            fail("other", f"a result of {self.measure}", f"one of {other.measure}")
+        return Evaluation(self.measure, [*self.results, *other.results])
+
+    def table(self) -> str:
+        """As text, the same as the command prints."""
+        return measures()[self.measure].table(self.results)
+
+    def plot(self) -> Any:
+        """A matplotlib figure, the same as the command writes."""
+        from softplus_attention.charts.draw import picture
+
+        return picture(self.figures())
+
+    def figures(self) -> list[Figure]:
+        measure = measures()[self.measure]
+        return [b for b in measure.blocks(self.results) if not isinstance(b, Table | str) and measure.drawn(b)]
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Result files, CSV tables and figures, for `softplus-attention report`."""
+        from softplus_attention.utils.files import write_json
+        from softplus_attention.utils.results import path_of
+
+        folder, measure = Path(folder), measures()[self.measure]
+        folder.mkdir(parents=True, exist_ok=True)
+        for result in self.results:
+            write_json(path_of(folder, result), result)
+        paths = [path_of(folder, result) for result in self.results]
+        return [*paths, *measure.write_tables(folder, self.results), *measure.draw(folder, self.results)]
+
+    def _repr_html_(self) -> str:
+        """The numbers of the first figure, or the text of the table where there is none."""
+        figures = self.figures()
+        if not figures or self.measure == "maps":
+            return f"<pre>{html.escape(self.table())}</pre>"
+        head, rows = figures[0].table()
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in aligned_rows(rows)]
+        names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        caption = f"<caption>{html.escape(figures[0].title)}</caption>"
+        return f"<table>{caption}<thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def lengths(
+    model: Any,
+    texts: Documents | Sequence[str],
+    lengths: Sequence[int] | None = None,
+    *,
+    tokenizer: Any = None,
+    training_length: int | None = None,
+    device: str | None = None,
+    sequences: int | None = 32,
+    control: bool = True,
+    control_share: float = 0.25,
+    folder: str | Path | None = None,
+) -> Evaluation:
+    """Loss by length, and what the context beyond the training length is worth, as `evaluate lengths` measures them.
+
+    Args:
+        model: a folder or name, with options (``"runs/a/model+power=31"``), a model in memory, or a LoadedModel.
+        texts: strings, each long enough for the longest length or left out; or Documents.
+        lengths: in tokens, each a divisor of the longest; None: 1 to 16 times the training length, as far as there is
+            text.
+        tokenizer: of a model in memory; None: the one saved with the model.
+        training_length: None: the ``max_position_embeddings`` of the config.
+        device: such as "cpu" or "cuda"; None: CUDA where there is one; of a model in memory its own.
+        sequences: texts of the longest length, at most.
+        control: whether the end of each sequence is predicted again with 1x context alone.
+        control_share: the fraction of each sequence that is.
+        folder: where to keep the result while it grows and take it up again; None: nowhere.
+    """
+    from softplus_attention.evaluation.measures.lengths import measure_lengths
+
+    loaded = open_model(model, training_length, device)
+    documents = to_documents(texts, tokenizer, loaded)
+    chosen = lengths or [n for m in MULTIPLES if (n := m * loaded.training_length) <= documents.longest]
+    kept = None if folder is None else Path(folder)
+    result = measure_lengths(
+        loaded, documents, chosen, kept, sequences=sequences, control=control, control_share=control_share
+    )
+    return Evaluation("lengths", [result])
+
+
+def passkey(
+    model: Any,
+    lengths: Sequence[int],
+    depths: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    *,
+    texts: Documents | Sequence[str] | None = None,
+    form: str = "sentences",
+    trials: int = 10,
+    seed: int = 0,
+    tokenizer: Any = None,
+    training_length: int | None = None,
+    device: str | None = None,
+    folder: str | Path | None = None,
+) -> Evaluation:
+    """Numbers hidden in long texts, by length in tokens and depth, as `evaluate passkey` measures them.
+
+    Args:
+        model, tokenizer, training_length, device, folder: as in ``lengths``.
+        depths: from 0, the beginning of the text, to 1, its end.
+        texts: to hide the keys in; the form "sentences" needs none.
+        form: "sentences" (Mohtashami and Jaggi) or "compact", which a small model can learn.
+        trials: in each cell of length and depth.
+        seed: of keys and places.
+    """
+    from softplus_attention.evaluation.measures.passkey import measure_passkey
+    from softplus_attention.evaluation.passkey import prompt_of
+
+    loaded = open_model(model, training_length, device)
+    tokenizer = tokenizer or saved_tokenizer(loaded)
+    documents = None if texts is None else to_documents(texts, tokenizer, loaded)
+    kept, prompt = None if folder is None else Path(folder), prompt_of(form)
+    result = measure_passkey(
+        loaded, tokenizer, prompt, lengths, depths, kept, documents=documents, trials=trials, seed=seed
+    )
+    return Evaluation("passkey", [result])
+
+
+def inside(
+    model: Any,
+    texts: Documents | Sequence[str],
+    lengths: Sequence[int],
+    *,
+    sequences: int = 4,
+    blocks: int = 8,
+    tokenizer: Any = None,
+    training_length: int | None = None,
+    device: str | None = None,
+    folder: str | Path | None = None,
+) -> Evaluation:
+    """Entropy, sink, effective keys, zeros and tiles of every head, as `evaluate inside` measures them.
+
+    Args:
+        model, texts, tokenizer, training_length, device, folder: as in ``lengths``.
+        lengths: in tokens, each a divisor of the longest.
+        sequences: texts that are looked at.
+        blocks: of 64 rows in each sequence, at most.
+    """
+    from softplus_attention.evaluation.measures.inside import measure_inside
+
+    loaded = open_model(model, training_length, device)
+    documents, kept = to_documents(texts, tokenizer, loaded), None if folder is None else Path(folder)
+    result = measure_inside(loaded, documents, lengths, kept, sequences=sequences, blocks=blocks)
+    return Evaluation("inside", [result])
+
+
+def maps(
+    model: Any,
+    text: str,
+    *,
+    size: int = 64,
+    tokenizer: Any = None,
+    training_length: int | None = None,
+    device: str | None = None,
+    folder: str | Path | None = None,
+) -> Evaluation:
+    """The attention weights of every layer and head on one text, as `evaluate maps` has them.
+
+    Args:
+        model, tokenizer, training_length, device, folder: as in ``lengths``.
+        size: cells each way, at most; a cell is the sum over its keys, averaged over its rows.
+    """
+    from softplus_attention.evaluation.measures.maps import measure_maps
+
+    loaded = open_model(model, training_length, device)
+    kept = None if folder is None else Path(folder)
+    return Evaluation("maps", [measure_maps(loaded, tokenizer or saved_tokenizer(loaded), text, kept, size=size)])
+
+
+def open_model(model: Any, training_length: int | None, device: str | None) -> LoadedModel:
+    from softplus_attention.evaluation.models import (
+        LoadedModel,
+        ModelSpec,
+        load_for_evaluation,
+        parse_model_spec,
+        training_length_of,
+    )
+
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str | Path):
+        spec = parse_model_spec(str(model))
+        length = training_length or training_length_of(spec)
+    else:
+        name = getattr(model, "name_or_path", "") or type(model).__name__
+        spec = ModelSpec(name, name, {})
+        length = training_length or getattr(model.config, "max_position_embeddings", None)
+    if not length:
+        fail("training_length", "given where the model's config does not say it", "None")
+    if isinstance(model, str | Path):
+        return load_for_evaluation(spec, length, device=device)
+    return LoadedModel((model if device is None else model.to(device)).eval(), spec, length)
+
+
+def to_documents(texts: Documents | Sequence[str], tokenizer: Any, loaded: LoadedModel) -> Documents:
+    from softplus_attention.evaluation.texts import Documents, text_documents
+
+    if isinstance(texts, Documents):
+        return texts
+    if isinstance(texts, str):
+        texts = [texts]
+    return text_documents(texts, [f"{len(texts)} strings"], tokenizer or saved_tokenizer(loaded))
+
+
+def saved_tokenizer(loaded: LoadedModel) -> Any:
+    from softplus_attention.huggingface.loading import load_tokenizer
+
+    return load_tokenizer(loaded.spec.source, loaded.spec.trust_remote_code)
