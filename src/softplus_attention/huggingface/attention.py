@@ -8,10 +8,12 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
@@ -20,7 +22,7 @@ from softplus_attention import dispatch, distributed
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.continuous import attend_paged, is_paged
-from softplus_attention.huggingface.masks import with_documents
+from softplus_attention.huggingface.masks import documents_in_positions, with_documents
 from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility
 
@@ -189,6 +191,11 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
             out = attend_sharded(chosen, query, key, value, causal, window=window, recorded=wanted)
             return out.transpose(1, 2).contiguous(), None
         sizes = (query.shape[0], query.shape[2], key.shape[2])
+        if attention_mask is None and causal:  # whoever made it None: DeepSpeed's sequence parallel drops any mask
+            chosen = with_window(chosen, others.get("sliding_window"), sizes[2])
+            if sizes[1] == sizes[2] > 1:
+                attention_mask = documents_in_positions(others.get("position_ids"), sizes[2])
+                attention_mask = None if attention_mask is None else attention_mask.expand(sizes[0], -1, -1, -1)
         attention_mask = with_documents(attention_mask, others, sizes, causal, query.device)
         out = attend(chosen, query, key, value, attention_mask, causal)
         seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
@@ -196,6 +203,23 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
 
     attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
     return attend_host
+
+
+def with_window(chosen: Attention, window: int | None, keys: int) -> Attention:
+    """With the window of the host's layer too, where it is shorter than the keys."""
+    if window is None or keys <= window or ((own := chosen.window(None)) is not None and own <= window):
+        return chosen
+    return chosen.but(window=window)
+
+
+def refuse_context_parallel() -> None:
+    """torch's context parallel cuts the sequence and replaces SDPA alone: here each rank would see its own part."""
+    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
+    if module is not None and F.scaled_dot_product_attention in getattr(module, "_replaced_functions", ()):
+        raise RuntimeError(
+            "inside torch's context_parallel each rank would attend to its own part of the sequence alone; use "
+            "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
+        )
 
 
 def attentions_are_recorded() -> bool:
@@ -298,6 +322,8 @@ def attend(
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
     if distributed.active() is not None:
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
+    if not torch.compiler.is_compiling():
+        refuse_context_parallel()
     visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
     query, key, value = dispatch.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))

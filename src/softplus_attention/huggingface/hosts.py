@@ -63,6 +63,11 @@ class HostModel:
             check_own(type(self).__name__, after)
 
     @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
+        check_tensor_parallel(model.config.get_text_config(), distributed_config)
+        return super().maybe_distribute_model(model, distributed_config, *rest)  # type: ignore[misc]
+
+    @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return host_class(cls)._can_set_attn_implementation()
 
@@ -70,6 +75,15 @@ class HostModel:
     def is_custom_code(cls) -> bool:
         """The code is the host's: its weights are initialised and renamed as the host's are."""
         return False
+
+
+def check_tensor_parallel(config: PreTrainedConfig, distributed_config: Any) -> None:
+    """transformers divides the heads: what it cannot divide would be replicated or wrong."""
+    processes = getattr(distributed_config, "tp_size", 1) or 1
+    for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, word, None)
+        if isinstance(number, int) and number % processes:
+            check.fail("tp_size", f"a divisor of `{word}`, {number}", processes)
 
 
 def host_class(kind: type) -> Any:

@@ -7,6 +7,7 @@ has another form (a padding mask with holes, blockwise or custom patterns) becom
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import masking_utils
 from softplus_attention import validation as check
 from softplus_attention.visibility import Visibility
 
+# Of the tensor of positions looked at last: itself, its version, and the ranges of its documents.
+_last_positions: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
 # Where documents end, as transformers' flattening collator says it.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -171,6 +174,28 @@ def end_of_document(documents: Tensor) -> Tensor:
     last[..., :-1] = documents[..., 1:] != documents[..., :-1]
     ends = torch.where(last, index, length)
     return ends.flip(-1).cummin(-1).values.flip(-1)
+
+
+def documents_in_positions(position_ids: Any, length: int) -> Tensor | None:
+    """The ranges (B, 1, T, 2) of packed documents whose positions begin at 0 again and count on by one; None for any
+    other positions. It waits for the device once for each tensor of positions."""
+    global _last_positions
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != length:
+        return None
+    if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    last, version, found = _last_positions
+    if last() is not position_ids or version != position_ids._version:
+        begins = position_ids == 0
+        begins[:, 0] = False
+        packed_ids = begins.any() & (begins[:, 1:] | (position_ids.diff(dim=1) == 1)).all()
+        found = None
+        if packed_ids:
+            row = torch.arange(length, device=position_ids.device)[None]
+            start = (row - position_ids).clamp(min=0)
+            found = torch.stack([start, (row + 1).expand_as(start)], -1).to(torch.int32)[:, None]
+        _last_positions = weakref.ref(position_ids), position_ids._version, found
+    return found
 
 
 def with_documents(

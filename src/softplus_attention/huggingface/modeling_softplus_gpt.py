@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,7 @@ from softplus_attention.huggingface.attention import (
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.continuous import attend_paged, is_paged
+from softplus_attention.huggingface.hosts import check_tensor_parallel
 from softplus_attention.huggingface.masks import PACKING, with_documents
 from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import rotate, rotation_tables
@@ -219,11 +221,7 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
-        """transformers divides the heads here: what it cannot divide would be replicated or wrong."""
-        processes = getattr(distributed_config, "tp_size", 1) or 1
-        for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            if getattr(model.config, word) % processes:
-                check.fail("tp_size", f"a divisor of `{word}`, {getattr(model.config, word)}", processes)
+        check_tensor_parallel(model.config, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *rest)
 
     @torch.no_grad()
@@ -253,6 +251,16 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
                 module.attention = self.config.attention_of_layer(module.layer_idx)
 
 
+def refuse_sequence_parallel() -> None:
+    """DeepSpeed wraps the attention functions of transformers, and this model does not call them."""
+    groups = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if getattr(groups, "_SEQUENCE_PARALLEL_GROUP", None) is not None and not distributed.active():
+        raise RuntimeError(
+            "under DeepSpeed's sequence parallel each rank of a SoftplusGPT would attend to its own tokens alone; use "
+            "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
+        )
+
+
 class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
     def __init__(self, config: SoftplusGPTConfig) -> None:
         super().__init__(config)
@@ -278,6 +286,7 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         output_attentions: bool = False,
         **options: Any,
     ) -> BaseModelOutputWithPast:
+        refuse_sequence_parallel()
         paged = options if is_paged(options) else None
         refuse_options(self.config.attention, options if paged is None else {})
         if (input_ids is None) == (inputs_embeds is None):

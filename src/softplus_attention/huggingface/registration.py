@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from transformers import AttentionInterface, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import PreTrainedModel
 
+from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.adapters import watch_peft
 from softplus_attention.huggingface.attention import (
@@ -39,6 +41,8 @@ from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.saving import wrap_saving
 
+_models_by_config: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
+
 
 def register() -> None:
     for name in KNOWN:
@@ -57,6 +61,7 @@ def register() -> None:
         keep_attention_names()
         wrap_saving()
         refuse_models_without_the_interface()
+        refuse_shared_configs()
         keep_attention()
         watch_peft()
 
@@ -118,6 +123,23 @@ def keep_attention_names() -> None:
     PreTrainedConfig._attn_implementation = property(name.fget, set_unless_none)
 
 
+def refuse_shared_configs() -> None:
+    """``from_config(config, attn_implementation="sdpa")`` writes the name into the config itself: a model of ours that
+    was made from the same object would go on with softmax."""
+    from_config = PreTrainedModel._from_config.__func__
+
+    @functools.wraps(from_config)
+    def from_config_of_its_own(cls: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+        own, name = attention_names(config), kwargs.get("attn_implementation")
+        other = _models_by_config.get(id(config))
+        if other is not None and has_own(own) and name is not None and names_in(name) != names_in(own):
+            found = f"the config object of a {type(other).__name__} whose attention it would change too"
+            check.fail("config", f"a copy, copy.deepcopy(config), with attn_implementation={name!r}", found)
+        return from_config(cls, config, **kwargs)
+
+    PreTrainedModel._from_config = classmethod(from_config_of_its_own)  # type: ignore[arg-type, method-assign]
+
+
 def uses_the_interface(model: PreTrainedModel) -> bool:
     """transformers reads the source of a class to know, and says no where it cannot, as in a notebook: then the classes
     that it is made from are asked too."""
@@ -147,6 +169,7 @@ def refuse_models_without_the_interface() -> None:
                 )
             share_settings(self.config)
             attention_of(self.config, requested_attention)
+            _models_by_config[id(self.config)] = self
         return get_correct(self, requested_attention, *others, **more)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_or_refuse  # type: ignore[method-assign]
