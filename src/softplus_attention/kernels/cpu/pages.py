@@ -1,9 +1,9 @@
-"""One new token of each request over caches in pages, on a CPU: pages that lie one after another are read where they
-are, others are copied whole."""
+"""One new token of each request over caches in pages, on a CPU: every page is read where it lies."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -36,30 +36,32 @@ def decode_pages(
         for b, length in enumerate(seq_lens.tolist()):
             seen = length if window is None else min(length, window)
             first, last = (length - seen) // page, (length - 1) // page
-            keys, values = pages_of(k_pages, v_pages, block_table[b, first : last + 1])
+            runs = neighbours(block_table[b, first : last + 1].tolist())
             if seen not in records:
                 records[seen] = power(seen)
-            out[b] = one_request(unit[b], keys, values, length - seen - first * page, seen, records[seen], score_scale)
+            own = (unit[b], [k_pages[run] for run in runs], [v_pages[run] for run in runs])
+            out[b] = one_request(*own, length - seen - first * page, seen, records[seen], score_scale)
         return out if bool(out.isfinite().all()) else None
 
 
-def pages_of(k_pages: Tensor, v_pages: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """(n, H_kv, page, D) each."""
-    found = table.tolist()
-    if found == list(range(found[0], found[0] + len(found))):
-        return k_pages[found[0] : found[0] + len(found)], v_pages[found[0] : found[0] + len(found)]
-    return k_pages.index_select(0, table), v_pages.index_select(0, table)
+def neighbours(pages: list[int]) -> list[slice]:
+    """Pages as slices of those that follow one another: servers give a prompt its pages at once."""
+    breaks = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
+    return [slice(pages[i], pages[j - 1] + 1) for i, j in pairwise([0, *breaks, len(pages)])]
 
 
 def one_request(
-    q: Tensor, k: Tensor, v: Tensor, begin: int, seen: int, power: PowerRecord, score_scale: float
+    q: Tensor, k: list[Tensor], v: list[Tensor], begin: int, seen: int, power: PowerRecord, score_scale: float
 ) -> Tensor:
-    """The unit vectors q (H, D) over the ``seen`` keys from ``begin`` of k (n, H_kv, page, D)."""
-    n, kv_heads, page, _ = k.shape
+    """The unit vectors q (H, D) over the ``seen`` keys from ``begin`` of k, each (n, H_kv, page, D)."""
+    _, kv_heads, page, _ = k[0].shape
     scale = torch.tensor(float(seen), dtype=q.dtype).log() * score_scale
     rows = (q * scale).reshape(kv_heads, -1, q.shape[1])
-    scores = (rows @ k.to(q.dtype).mT).permute(1, 2, 0, 3).reshape(1, kv_heads, rows.shape[1], n * page)
-    scores = scores[..., begin : begin + seen].contiguous()
+    scores = torch.cat([rows @ part.to(q.dtype).mT for part in k])  # (n, H_kv, heads that share a key head, page)
+    n = len(scores)
+    scores = scores.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, n * page)[..., begin : begin + seen].contiguous()
     weights, norm = row_weights(scores, seen, power)
     spread = F.pad(weights, (begin, n * page - begin - seen))[0].unflatten(-1, (n, page)).permute(2, 0, 1, 3)
-    return ((spread @ v.to(q.dtype)).sum(0) / norm[0]).flatten(0, 1)
+    parts = zip(spread.split([len(part) for part in v]), v, strict=True)
+    out = sum((part @ values.to(q.dtype)).sum(0) for part, values in parts)
+    return (out / norm[0]).flatten(0, 1)
