@@ -6,7 +6,7 @@ SERVING ?= .venv-serving
 # Two busy cores spinning on each other's OpenMP locks cost up to ten times the work.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test lint test-serving test-slow test-gpu first-hour docs bench-cpu pages clean
+.PHONY: setup demo test lint serving test-serving test-slow test-gpu first-hour docs bench-cpu pages clean
 
 setup: $(VENV)/installed
 
@@ -41,6 +41,8 @@ $(SERVING)/installed: pyproject.toml constraints-serving.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(SERVING)/bin/python -c '$(NAME_VLLM)'
 	touch $@
+
+serving: $(SERVING)/installed
 
 # Real engines and a real server, on a CPU.
 test-serving: $(SERVING)/installed
