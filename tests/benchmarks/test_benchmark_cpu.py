@@ -44,3 +44,16 @@ class TestBenchmark:
         assert {row["threads"] for row in data["time"]} == {1, 2}
         assert {row["implementation"] for row in data["memory"]} == {"chunked", "sdpa", "reference"}
         assert all(row["bytes"] >= 0 for row in data["memory"])
+
+
+@pytest.mark.slow
+def test_whole_training_step(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "training.json"
+    words = ["--tokens", "64", "--batch", "1", "--steps", "2", "--threads", "1", "--output", str(output)]
+    table = python("benchmarks/cpu_training.py", *words)
+    data = json.loads(output.read_text())
+    assert [row["arm"] for row in data["rows"]] == ["softmax", "lssar"]
+    for row in data["rows"]:
+        stages = row["profile"]["stages"]
+        assert 0 < row["profile"]["attention_ms"] < stages["forward"] + stages["backward"]
+        assert f"{row['tokens_per_second']:,.0f}" in table

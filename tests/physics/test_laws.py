@@ -31,7 +31,9 @@ def newton(noise: float, count: int = 1000) -> tuple[np.ndarray, ...]:
     return m1, m2, r, G * m1 * m2 / r**2 * np.exp(noise * rng.standard_normal(count))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize(
+    "noise", [pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.01, marks=pytest.mark.slow), 0.05]
+)
 def test_law_from_true_force(noise: float) -> None:
     data = newton(noise)
     begun = time.perf_counter()

@@ -243,6 +243,7 @@ def test_other_presets_are_refused(short_run: Path, capsys: pytest.CaptureFixtur
     assert "a folder of the same experiment: `preset` is 'smoke' in it, got preset = 'cpu'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_needs_few_packages(tmp_path: Path) -> None:
     code = f"""
 import sys
