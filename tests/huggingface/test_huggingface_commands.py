@@ -182,7 +182,7 @@ class TestGenerate:
         words = ["generate", "--model", str(saved / "few"), "--tokenizer", str(saved / "llama"), "--prompt", "az"]
         assert main([*words, "--device", "cpu"]) == 2
         captured = capsys.readouterr()
-        words = "`--tokenizer` must be that of the model, which has 65 tokens, got one that has token 89 in the prompt"
+        words = "the prompt has token 89, the model 65 tokens. Pass its own --tokenizer"
         assert words in captured.err
         assert captured.out == ""
 
@@ -191,7 +191,7 @@ class TestGenerate:
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "gpt2")
         words = ["generate", "--model", str(saved / "gpt2"), "--tokenizer", str(saved / "llama"), "--prompt", "a" * 30]
         assert main([*words, "--device", "cpu"]) == 2
-        assert "`--model` must be one without learned positions" in capsys.readouterr().err
+        assert "are more than this model has learned positions" in capsys.readouterr().err
 
     def test_weights_that_are_cut_off(self, saved, capsys):
         weights = saved / "llama" / "model.safetensors"
@@ -219,12 +219,12 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--model", "{}/llama", "--prompt", ""], "`--prompt` must be text of at least one token"),
+            (["--model", "{}/llama", "--prompt", ""], "the prompt is empty. Give --prompt at least one token"),
             (["--model", "{}/none", "--prompt", "a"], "`model` must be a folder with config.json"),
             (["--model", "{}/run", "--prompt", "a"], "the model of this run is in {}/run/model"),
             (["--model", "{}/run/checkpoint-4", "--prompt", "a"], "the model of this run is in {}/run/model"),
             (["--model", "{}/llama", "--prompt", "a", "--device", "cuda:99"], "`--device` must be one of those"),
-            (["--model", "{}/llama", "--prompt-file", "{}/empty"], "`--prompt-file` must be text of at least one"),
+            (["--model", "{}/llama", "--prompt-file", "{}/empty"], "the prompt is empty. Give --prompt-file"),
             (
                 ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
                 "`--max-new-tokens` must be at least 1",

@@ -66,12 +66,12 @@ def run(options: argparse.Namespace) -> int:
     length = inputs["input_ids"].shape[1]
     if length == 0:
         name = "--prompt" if options.prompt is not None else "--prompt-file"
-        fail(name, "text of at least one token", repr(prompt))
+        raise ValueError(f"the prompt is empty. Give {name} at least one token")
 
     known = model.get_input_embeddings().num_embeddings
-    if int(inputs["input_ids"].max()) >= known:
-        got = f"one that has token {int(inputs['input_ids'].max())} in the prompt"
-        fail("--tokenizer", f"that of the model, which has {known} tokens", got)
+    largest = int(inputs["input_ids"].max())
+    if largest >= known:
+        raise ValueError(f"the prompt has token {largest}, the model {known} tokens. Pass its own --tokenizer")
 
     kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     kwargs |= {"num_beams": 1, "num_return_sequences": 1}  # a saved generation config may say otherwise
@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         out = model.generate(**inputs, **kwargs, pad_token_id=pad, streamer=streamer)
     except IndexError as error:
-        fail("--model", "one without learned positions, or a shorter prompt and fewer new tokens", f"{error}")
+        reason = f"{length} + {options.max_new_tokens} tokens are more than this model has learned positions ({error})"
+        raise ValueError(f"{reason}. Pass a shorter prompt or fewer --max-new-tokens") from None
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
     return 0
 
