@@ -32,7 +32,8 @@ from softplus_attention.training.optimizers import optimizer_of
 from softplus_attention.training.run import model_config
 from softplus_attention.utils import provenance
 
-SHAPES = {"demo": (4, 128, 2, 256), "30M": (6, 384, 3, 50257), "124M": (12, 768, 6, 50257)}  # layers, width, heads, vocabulary
+# layers, width, heads, vocabulary
+SHAPES = {"demo": (4, 128, 2, 256), "30M": (6, 384, 3, 50257), "124M": (12, 768, 6, 50257)}
 ARMS = dict(zip(("softmax", "lssar"), ATTENTIONS.values(), strict=True))
 STAGES = ("forward", "backward", "optimizer")
 ATTENTION = ("softplus_attention::", "aten::_scaled_dot_product_flash_attention_for_cpu")
