@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tools.tables import benchmarks, measures, newton, readme, stability, study, synthetic
+from tools.tables import benchmarks, extend, measures, newton, readme, stability, study, synthetic
 from tools.tables.markdown import TableError
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +22,7 @@ MARKER = re.compile(r"^<!-- (begin|end): (\S+) -->$", re.MULTILINE)
 def make_tables(results: Path) -> dict[str, str]:
     """All tables by name."""
     made: dict[str, str] = {}
-    for source in (readme, study, benchmarks, newton, stability, synthetic, measures):
+    for source in (readme, study, benchmarks, extend, newton, stability, synthetic, measures):
         made |= source.make_tables(results)
     return made
 

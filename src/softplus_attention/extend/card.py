@@ -26,7 +26,6 @@ def heads_pictures(ranking: Ranking, extension: Extension) -> list[HeatMap]:
     panels = [("Key heads that see everything", "1: everything", far, 1.0)]
     for name, title, label in (
         ("mass", "Attention of an answer on the sentence that holds it", "mass"),
-        ("needles", "What the loss of an answer gains by the head", "nats"),
         ("text", "What the loss of ordinary text gains by the head", "nats"),
     ):
         values = [list(row) for row in zip(*ranking.scores[name], strict=True)]

@@ -1,0 +1,140 @@
+"""An extended model beside the original with torch's SDPA: bytes of the cache, prefill, peak memory and decode.
+
+    python benchmarks/extend.py --model DIR --ranking results/extend/ranking.json --output results/extend/cpu.json
+
+Decode steps are timed on caches that hold random keys and values, the models in turn, so that 64K needs no prefill.
+Each prefill runs in a process of its own, whose peak memory is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from softplus_attention.extend.measuring import cache_bytes, time_decode
+from softplus_attention.extend.methods import apply_method, parse_method
+from softplus_attention.extend.ranking import Ranking
+from softplus_attention.huggingface.extension.cache import ExtendedCache
+from softplus_attention.utils import provenance
+from softplus_attention.utils.files import write_json
+
+
+def main() -> None:
+    options = parse()
+    if options.child:
+        child(options)
+        return
+    found: dict[str, Any] = {
+        "command": provenance.command("benchmarks/extend.py"),
+        "commit": provenance.commit(),
+        "machine": provenance.machine(torch.device("cpu")),
+        "versions": provenance.versions(),
+        "threads": torch.get_num_threads(),
+        "dtype": options.dtype,
+        "decode": {},
+        "prefill": {},
+    }
+    for length in options.lengths:
+        found["decode"][str(length)] = decode(options, length)
+        write_json(options.output, found)
+    for length in options.prefill:
+        rows = found["prefill"][str(length)] = {}
+        for name in options.methods:
+            arguments = [*sys.argv[1:], "--child", name, "--lengths", str(length)]
+            done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
+            rows[name] = json.loads(done.stdout.splitlines()[-1])
+            print(f"prefill {length:6d} {name:32s} {rows[name]}", flush=True)
+            write_json(options.output, found)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--ranking", required=True, type=Path)
+    parser.add_argument("--output", required=True, type=Path)
+    parser.add_argument("--methods", nargs="+", default=["original", "heads"])
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536], help="of decode")
+    parser.add_argument("--prefill", nargs="*", type=int, default=[4096, 16384, 32768])
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def load(options: argparse.Namespace, name: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
+    ranking = Ranking(json.loads(options.ranking.read_text())["scores"])
+    return apply_method(model, parse_method(name), ranking)
+
+
+def child(options: argparse.Namespace) -> None:
+    model, (length,) = load(options, options.child), options.lengths
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    ids = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(0)).tolist()
+    seconds, _ = time_decode(model, ids, 1)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": round(seconds, 3), "peak_bytes": peak, "peak_above_model_bytes": peak - before}))
+
+
+@torch.inference_mode()
+def filled_cache(model: Any, length: int) -> Any:
+    """A cache as after a prefill of ``length`` tokens."""
+    config, dtype = model.config, model.dtype
+    torch.manual_seed(0)
+
+    def keys(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, config.head_dim, dtype=dtype)
+
+    if getattr(config, "extension", None) is None:
+        cache = DynamicCache(config=config)
+        for layer in range(config.num_hidden_layers):
+            cache.update(keys(config.num_key_value_heads, length), keys(config.num_key_value_heads, length), layer)
+        return cache
+    own = ExtendedCache(config)
+    for layer, decoder in zip(own.layers, model.model.layers, strict=True):
+        for group, *buffers in zip(decoder.self_attn.groups, layer.near, layer.far, strict=True):
+            for buffer in buffers:
+                if buffer is not None:  # an empty one is false
+                    buffer.append(keys(len(group.heads), length), keys(len(group.heads), length))
+    return own
+
+
+@torch.inference_mode()
+def decode(options: argparse.Namespace, length: int) -> dict[str, Any]:
+    models = {name: load(options, name) for name in options.methods}
+    caches = {name: filled_cache(model, length) for name, model in models.items()}
+    token = torch.tensor([[7]])
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(options.rounds + 1):
+        for name, model in models.items():
+            for _ in range(options.steps):
+                begun = time.perf_counter()
+                model(token, past_key_values=caches[name], use_cache=True)
+                if number:
+                    seconds[name].append(time.perf_counter() - begun)
+    rows = {}
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        low, high = statistics.quantiles(times, n=10)[0], statistics.quantiles(times, n=10)[-1]
+        rows[name] = {
+            "tokens_per_second": round(1 / median, 2),
+            "seconds": [round(x, 5) for x in (low, median, high)],
+            "cache_bytes": cache_bytes(caches[name]),
+        }
+        print(f"decode {length:6d} {name:32s} {rows[name]}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

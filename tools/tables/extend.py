@@ -1,0 +1,156 @@
+"""The tables of docs/extend.md, from what experiments/extend/ and benchmarks/extend.py measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tools.tables.markdown import TableError, plain, read_results, signed, table
+
+PROGRAM = "experiments/extend/measure.py"
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
+NAMES = {
+    "original": "the model as it is",
+    "yarn:factor=4": "YaRN 4",
+    "yarn:factor=8": "YaRN 8",
+    "ntk": "dynamic NTK",
+    "selfextend": "SelfExtend, set up for 64K",
+    "selfextend:length=16384": "SelfExtend, set up for 16K",
+    "rerope": "ReRoPE",
+    "window": "StreamingLLM, window 4,096",
+    "duo": "DuoAttention's split, 24 heads as they are",
+}
+KINDS = ("novel", "essay", "scripture", "manual")
+
+
+def name_of(method: str) -> str:
+    if method in NAMES:
+        return NAMES[method]
+    kind, _, given = method.partition(":")
+    settings = dict(pair.split("=") for pair in given.split(",") if pair)
+    if kind == "rerope":
+        words = ["ReRoPE"]
+    else:
+        far = settings.pop("far", "clip")
+        heads = settings.pop("heads", "12")
+        words = [f"**{heads} far heads, {far}**" if set(settings) <= {"near"} else f"{heads} far heads, {far}"]
+    text = {"log_n": "log N on {} far keys", "near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens"}
+    text["factor"] = "YaRN {}"
+    for key, value in settings.items():
+        if key == "level":
+            words.append("levelled")
+        elif key == "log_n":
+            words.append("log N on all keys" if value == "all" else "log N on the far keys")
+        else:
+            words.append(text[key].format(f"{int(value):,}" if value.isdigit() else value))
+    return ", ".join(words)
+
+
+def merged(files: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        for method, own in file["methods"].items():
+            mine = found.setdefault(method, {"loss": {}, "cache_bytes": {}})
+            mine["loss"] |= own["loss"]
+            mine["cache_bytes"] |= own["cache_bytes"]
+    return found
+
+
+def mean_cell(values: list[float]) -> str:
+    return plain(statistics.fmean(values)) if values else "-"
+
+
+def difference(ours: list[float], theirs: list[float]) -> str:
+    """Of the same documents, with its standard error."""
+    each = [x - y for x, y in zip(ours, theirs, strict=True)]
+    return f"{signed(statistics.fmean(each))} ± {plain(statistics.stdev(each) / len(each) ** 0.5)}"
+
+
+def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
+    rows = [(method, own) for method, own in methods.items() if own["loss"]]
+    columns = [[name_of(method) for method, _ in rows]]
+    for length in LENGTHS:
+        columns.append([mean_cell(own["loss"].get(str(length), [])[:long]) for _, own in rows])
+    whole = methods["original"]["cache_bytes"]["65536"]
+    shares = (own["cache_bytes"].get("65536") for _, own in rows)
+    columns.append(["-" if share is None else f"{100 * share / whole:.0f}%" for share in shares])
+    head = ["loss at", *(f"{length // 1024}K" for length in LENGTHS), "cache at 64K"]
+    return table(head, columns)
+
+
+def needles_table(files: list[dict[str, Any]]) -> str:
+    rows = [(file["needles"], method, own["needles"]) for file in files for method, own in file["methods"].items()]
+    rows = [row for row in rows if row[2]]
+    columns = [[name_of(method) for _, method, _ in rows], [str(count) for count, _, _ in rows]]
+    for length in LENGTHS:
+        cells = []
+        for _, _, asked in rows:
+            hits = [hit for one in asked.get(str(length), []) for hit in one["found"]]
+            if not hits:
+                cells.append("-")
+                continue
+            share = statistics.fmean(hits)
+            error = (share * (1 - share) / len(hits)) ** 0.5
+            cells.append(f"{100 * share:.0f} ± {100 * error:.0f}")
+        columns.append(cells)
+    return table(["found, %", "needles a haystack", *(f"{length // 1024}K" for length in LENGTHS)], columns)
+
+
+def paired_table(methods: dict[str, dict[str, Any]], ours: str, long: int) -> str:
+    rivals = ["original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope"]
+    columns = [[f"less {name_of(rival)}" for rival in rivals]]
+    for length in map(str, LENGTHS):
+        mine = methods[ours]["loss"][length][:long]
+        columns.append([difference(mine, methods[rival]["loss"][length][:long]) for rival in rivals])
+    return table([name_of(ours), *(f"{length // 1024}K" for length in LENGTHS)], columns)
+
+
+def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, Any]], chosen: list[str]) -> str:
+    """At 32K, of all documents that have it."""
+    columns = [[f"{kind} ({sum(one['kind'] == kind for one in documents)})" for kind in KINDS]]
+    for method in chosen:
+        losses = methods[method]["loss"]["32768"]
+        by_kind = {
+            kind: [x for x, one in zip(losses, documents, strict=True) if one["kind"] == kind] for kind in KINDS
+        }
+        columns.append([mean_cell(by_kind[kind]) for kind in KINDS])
+    return table(["loss at 32K", *map(name_of, chosen)], columns)
+
+
+def cost_table(path: Path) -> str:
+    if not path.exists():
+        return "Not measured: `benchmarks/extend.py` writes this table's data."
+    found = json.loads(path.read_text())
+    names = list(next(iter(found["decode"].values())))
+    lines = [[], [], [], [], []]  # type: list[list[str]]
+    for length, rows in found["decode"].items():
+        for name in names:
+            row = rows[name]
+            lines[0].append(f"{int(length):,}")
+            lines[1].append(name_of(name))
+            lines[2].append(f"{row['cache_bytes'] / 2**20:,.0f} MiB")
+            lines[3].append(f"{row['tokens_per_second']:.1f}")
+            own = found["prefill"].get(length, {}).get(name)
+            lines[4].append("-" if own is None else f"{own['seconds']:.1f} s, {own['peak_bytes'] / 2**20:,.0f} MiB")
+    machine = f"{found['machine']['cpu']}, {found['threads']} threads, {found['dtype']}, torch {found['versions']['torch']}"
+    head = ["tokens", "model", "cache", "decode, tokens/s", "prefill, peak memory"]
+    return table(head, lines) + f"\n\n{machine}, {found['commit'][:7]}."
+
+
+def make_tables(results: Path) -> dict[str, str]:
+    folder = results / "extend"
+    files = [read_results(path, PROGRAM) for path in sorted(folder.glob("context-*.json"))]
+    if not files:
+        raise TableError(f"{folder} has no context-*.json: {PROGRAM} writes them")
+    methods, documents = merged(files), files[0]["documents"]
+    long = sum(one["tokens"] >= LENGTHS[-1] for one in documents)
+    best = "heads:far=group,near=2048"
+    return {
+        "extend-context": context_table(methods, long),
+        "extend-paired": paired_table(methods, best, long),
+        "extend-needles": needles_table(files),
+        "extend-kinds": kinds_table(methods, documents, ["yarn:factor=4", "selfextend", "rerope", "heads", best]),
+        "extend-cost": cost_table(folder / "cpu.json"),
+    }
