@@ -22,6 +22,7 @@ NAMES = {
     "window": "StreamingLLM, window 4,096",
     "duo": "DuoAttention's split, 24 heads as they are",
 }
+OURS = ("heads", "heads:far=group,near=2048")
 KINDS = ("novel", "essay", "scripture", "manual")
 
 
@@ -35,7 +36,7 @@ def name_of(method: str) -> str:
     else:
         far = settings.pop("far", "clip")
         heads = settings.pop("heads", "12")
-        words = [f"**{heads} far heads, {far}**" if set(settings) <= {"near"} else f"{heads} far heads, {far}"]
+        words = [f"{heads} far heads, {far}"]
     text = {"log_n": "log N on {} far keys", "near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens"}
     text["factor"] = "YaRN {}"
     for key, value in settings.items():
@@ -45,7 +46,7 @@ def name_of(method: str) -> str:
             words.append("log N on all keys" if value == "all" else "log N on the far keys")
         else:
             words.append(text[key].format(f"{int(value):,}" if value.isdigit() else value))
-    return ", ".join(words)
+    return f"**{', '.join(words)}**" if method in OURS else ", ".join(words)
 
 
 def merged(files: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -112,9 +113,7 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
     columns = [[f"{kind} ({sum(one['kind'] == kind for one in documents)})" for kind in KINDS]]
     for method in chosen:
         losses = methods[method]["loss"]["32768"]
-        by_kind = {
-            kind: [x for x, one in zip(losses, documents, strict=True) if one["kind"] == kind] for kind in KINDS
-        }
+        by_kind = {kind: [x for x, one in zip(losses, documents, strict=True) if one["kind"] == kind] for kind in KINDS}
         columns.append([mean_cell(by_kind[kind]) for kind in KINDS])
     return table(["loss at 32K", *map(name_of, chosen)], columns)
 
@@ -124,7 +123,7 @@ def cost_table(path: Path) -> str:
         return "Not measured: `benchmarks/extend.py` writes this table's data."
     found = json.loads(path.read_text())
     names = list(next(iter(found["decode"].values())))
-    lines = [[], [], [], [], []]  # type: list[list[str]]
+    lines: list[list[str]] = [[], [], [], [], []]
     for length, rows in found["decode"].items():
         for name in names:
             row = rows[name]
@@ -134,7 +133,9 @@ def cost_table(path: Path) -> str:
             lines[3].append(f"{row['tokens_per_second']:.1f}")
             own = found["prefill"].get(length, {}).get(name)
             lines[4].append("-" if own is None else f"{own['seconds']:.1f} s, {own['peak_bytes'] / 2**20:,.0f} MiB")
-    machine = f"{found['machine']['cpu']}, {found['threads']} threads, {found['dtype']}, torch {found['versions']['torch']}"
+    machine = (
+        f"{found['machine']['cpu']}, {found['threads']} threads, {found['dtype']}, torch {found['versions']['torch']}"
+    )
     head = ["tokens", "model", "cache", "decode, tokens/s", "prefill, peak memory"]
     return table(head, lines) + f"\n\n{machine}, {found['commit'][:7]}."
 
@@ -146,7 +147,7 @@ def make_tables(results: Path) -> dict[str, str]:
         raise TableError(f"{folder} has no context-*.json: {PROGRAM} writes them")
     methods, documents = merged(files), files[0]["documents"]
     long = sum(one["tokens"] >= LENGTHS[-1] for one in documents)
-    best = "heads:far=group,near=2048"
+    best = OURS[1]
     return {
         "extend-context": context_table(methods, long),
         "extend-paired": paired_table(methods, best, long),
