@@ -12,12 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache, initialization
-from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, group_layers_by_attn_type
 
 from softplus_attention.attentions.catalog import KNOWN, Attention
 from softplus_attention.paged import attend_pages
+
+try:
+    from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, group_layers_by_attn_type
+except ImportError:  # an older transformers, whose attentions are handed another cache
+    ATTN_TYPE_TO_ALLOCATOR = None
 
 
 def is_paged(options: Mapping[str, Any]) -> bool:
@@ -89,6 +94,9 @@ def keep_attention() -> None:
             raise ValueError(f"generate_batch: {kind} has a cache of its own, which is not paged; use generate()")
         if name not in KNOWN:
             switch(self, model, *args, **kwargs)
+        elif ATTN_TYPE_TO_ALLOCATOR is None:
+            here = f"transformers {transformers.__version__} hands attentions no paged cache"
+            raise ValueError(f"generate_batch: {here}; install transformers 5.22 or newer, or use generate()")
 
     @functools.wraps(ensure)
     def ensure_pages(config: Any, cb_config: Any, user_requested: bool) -> None:
@@ -98,4 +106,5 @@ def keep_attention() -> None:
             ensure(config, cb_config, user_requested)
 
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_others  # type: ignore[method-assign]
-    initialization.ensure_decode_fast_path_is_available = ensure_pages
+    if ATTN_TYPE_TO_ALLOCATOR is not None:
+        initialization.ensure_decode_fast_path_is_available = ensure_pages
