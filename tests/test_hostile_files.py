@@ -7,9 +7,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,22 @@ from typing import Any
 import pytest
 import report_results
 import torch
-from commands import refused
+from commands import Limits, Process, refused, run, wait_until
+from mutations import seal
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from training_runs import TINY, Run, text_folder
+
+
+class Command:
+    """Pickled, it asks whoever unpickles it to make a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
 
 # ---- models
 
@@ -91,13 +100,104 @@ def test_train_runs_no_code_of_the_data(trained: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
+def config_with(**changes: Any) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        path = model / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def with_content(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda model: [path.write_bytes(content) for path in [model / name]] and None
+
+
+def with_pickled_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Command(model.parent / "mark")))
+
+
+def with_weights_elsewhere(model: Path) -> None:
+    (model / "model.safetensors").rename(model.parent / "elsewhere.safetensors")
+    index = {"metadata": {}, "weight_map": {"a": "../elsewhere.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_fifo(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (config_with(attention="mine"), "no attention is named 'mine'"),
+        (config_with(num_hidden_layers=10**7), "num_hidden_layers is 10000000, and the weights are"),
+        (config_with(hidden_size=10**9), "its weights have other sizes than its config.json says"),
+        (config_with(model_type=[1]), "TypeError"),
+        (with_content("config.json", b'{"a":' * 5000 + b"1" + b"}" * 5000), "not JSON"),
+        (with_content("config.json", b'{"a":' * 100 + b"1" + b"}" * 100), "JSON nested deeper than 64 levels"),
+        (with_content("generation_config.json", b'{"eos_token_id": "end"}'), "eos_token_id"),
+        (with_content("tokenizer.json", b"{}"), "tokenizer"),
+        (with_pickled_weights, "its weights are no file of tensors"),
+        (with_weights_elsewhere, "is no plain file name"),
+        (with_fifo, "not a regular file"),
+    ],
+    ids=["attention", "layers", "sizes", "type", "deep", "nested", "end", "tokenizer", "pickle", "elsewhere", "fifo"],
+)
+def test_models_that_are_none(trained: Path, tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+    model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
+    change(model)
+    error = refused("generate", "--model", model, "--prompt", "a", seconds=60, limits=Limits(memory=2 << 30))
+    assert reason in error
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("content", ['{"config": [], "data": "x"}', "[]", '{"config":' * 100_000, '{"data": 5}'])
+def test_run_json_of_others(trained: Path, tmp_path: Path, content: str) -> None:
+    folder = shutil.copytree(trained / "run", tmp_path / "run")
+    (folder / "run.json").write_text(content)
+    started = Run(folder, {**TINY, "data": trained / "data", "keep": 1, "steps": 3})
+    started.start()
+    assert started.wait() == 1
+    assert "run.json is damaged, or no record of a run" in started.words()
+    assert started.words().count("\n") == 1
+
+
+def test_names_are_printed_clean(trained: Path, tmp_path: Path) -> None:
+    """Escape codes of a terminal in what a folder says of itself."""
+    data = shutil.copytree(trained / "data", tmp_path / "data")
+    index = json.loads((data / "index.json").read_text())
+    index["plan"]["options"]["tokenizer"] = "\x1b[31mred\x07"
+    index["plan"]["sources"] = ["\x1b]0;title\x07"]
+    (data / "index.json").write_text(json.dumps(index))
+    (data / "train-00000.npy").unlink()
+    words = Run(tmp_path / "run", {**TINY, "data": data}).arguments([])
+    for command in (("data", "info", data), ("data", "verify", data), ("train", *words)):
+        done = run(*command)
+        assert "red" in done.text
+        assert "\x1b" not in done.text
+        assert "\x07" not in done.text
+
+
+@pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "report"])
+def test_a_full_disk_is_named(trained: Path, tmp_path: Path, command: str) -> None:
+    model, out = trained / "run" / "model", tmp_path / "out"
+    report_results.write(tmp_path / "results", {"demo.json": report_results.demo()})
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 4000)
+    words: dict[str, tuple[object, ...]] = {
+        "train": ("train", *Run(out, {**TINY, "data": trained / "data"}).arguments([])),
+        "prepare": ("data", "prepare", tmp_path / "text.txt", "--output", out, "--tokenizer", "bytes"),
+        "evaluate": ("evaluate", "maps", model, "--text", "a cat " * 100, "--output", out),
+        "report": ("report", tmp_path / "results"),
+    }
+    done = run(*words[command], limits=Limits(file_size=20_000))
+    assert done.status in (1, 2), done.text
+    assert "Traceback" not in done.text
+    assert any(reason in done.errors[-1] for reason in ("no room", "File too large")), done.text
+
+
 # ---- results and reports
-
-
-def command(*words: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "softplus_attention", *words], capture_output=True, text=True, timeout=timeout
-    )
 
 
 def plant(folder: Path, outside: Path, names: list[str]) -> dict[str, str]:
@@ -124,8 +224,8 @@ def test_figures_follow_no_links(tmp_path: Path) -> None:
         report_results.write(results, {f"{measure}--a.json": report_results.frame(measure, name, found)})
     names = [f"{name}.{end}" for name in ("lengths", "passkey") for end in ("csv", "png", "svg")]
     before = plant(results, tmp_path / "outside", [*names, "lengths-positions.csv"])
-    done = command("evaluate", "figures", str(results))
-    assert done.returncode == 0, done.stderr
+    done = run("evaluate", "figures", str(results))
+    assert done.status == 0, done.text
     assert contents(tmp_path / "outside") == before
     for name in (*names, "lengths-positions.csv"):
         assert (results / name).is_file()
@@ -134,19 +234,42 @@ def test_figures_follow_no_links(tmp_path: Path) -> None:
     assert "\x1b" not in (results / "passkey.csv").read_text()
 
 
+def test_tables_of_others_are_kept(tmp_path: Path) -> None:
+    """At the first writing; the own ones are replaced from then on."""
+    for measure, found in (("lengths", report_results.lengths(0)), ("maps", report_results.maps(True))):
+        report_results.write(tmp_path, {f"{measure}--a.json": report_results.frame(measure, "a", found)})
+        (tmp_path / f"{measure}.csv").write_text("mine\n")
+    for _ in range(2):
+        assert run("evaluate", "figures", tmp_path).status == 0
+        assert sorted(path.name for path in tmp_path.glob("*.old*")) == ["lengths.csv.old", "maps.csv.old"]
+        assert (tmp_path / "lengths.csv.old").read_text() == (tmp_path / "maps.csv.old").read_text() == "mine\n"
+        assert (tmp_path / "lengths.csv").read_text().startswith("model,")
+
+
+def test_passkey_data_of_others_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
+    (tmp_path / "passkey.jsonl").write_text("mine")
+    words = ["evaluate", "passkey-data", "--text", tmp_path / "text.txt", "--output", tmp_path, "--documents", 3]
+    for _ in range(2):
+        assert "3 documents" in run(*words).text
+        assert [path.read_text() for path in tmp_path.glob("*.old*")] == ["mine"]
+    assert run(*words, "--seed", 1).status == 0
+    assert len(list(tmp_path.glob("passkey.jsonl.old*"))) == 2
+
+
 def test_report_follows_no_links(tmp_path: Path) -> None:
     results = tmp_path / "results"
     one = report_results.frame("downstream", "a", report_results.downstream())
     report_results.write(results, {"downstream--a.json": one, "demo.json": report_results.demo()})
-    assert command("report", str(results), "--output", str(tmp_path / "elsewhere.html")).returncode == 0
+    assert run("report", str(results), "--output", str(tmp_path / "elsewhere.html")).status == 0
     names = [path.name for path in (tmp_path / "elsewhere-files").iterdir()]
-    assert len(names) == 8
+    assert len(names) == 9
     before = plant(results / "report-files", tmp_path / "outside", names)
     (tmp_path / "outside" / "page").write_text("Made by softplus-attention, once")
     (results / "report.html").symlink_to(tmp_path / "outside" / "page")
     before["page"] = "Made by softplus-attention, once"
-    done = command("report", str(results))
-    assert done.returncode == 0, done.stderr
+    done = run("report", str(results))
+    assert done.status == 0, done.text
     assert contents(tmp_path / "outside") == before
     assert not [path for path in results.rglob("*") if path.is_symlink()]
 
@@ -155,9 +278,9 @@ def test_report_refuses_a_linked_folder(tmp_path: Path) -> None:
     report_results.write(tmp_path / "results", {"demo.json": report_results.demo()})
     (tmp_path / "outside").mkdir()
     (tmp_path / "results" / "report-files").symlink_to(tmp_path / "outside")
-    done = command("report", str(tmp_path / "results"))
-    assert done.returncode == 2
-    assert "report-files" in done.stderr
+    done = run("report", str(tmp_path / "results"))
+    assert done.status == 2
+    assert "report-files" in done.text
     assert contents(tmp_path / "outside") == {}
 
 
@@ -173,10 +296,8 @@ def test_report_reads_regular_files_only(tmp_path: Path) -> None:
     (tmp_path / "lists.json").write_text("[" + "[]," * 3_000_000 + "1]")
     for name in ("metrics.jsonl", "a.png"):
         os.mkfifo(tmp_path / name)
-    (tmp_path / "report-files").mkdir()
-    os.mkfifo(tmp_path / "report-files" / ".drawn")
-    done = command("report", str(tmp_path), timeout=60)
-    assert done.returncode == 0, done.stderr
+    done = run("report", str(tmp_path), seconds=60)
+    assert done.status == 0, done.text
     for line in (
         "lengths--fifo.json: not a regular file",
         "lengths--zero.json: not a regular file",
@@ -185,16 +306,16 @@ def test_report_reads_regular_files_only(tmp_path: Path) -> None:
         "lists.json: JSON of more than 2000000 lists and objects",
         "run.json: a result of kind training, but metrics.jsonl: not a regular file",
     ):
-        assert f"not shown: {line}" in done.stderr
-    assert "2 result files" in done.stdout
+        assert f"not shown: {line}" in done.text
+    assert "2 result files" in done.text
 
 
 def test_report_in_place_of_a_fifo(tmp_path: Path) -> None:
     report_results.write(tmp_path, {"demo.json": report_results.demo()})
     os.mkfifo(tmp_path / "report.html")
-    done = command("report", str(tmp_path), timeout=60)
-    assert done.returncode == 2
-    assert "a report to replace" in done.stderr
+    done = run("report", str(tmp_path), seconds=60)
+    assert done.status == 2
+    assert "a report to replace" in done.text
 
 
 @pytest.mark.parametrize("kind", ["fifo", "zero", "deep"])
@@ -206,23 +327,13 @@ def test_figures_read_regular_files_only(kind: str, tmp_path: Path) -> None:
         path.symlink_to("/dev/zero")
     else:
         path.write_text('{"a":' * 100_000)
-    done = command("evaluate", "figures", str(tmp_path), timeout=60)
-    assert done.returncode == 2
-    assert ("not JSON" if kind == "deep" else "not a regular file") in done.stderr
-    assert "Traceback" not in done.stderr
+    done = run("evaluate", "figures", str(tmp_path), seconds=60)
+    assert done.status == 2
+    assert ("not JSON" if kind == "deep" else "not a regular file") in done.text
+    assert "Traceback" not in done.text
 
 
 # ---- checkpoints of a run
-
-
-class Command:
-    """Pickled, it asks whoever unpickles it to make a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.file}",)
 
 
 @pytest.fixture(scope="module")
@@ -238,19 +349,6 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def copy_of(run: Run, folder: Path) -> tuple[Run, Path]:
     shutil.copytree(run.output, folder / "run")
     return Run(folder / "run", run.settings), folder / "run" / "checkpoint-8"
-
-
-def seal(checkpoint: Path) -> None:
-    """The manifest of a stranger who knows how it is made."""
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json")
-    files = {
-        path.relative_to(checkpoint).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-        }
-        for path in paths
-    }
-    (checkpoint / "manifest.json").write_text(json.dumps({"files": files}))
 
 
 def with_command(state: Path, mark: Path) -> None:
@@ -362,27 +460,20 @@ def test_manifest_lists_every_file(stopped: Run, tmp_path: Path, change: str) ->
 
 def test_synthetic_alone_and_without_pickles(tmp_path: Path) -> None:
     words = ["evaluate", "synthetic", "lssa", "--task", "copy", "--output", str(tmp_path / "out")]
-    words += ["--layers", "2", "--width", "16", "--heads", "1", "--steps", "4000", "--train-length", "16"]
-    started = subprocess.Popen([sys.executable, "-m", "softplus_attention", *words], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 180
-    while not (found := list((tmp_path / "out").glob("synthetic-models/*/metrics.jsonl"))):
-        assert time.monotonic() < end
-        assert started.poll() is None
-        time.sleep(0.01)
-    second = command(*words)
-    assert second.returncode == 1
-    assert "another process is training in" in second.stderr
-    checkpoint = found[0].with_name("checkpoint-1000")
-    while not checkpoint.exists():
-        assert time.monotonic() < end
-        assert started.poll() is None
-        time.sleep(0.01)
+    words += ["--layers", "2", "--width", "16", "--heads", "1", "--steps", "400", "--train-length", "16"]
+    started = Process.start(*words)
+    models = tmp_path / "out" / "synthetic-models"
+    assert wait_until(lambda: list(models.glob("*/metrics.jsonl")), started)
+    second = run(*words)
+    assert second.status == 1
+    assert "another process is training in" in second.text
+    assert wait_until(lambda: list(models.glob("*/checkpoint-100")), started)
     started.kill()
-    started.wait()
+    (checkpoint,) = models.glob("*/checkpoint-100")
     with_bytes_entry(checkpoint / "state", tmp_path / "mark")
     seal(checkpoint)
-    done = command(*words)
-    assert done.returncode == 2
-    assert "BytesStorageMetadata has no place in an index of tensors" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = run(*words)
+    assert done.status == 2
+    assert "BytesStorageMetadata has no place in an index of tensors" in done.text
+    assert done.text.count("\n") == 1
     assert not (tmp_path / "mark").exists()

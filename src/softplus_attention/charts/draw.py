@@ -269,7 +269,7 @@ def heat(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
     if canvas.get_layout_engine() is not None or panels is None:
         scale = canvas.colorbar(image, ax=axes if panels is None else list(panels.flat), label=chart.value_label)
     else:
-        right, width = panels[0, -1].get_position().x1, canvas.get_size_inches()[0]
+        right, width = panels[0, -1].get_position().x1, canvas.bbox.width / canvas.get_figure(root=True).dpi
         place = canvas.add_axes((right + 0.15 / width, 0.25, 0.12 / width, 0.5))
         scale = canvas.colorbar(image, cax=place, label=chart.value_label)
     ends = [chart.low, (chart.low + chart.high) / 2, chart.high]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from softplus_attention import __version__
 from softplus_attention.cli.options import Parser
-from softplus_attention.utils.files import clean_text
+from softplus_attention.utils.files import clean_text, is_disk_full
 
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
@@ -72,17 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever read the output has seen enough. What is left of it would be flushed at exit, into nothing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        if error.filename is None or error.strerror is None:
-            raise
-        named = where_from(error.filename, options)
-        complain(f"{error.filename}: {error.strerror}{named}")
-        return 1
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        complain(f"not enough memory{': ' if str(error) else ''}{' '.join(str(error).split())}")
-        return 1
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in EXTRAS:
@@ -90,11 +79,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = f"pip install 'softplus-attention[{EXTRAS[package]}]'"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
+    except Exception as error:
+        reason = reason_of(error, options)
+        if reason is None:
+            raise
+        complain(reason)
+        return 1
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """torch has an error of its own for a GPU, and none for the CPU."""
-    return isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error)
+def reason_of(error: Exception, options: argparse.Namespace) -> str | None:
+    """What the machine refused; None for an error in the program."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}{where_from(error.filename, options)}"
+    if is_disk_full(error):
+        return "there is no room left on the disk, or a file-size limit is reached"
+    # torch has an error of its own for a GPU, and none for the CPU.
+    if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
+        return " ".join(["not enough memory.", *str(error).split()])
+    return None
 
 
 def complain(sentence: str) -> None:

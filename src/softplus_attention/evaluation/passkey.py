@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from softplus_attention.evaluation.memory import in_batches
 from softplus_attention.utils.files import replacing
-from softplus_attention.utils.untrusted import read_json
+from softplus_attention.utils.results import keep_foreign
+from softplus_attention.utils.untrusted import read_json, sha256
 from softplus_attention.validation import fail
 
 KEY = "{key}"
@@ -235,10 +237,14 @@ def write_documents(path: Path, documents: Iterable[str]) -> int:
     """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
     with replacing(path) as file:
         for text in documents:
-            file.write((json.dumps({"text": text}) + "\n").encode())
+            line = (json.dumps({"text": text}) + "\n").encode()
+            file.write(line)
+            digest.update(line)
             characters += len(text)
+        keep_foreign(path, lambda found: sha256(found) == digest.hexdigest())
     return characters
 
 

@@ -49,16 +49,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether an error, or what caused it, is a disk without room or a file-size limit."""
+    waiting: list[Any] = [error]
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in FULL:
+    while waiting:
+        found = waiting.pop()
+        if found is None or id(found) in seen:
+            continue
+        seen.add(id(found))
+        if (isinstance(found, OSError) and found.errno in FULL) or any(words in str(found) for words in FULL_WORDS):
             return True
-        if any(words in str(error) for words in FULL_WORDS):
-            return True
-        error = error.__cause__ or error.__context__
+        # torch's checkpoints collect what went wrong on each process.
+        failures = getattr(found, "failures", None)
+        waiting += [found.__cause__, found.__context__, *(cause for cause, _ in dict(failures or {}).values())]
     return False
 
 

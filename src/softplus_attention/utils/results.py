@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote_plus
@@ -17,7 +17,7 @@ from urllib.parse import quote_plus
 import torch
 
 from softplus_attention.utils import provenance, untrusted
-from softplus_attention.utils.files import write_json
+from softplus_attention.utils.files import csv_text, write_csv, write_json
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
@@ -65,6 +65,19 @@ def free_name(path: Path) -> Path:
     """``path``, or with the first number behind it that no file has."""
     numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
     return next(free for free in itertools.chain([path], numbered) if not free.exists())
+
+
+def keep_foreign(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    """A file of somebody else's at a name that is written: it stays beside, as .old."""
+    if path.is_file() and not path.is_symlink() and not is_ours(path):
+        aside = free_name(path.with_name(path.name + ".old"))
+        path.replace(aside)
+        print(f"{path} was another file: kept as {aside.name}", file=sys.stderr, flush=True)
+
+
+def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    keep_foreign(path, lambda found: untrusted.begins_with(found, csv_text(head, ()).encode()))
+    return write_csv(path, head, rows)
 
 
 class ResultFile:

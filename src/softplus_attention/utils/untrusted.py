@@ -64,6 +64,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def begins_with(path: Path, content: bytes) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(content)) == content
+
+
 def read_bytes(path: Path, limit: int) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from softplus_attention.charts.model import Block, SeriesStyles, Table
 from softplus_attention.evaluation.measures.loaded import LoadedResult, load
 from softplus_attention.utils import results as files
-from softplus_attention.utils.files import check_no_strangers, write_csv
+from softplus_attention.utils.files import check_no_strangers
 from softplus_attention.utils.progress import Progress
 from softplus_attention.validation import fail
 
@@ -106,7 +106,7 @@ class Measure:
         return self.charts([load(dict(result), self.read) for result in results], SeriesStyles(), "")
 
     def write_tables(self, folder: Path, results: Results) -> list[Path]:
-        return [write_csv(folder / f"{name}.csv", *rows(results)) for name, rows in self.csv.items()]
+        return [files.write_table(folder / f"{name}.csv", *rows(results)) for name, rows in self.csv.items()]
 
     def draw(self, folder: Path, results: Results) -> list[Path]:
         """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
