@@ -115,7 +115,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "budget": (["--to", "512", "--budget", "0.2"], "`--budget` must be a share of the original's cache such as 20%"),
     "window": (["--to", "512", "--window", "300"], "`--window` must be below the 256 tokens"),
     "measure": (["--to", "512", "--measure", "far"], "`--measure` must be lengths of at least 2 tokens, or none"),
-    "text": (["--to", "512", "--text", "nowhere.txt"], "`--text` must be readable UTF-8 files, got 'nowhere.txt'"),
+    "text": (["--to", "512", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     "short text": (
         ["--to", "512", "--text", "SHORT"],
         "`text` must be a document of at least",

@@ -132,12 +132,7 @@ class Build:
         """Documents to rank by, and held-back ones to measure on."""
         if not self.request.text:
             return builtin_text()
-        texts = []
-        for name in self.request.text:
-            try:
-                texts.append(Path(name).read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                fail("--text", "readable UTF-8 files", f"{name!r}: {error}")
+        texts = [untrusted.read_option("--text", Path(name)) for name in self.request.text]
         if len(texts) == 1:  # its first half, its second half
             middle = len(texts[0]) // 2
             return [texts[0][:middle]], [texts[0][middle:]]
