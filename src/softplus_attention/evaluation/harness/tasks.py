@@ -190,14 +190,14 @@ def run_task(name: str, model: Any, manager: Any, shots: int | None, limit: int 
         limit=limit,
         task_manager=manager,
         bootstrap_iters=BOOTSTRAP_SAMPLES,
-        log_samples=False,
+        log_samples=True,  # says how many choices each question has
     )
     return rows_of(found)
 
 
 def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per task (or group) and metric, in the harness's order."""
-    rows = []
+    rows, chances = [], chance_levels(found)
     for task, values in {**found["results"], **found.get("groups", {})}.items():
         samples = found["n-samples"].get(task, {}).get("effective")
         for key, value in values.items():
@@ -214,12 +214,31 @@ def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "metric": metric if chosen == "none" else f"{metric} ({chosen})",
                     "value": value,
                     "standard_error": error if isinstance(error, int | float) else None,
+                    "chance": chances.get(task) if metric in ("acc", "acc_norm") else None,
                     "samples": samples,
                     "shots": found.get("n-shot", {}).get(task),
                     "higher_is_better": found.get("higher_is_better", {}).get(task, {}).get(metric),
                 }
             )
     return rows
+
+
+def chance_levels(found: Mapping[str, Any]) -> dict[str, float]:
+    """What guessing gets right, by task: one of the choices of each question, or no word at all; of a group the mean
+    over its questions."""
+    levels: dict[str, tuple[float, int]] = {}
+    for task, samples in found.get("samples", {}).items():
+        kind = found["configs"][task].get("output_type")
+        counts = {sample["doc_id"]: len(sample["arguments"]) for sample in samples}
+        if kind == "multiple_choice" and counts:
+            levels[task] = sum(1 / count for count in counts.values() if count), len(counts)
+        elif kind == "loglikelihood":
+            levels[task] = 0.0, len(counts)
+    for group, tasks in found.get("group_subtasks", {}).items():
+        parts = [levels[task] for task in tasks if task in levels]
+        if parts and len(parts) == len(tasks):
+            levels[group] = sum(total for total, _ in parts), sum(count for _, count in parts)
+    return {task: total / count for task, (total, count) in levels.items() if count}
 
 
 def quiet() -> None:

