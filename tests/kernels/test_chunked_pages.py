@@ -42,7 +42,7 @@ class Pages:
 
     def decode(self, window: int | None = None, power: Power = 15) -> Tensor | None:
         lengths, record = torch.tensor(LENGTHS), power_record(power)
-        return decode_pages(self.q, self.k_pages, self.v_pages, self.table, lengths, window, lambda n: record, SCALE)
+        return decode_pages(self.q, self.k_pages, self.v_pages, self.table, lengths, window, lambda seen: record, SCALE)
 
     def alone(self, window: int | None = None, power: Power = 15) -> Tensor:
         out = []

@@ -83,15 +83,22 @@ def one_token(
     return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
 
 
-def row_weights(scores: Tensor, n: int, power: PowerRecord) -> tuple[Tensor, Tensor]:
-    """The weights of n keys (B, H_kv, heads that share a key head, n), and what divides them. ``scores`` are lost."""
+def row_weights(
+    scores: Tensor, n: int | Tensor, power: PowerRecord, hidden: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The weights (B, H_kv, heads that share a key head, keys) of rows that see n keys, and what divides them.
+
+    ``n`` is one number, or (B, 1, 1, 1) where some keys are ``hidden``. ``scores`` are lost.
+    """
     if not bool(scores.isfinite().all()):
         scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would make a plausible 0 of -inf
     f = chunked.softplus_(scores)
+    if hidden is not None:
+        f.masked_fill_(hidden, 0)
     total = f.sum(-1, keepdim=True)
     weights, norm = f, total
     if power.sharpen:
-        subtracted = 1.0 if power.offset and n > 3 else 0.0
+        subtracted = float(power.offset) * (n > 3)
         largest = f.amax(-1, keepdim=True)
         height = (largest * n).div_(total).sub_(subtracted)
         sharp = height > EQUAL_SCORES
@@ -105,9 +112,9 @@ def row_weights(scores: Tensor, n: int, power: PowerRecord) -> tuple[Tensor, Ten
     return weights, norm
 
 
-def power_of(power: PowerRecord, n: int, like: Tensor) -> int | Tensor:
+def power_of(power: PowerRecord, n: int | Tensor, like: Tensor) -> int | Tensor:
     if power.rows is None:
-        return power.of_counts(like.new_tensor(float(n)))
+        return power.of_counts(n if isinstance(n, Tensor) else like.new_tensor(float(n)))
     batch, kv_heads, shared, _ = like.shape
     rows = power.rows.to(like.dtype).expand(batch, kv_heads * shared, 1)
     return rows.reshape(batch, kv_heads, shared, 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from softplus_attention.kernels.cpu import chunked
@@ -14,7 +13,7 @@ from softplus_attention.kernels.cpu.decode import row_weights
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import compute_dtype
 
-PowerOfCount = Callable[[int], PowerRecord]
+PowerOfCounts = Callable[[Tensor], PowerRecord]
 
 
 def decode_pages(
@@ -24,44 +23,69 @@ def decode_pages(
     block_table: Tensor,
     seq_lens: Tensor,
     window: int | None,
-    power: PowerOfCount,
+    power: PowerOfCounts,
     score_scale: float,
 ) -> Tensor | None:
     """q (B, H, D), keys of length 1 -> (B, H, D_v). None where a number is not finite: then the general path has to
-    look which keys a row sees. ``power`` is that of a row which sees so many keys."""
+    look which keys a row sees. ``power`` is that of requests which see (B,) keys."""
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
-    page, records = k_pages.shape[2], dict[int, PowerRecord]()
+    seen = seq_lens if window is None else seq_lens.clamp(max=window)
+    alike: dict[int, list[int]] = {}  # requests of about as many keys are computed together
+    for b, count in enumerate(seen.tolist()):
+        alike.setdefault(count.bit_length(), []).append(b)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         unit = chunked.unit_and_inverse_norm(q.to(compute_dtype(q.dtype)))[0]
-        for b, length in enumerate(seq_lens.tolist()):
-            seen = length if window is None else min(length, window)
-            first, last = (length - seen) // page, (length - 1) // page
-            runs = neighbours(block_table[b, first : last + 1].tolist())
-            if seen not in records:
-                records[seen] = power(seen)
-            own = (unit[b], [k_pages[run] for run in runs], [v_pages[run] for run in runs])
-            out[b] = one_request(*own, length - seen - first * page, seen, records[seen], score_scale)
+        for group in alike.values():
+            index = torch.tensor(group)
+            pages = (k_pages, v_pages, block_table[index], seq_lens[index], seen[index])
+            found = decode_group(unit[index], *pages, power, score_scale)
+            out[index] = found.to(out.dtype)
         return out if bool(out.isfinite().all()) else None
+
+
+def decode_group(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    seen: Tensor,
+    power: PowerOfCounts,
+    score_scale: float,
+) -> Tensor:
+    """The unit vectors q (B, H, D), each over the last ``seen`` keys of its request."""
+    kv_heads, page = k_pages.shape[1:3]
+    starts, ends = (seq_lens - seen) // page, (seq_lens + page - 1) // page
+    table = zip(block_table.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    requests = [neighbours(row[start:end]) for row, start, end in table]
+    counts = seen.to(q.dtype)
+    rows = (q * (counts.log() * score_scale)[:, None, None]).unflatten(1, (kv_heads, -1))
+    scores = q.new_empty(*rows.shape[:3], int((ends - starts).max()), page)
+    for own, row, runs in zip(scores, rows, requests, strict=True):
+        parts = [row @ k_pages[run].to(q.dtype).mT for run in runs]  # (pages, H_kv, heads that share a key head, page)
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        own[:, :, : len(found)] = found.permute(1, 2, 0, 3)
+    key, begin = torch.arange(scores.shape[3] * page), (seq_lens - seen - starts * page)[:, None]
+    hidden = ((key < begin) | (key >= begin + seen[:, None]))[:, None, None]
+    flat = scores.flatten(3).masked_fill_(hidden, 0)
+    weights, norm = row_weights(flat, counts[:, None, None, None], power(seen), hidden)
+    spread = weights.unflatten(3, scores.shape[3:])
+    out = torch.stack([weighted(*one, v_pages) for one in zip(spread, requests, strict=True)])
+    return (out / norm).flatten(1, 2)
+
+
+def weighted(weights: Tensor, runs: Sequence[slice], v_pages: Tensor) -> Tensor:
+    """The values of ``runs``, by weights (H_kv, heads that share a key head, pages, page)."""
+    weights = weights.permute(2, 0, 1, 3)
+    out, done = weights.new_zeros(()), 0
+    for run in runs:
+        values = v_pages[run].to(weights.dtype)
+        out = out + (weights[done : done + len(values)] @ values).sum(0)
+        done += len(values)
+    return out
 
 
 def neighbours(pages: list[int]) -> list[slice]:
     """Pages as slices of those that follow one another: servers give a prompt its pages at once."""
     breaks = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
     return [slice(pages[i], pages[j - 1] + 1) for i, j in pairwise([0, *breaks, len(pages)])]
-
-
-def one_request(
-    q: Tensor, k: list[Tensor], v: list[Tensor], begin: int, seen: int, power: PowerRecord, score_scale: float
-) -> Tensor:
-    """The unit vectors q (H, D) over the ``seen`` keys from ``begin`` of k, each (n, H_kv, page, D)."""
-    _, kv_heads, page, _ = k[0].shape
-    scale = torch.tensor(float(seen), dtype=q.dtype).log() * score_scale
-    rows = (q * scale).reshape(kv_heads, -1, q.shape[1])
-    scores = torch.cat([rows @ part.to(q.dtype).mT for part in k])  # (n, H_kv, heads that share a key head, page)
-    n = len(scores)
-    scores = scores.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, n * page)[..., begin : begin + seen].contiguous()
-    weights, norm = row_weights(scores, seen, power)
-    spread = F.pad(weights, (begin, n * page - begin - seen))[0].unflatten(-1, (n, page)).permute(2, 0, 1, 3)
-    parts = zip(spread.split([len(part) for part in v]), v, strict=True)
-    out = sum((part @ values.to(q.dtype)).sum(0) for part, values in parts)
-    return (out / norm[0]).flatten(0, 1)

@@ -26,9 +26,8 @@ from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.dispatch import unit_keys
 from softplus_attention.kernels.cpu.pages import decode_pages
 from softplus_attention.paged import OneRow, attend_pages
-from softplus_attention.power import PowerRecord, power_record
+from softplus_attention.power import PowerRecord, power_by_log, power_record
 from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_device
-from softplus_attention.visibility import Visibility
 
 
 def is_plain_softmax(spec: AttentionSpec) -> bool:
@@ -189,9 +188,14 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         if not chosen.spec.is_softplus_attention:
             return None
 
-        def power(seen: int) -> PowerRecord:
-            visibility = Visibility(1, seen, batch.seq_lens.device, is_causal=True)
-            return power_record(chosen.power(parameters, visibility), chosen.spec.offset)
+        def power(seen: Tensor) -> PowerRecord:
+            per_log = parameters.get("power_per_log")
+            given = (
+                parameters.get("power", chosen.spec.sharpening)
+                if per_log is None
+                else power_by_log(per_log, seen[:, None, None])
+            )
+            return power_record(given, chosen.spec.offset)
 
         scale = check.check_score_scale(chosen.score_scale, self.head_size, (self.window, batch.max_seqlen_k))
         return partial(decode_pages, power=power, score_scale=scale)
