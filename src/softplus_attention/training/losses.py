@@ -88,9 +88,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             normaliser = logits.logsumexp(-1)
             chosen = logits.gather(-1, goal[:, None])[:, 0]
             total = total + torch.where(counted, normaliser - chosen, 0).sum()
-            # A comparison, not a scatter: compiled, the slope is then made in one pass over the logits.
-            slope = (logits - normaliser[:, None]).exp() - (tokens == goal[:, None]).float()
-            slope = torch.where(counted[:, None], slope, 0).to(part.dtype)
+            if torch.compiler.is_compiling():
+                # A comparison, not a scatter: compiled, the slope is then made in one pass over the logits.
+                slope = (logits - normaliser[:, None]).exp() - (tokens == goal[:, None]).float()
+                slope = torch.where(counted[:, None], slope, 0)
+            else:
+                # The same numbers in place: each further tensor of this size is written and read.
+                slope = logits.sub_(normaliser[:, None]).exp_()
+                slope.scatter_(-1, goal[:, None], slope.gather(-1, goal[:, None]) - 1)
+                slope.masked_fill_(~counted[:, None], 0)
+            slope = slope.to(part.dtype)
             hidden_gradients.append(slope @ weight)
             weight_gradient += slope.t() @ part
         ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient)
