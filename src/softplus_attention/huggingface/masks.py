@@ -20,7 +20,7 @@ from softplus_attention import validation as check
 from softplus_attention.visibility import Visibility
 
 # Of the tensor of positions looked at last: itself, its version, and the ranges of its documents.
-_last_positions: tuple[Callable[[], Tensor | None], int, Tensor | None] = (lambda: None, 0, None)
+_last_positions: tuple[Callable[[], Tensor | None], int | None, Tensor | None] = (lambda: None, 0, None)
 # Where documents end, as transformers' flattening collator says it.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 
@@ -184,8 +184,10 @@ def documents_in_positions(position_ids: Any, length: int) -> Tensor | None:
         return None
     if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    last, version, found = _last_positions
-    if last() is not position_ids or version != position_ids._version:
+    # Tensors of inference mode do not count their changes: they are looked at each time.
+    version = None if position_ids.is_inference() else position_ids._version
+    last, last_version, found = _last_positions
+    if last() is not position_ids or version is None or version != last_version:
         begins = position_ids == 0
         begins[:, 0] = False
         packed_ids = begins.any() & (begins[:, 1:] | (position_ids.diff(dim=1) == 1)).all()
@@ -194,7 +196,7 @@ def documents_in_positions(position_ids: Any, length: int) -> Tensor | None:
             row = torch.arange(length, device=position_ids.device)[None]
             start = (row - position_ids).clamp(min=0)
             found = torch.stack([start, (row + 1).expand_as(start)], -1).to(torch.int32)[:, None]
-        _last_positions = weakref.ref(position_ids), position_ids._version, found
+        _last_positions = weakref.ref(position_ids), version, found
     return found
 
 
