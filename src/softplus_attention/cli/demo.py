@@ -177,7 +177,11 @@ def conclusion(curves: dict[str, LengthCurve]) -> str:
         change = curve.loss[-1] - curve.loss[0]
         parts.append(f"{name} {'rises' if change > 0 else 'falls'} by {abs(change):.2f}")
     best = min(curves, key=lambda name: curves[name].loss[-1])
-    return f"From 1x to {MULTIPLES[-1]}x {', '.join(parts)}. Lowest at {MULTIPLES[-1]}x: {best}."
+    return (
+        f"From 1x to {MULTIPLES[-1]}x {', '.join(parts)}. Lowest at {MULTIPLES[-1]}x: {best}.\n"
+        "Small models with one recipe: at 30M to 354M parameters softmax + QK-norm + log N had the lower loss "
+        "(docs/results.md)."
+    )
 
 
 def write(
@@ -207,7 +211,7 @@ def write(
     write_json(folder / "results.json", results)
     rounded = ([name, *(f"{loss:.5f}" for loss in row)] for name, row in losses.items())
     table = write_csv(folder / "loss-by-length.csv", ["attention", *map(str, lengths)], rounded)
-    title = f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}"
+    title = f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}: small models"
     pictures = draw(demo_chart(results, title, SeriesStyles()), folder / "loss-by-length")
     page = write_report(folder, folder / "index.html").page
     return [page, *pictures, table, folder / "results.json"]
