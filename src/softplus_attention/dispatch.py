@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch.autograd import forward_ad
 from softplus_attention import reference
 from softplus_attention import validation as check
 from softplus_attention.kernels import ops
+from softplus_attention.kernels.dtensor import attend_dtensors, is_dtensor
 from softplus_attention.power import Power, check_power, power_record
 from softplus_attention.reference import reference_attention, without_autocast
 from softplus_attention.visibility import Visibility
@@ -59,6 +61,10 @@ def attend(
     """The one dispatch behind the public functions, prefill and decode; shapes are already checked."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
+    if is_dtensor(q) or is_dtensor(k):
+        words: dict[str, Any] = {"offset": offset, "validate": validate, "normalized_keys": normalized_keys}
+        own = partial(attend, score_scale=score_scale, impl=impl, **words)
+        return attend_dtensors(own, q, k, v, visibility, power)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)

@@ -43,6 +43,13 @@ def test_decode_over_a_sharded_cache(processes: int) -> None:
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
+def test_dtensors_in_every_sharding(processes: int) -> None:
+    errors = run(processes)["dtensor"]
+    assert len(errors) == (180 if processes == 4 else 30)
+    assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_bytes_are_those_of_the_formula(processes: int) -> None:
     for ratios in run(processes)["bytes"].values():
         assert ratios == pytest.approx([1, 1], abs=0.01)

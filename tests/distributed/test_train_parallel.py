@@ -1,5 +1,12 @@
 """``train`` with the sequence or the heads of each layer divided over processes: the losses of one process."""
 
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -98,3 +105,59 @@ def test_what_cannot_be_is_refused(run: Run, words: dict, said: str) -> None:
     assert run.wait() == 2
     assert said in run.words()
     assert "Traceback" not in run.words()
+
+
+def killed_under_torchrun(run: Run, kills: int, seed: int) -> int:
+    """torchrun starts all processes again when one dies: one is killed after another at a random moment of the run."""
+    chance = random.Random(seed)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [
+        "--max-restarts",
+        str(2 * kills + 3),
+        "--monitor-interval",
+        "0.1",
+        "-m",
+        "softplus_attention.cli",
+        "train",
+    ]
+    command += run.arguments([], context_parallel=2)
+    killed, environment = 0, os.environ | {"OMP_NUM_THREADS": "1"}
+    with run.log.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as launcher:
+        while launcher.poll() is None and killed < kills:
+            wanted = len(run.losses()) + chance.randint(1, 3) if run.output.exists() else 1
+            before = set(workers(launcher.pid))
+            while launcher.poll() is None and (not run.output.exists() or len(run.losses()) < min(wanted, STEPS - 1)):
+                time.sleep(0.02)
+            alive = workers(launcher.pid)
+            if launcher.poll() is None and alive:
+                os.kill(chance.choice(alive), signal.SIGKILL)
+                killed += 1
+            while launcher.poll() is None and before & set(workers(launcher.pid)):
+                time.sleep(0.02)
+        assert launcher.wait(300) == 0, run.words()[-2000:]
+    return killed
+
+
+def workers(launcher: int) -> list[int]:
+    """The processes that torchrun started."""
+    with contextlib.suppress(FileNotFoundError):
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        return [int(child) for child in children if is_worker(int(child))]
+    return []
+
+
+def is_worker(process: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return b"\0train\0" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, 10])
+def test_killed_processes_start_again(run: Run, data: Path, tmp_path: Path, kills: int) -> None:
+    settings = {**SETTINGS, "data": data, "save_every": 2}
+    whole = Run(tmp_path / "whole", settings).finish(processes=2, context_parallel=2)
+    run.settings |= {"save_every": 2}
+    assert killed_under_torchrun(run, kills, seed=kills) == kills
+    assert run.losses() == whole.losses()
+    assert run.losses("eval_loss") == whole.losses("eval_loss")

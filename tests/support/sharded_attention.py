@@ -5,7 +5,7 @@ import json
 import torch
 import torch.distributed as dist
 
-from softplus_attention import softplus_attention_decode
+from softplus_attention import softplus_attention, softplus_attention_decode
 from softplus_attention.attentions.catalog import attention
 from softplus_attention.distributed import (
     bytes_of_a_layer,
@@ -124,6 +124,66 @@ def decode_errors() -> dict[str, float]:
     return found
 
 
+def dtensor_errors() -> dict[str, float]:
+    """The op called with DTensors, in every sharding, against the op itself; with gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    world = dist.get_world_size()
+    meshes = {"": init_device_mesh("cpu", (world,))}
+    if world == 4:
+        meshes["2x2 "] = init_device_mesh("cpu", (2, 2))
+    batch, heads, length = 3, 12, 29
+    found = {}
+    lengths = torch.tensor([29, 17, 8], dtype=torch.int32)
+    row = torch.arange(1, length + 1, dtype=torch.int32)
+    ends = torch.minimum(row[None], lengths[:, None])
+    mask = torch.rand(batch, 1, length, length, generator=torch.Generator().manual_seed(1)) < 0.7
+    calls = {
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "window": 5},
+        "ranges": {"key_start": torch.zeros_like(ends), "key_end": ends},
+        "mask": {"attn_mask": mask},
+        "power per head": {"is_causal": True, "power": torch.linspace(1.5, 9, heads, dtype=torch.float64)},
+        "power per row": {"is_causal": True, "power": torch.rand(batch, heads, length, dtype=torch.float64) * 5 + 1},
+    }
+    shardings = {
+        "batch": [Shard(0)],
+        "heads": [Shard(1)],
+        "rows": [Shard(2)],
+        "width": [Shard(3)],
+        "none": [Replicate()],
+    }
+    for prefix, mesh in meshes.items():
+        ways = (
+            {f"{a}, {b}": [*shardings[a], *shardings[b]] for a in shardings for b in shardings} if prefix else shardings
+        )
+        for way, placements in ways.items():
+            for name, options in calls.items():
+                kv_heads = 1 if name == "window" else 6 if name == "mask" else 2
+                torch.manual_seed(0)
+                whole = [torch.randn(batch, h, length, WIDTH).double() for h in (heads, kv_heads, kv_heads)]
+                grad = torch.randn(batch, heads, length, WIDTH, dtype=torch.float64)
+                power = options.get("power")
+                extra = [] if power is None else [power.clone().requires_grad_()]
+                given = {**options, **({"power": extra[0]} if extra else {})}
+                leaves = [x.clone().requires_grad_() for x in whole]
+                one = softplus_attention(*leaves, enable_gqa=True, **given)
+                wanted = [one, *torch.autograd.grad(one, [*leaves, *extra], grad)]
+                plain = [x.detach().clone().requires_grad_() for x in extra]
+                given = {**options, **({"power": plain[0]} if plain else {})}
+                leaves = [distribute_tensor(x, mesh, placements).requires_grad_() for x in whole]
+                out = softplus_attention(*leaves, enable_gqa=True, **given)
+                found_all = [
+                    out,
+                    *torch.autograd.grad(out, [*leaves, *plain], distribute_tensor(grad, mesh, placements)),
+                ]
+                found_all = [getattr(x, "full_tensor", lambda x=x: x)() for x in found_all]
+                errors = [relative(x, y) for x, y in zip(found_all, wanted, strict=True)]
+                found[f"{prefix}{way}, {name}"] = max(errors)
+    return found
+
+
 def count_received() -> dict[str, list[float]]:
     """Bytes that the collectives brought in from other processes, against the formula."""
     global RECEIVED
@@ -200,6 +260,7 @@ def main() -> None:
             for name, kind in kinds:
                 found["attention"][f"{mode} {name} {kind} {case}"] = compare(name, kind, mode, case)
     found["decode"] = decode_errors()
+    found["dtensor"] = dtensor_errors()
     found["bytes"] = count_received()
     found["refused"] = refusals()
     if dist.get_rank() == 0:

@@ -1,0 +1,100 @@
+"""DTensors: each process attends to its batch entries, heads or rows, and torch moves what it has not.
+
+Any implementation runs on the local parts. Rows keep the ranges that they have in the whole sequence, so N_i is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softplus_attention.power import Power, broadcast_power
+from softplus_attention.visibility import Visibility
+
+
+def is_dtensor(x: object) -> bool:
+    return type(x) is not Tensor and hasattr(x, "device_mesh") and hasattr(x, "placements")
+
+
+def attend_dtensors(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, power: Power
+) -> Tensor:
+    """``attend`` of tensors of which q, k or v is a DTensor: plain ones are whole and the same on every process.
+
+    On each dimension of the mesh q's own sharding decides: by batch or heads, with keys and values alike; by rows, with
+    all keys and values on every process (gathered, their gradients summed). Any other is made whole.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    given: Any = next(x for x in (q, k, v) if is_dtensor(x))
+    mesh = given.device_mesh
+    whole = [Replicate()] * mesh.ndim
+
+    def spread(x: Any) -> Any:
+        if not is_dtensor(x):
+            return DTensor.from_local(x, mesh, whole, run_check=False)
+        if x.device_mesh != mesh:
+            raise ValueError(f"softplus_attention: DTensors of one mesh expected, got {mesh} and {x.device_mesh}")
+        return x
+
+    wanted: list[Any] = []
+    for size, placement in zip(mesh.shape, spread(q).placements, strict=True):
+        dim = placement.dim if isinstance(placement, Shard) else None
+        heads = [x.shape[1] % (size * parts(wanted, mesh, 1)) for x in (q, k)]
+        wanted.append(placement if dim in (0, 2) or (dim == 1 and not any(heads)) else Replicate())
+    by_rows = [isinstance(one, Shard) and one.dim == 2 for one in wanted]
+    keys = [Replicate() if rows else one for one, rows in zip(wanted, by_rows, strict=True)]
+    # Each process has a part of the gradient of what all of them read.
+    key_gradients = [Partial() if rows else one for one, rows in zip(wanted, by_rows, strict=True)]
+    shape, offset = compute_local_shape_and_global_offset(q.shape, mesh, wanted)
+    local = [spread(q).redistribute(mesh, wanted).to_local()]
+    for x in (k, v):
+        local.append(spread(x).redistribute(mesh, keys).to_local(grad_placements=key_gradients))
+    if isinstance(power, Tensor):
+        shared = [one if isinstance(one, Replicate) else Partial() for one in wanted]
+        given = spread(power).redistribute(mesh, whole).to_local(grad_placements=shared)
+        power = part_of(broadcast_power(given), shape, offset)
+    seen = rows_of(visibility, shape, offset)
+    keys_seen = (x[:, :, : seen.t_k] for x in local[1:])
+    out = attend(local[0], *keys_seen, seen, power).contiguous()
+    like = torch.empty(*q.shape[:3], v.shape[3], device="meta")
+    return DTensor.from_local(out, mesh, wanted, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def parts(placements: Sequence[Any], mesh: Any, dim: int) -> int:
+    """Into how many the dimensions of the mesh before this one cut ``dim``."""
+    found = 1
+    for size, one in zip(mesh.shape, placements, strict=False):
+        found *= size if getattr(one, "dim", None) == dim else 1
+    return found
+
+
+def part_of(x: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Of a tensor that broadcasts to (B, H, T_q, ...): the part of these entries."""
+    first = 3 - x.dim() if x.dim() < 3 else 0
+    for dim in range(min(x.dim(), 3 - first)):
+        size, begin = shape[dim + first], offset[dim + first]
+        if x.shape[dim] > 1:
+            x = x.narrow(dim, begin, size)
+    return x
+
+
+def rows_of(visibility: Visibility, shape: Sequence[int], offset: Sequence[int]) -> Visibility:
+    """What the rows of this process see."""
+    seen = visibility
+    if shape[2] != visibility.t_q:
+        seen = visibility.rows(offset[2], offset[2] + shape[2])
+    changes: dict[str, Any] = {}
+    for name in ("key_start", "key_end", "query_key_index", "cache_seqlens", "cache_starts"):
+        x = getattr(seen, name)
+        if isinstance(x, Tensor) and x.shape[0] > 1:
+            changes[name] = x[offset[0] : offset[0] + shape[0]]
+    if seen.mask is not None:
+        rows_cut = (shape[0], shape[1], seen.mask.shape[2])
+        changes["mask"] = part_of(seen.mask, rows_cut, (offset[0], offset[1], 0))
+    return replace(seen, **changes) if changes else seen
