@@ -36,7 +36,7 @@ def name_of(method: str) -> str:
     else:
         far = settings.pop("far", "clip")
         heads = settings.pop("heads", "12")
-        words = [f"{heads} far heads, {far}"]
+        words = [f"{heads} far heads, {'LSSAR' if far == 'lssar' else far}"]
     text = {"log_n": "log N on {} far keys", "near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens"}
     text["factor"] = "YaRN {}"
     for key, value in settings.items():
@@ -140,6 +140,18 @@ def cost_table(path: Path) -> str:
     return table(head, lines) + f"\n\n{machine}, {found['commit'][:7]}."
 
 
+def gpu_table(path: Path) -> str:
+    found = read_results(path, PROGRAM)
+    rows = [(int(n), name, own) for name, by in found["methods"].items() for n, own in by["speed"].items()]
+    rows.sort(key=lambda row: row[0])
+    columns = [[f"{length:,}" for length, _, _ in rows], [name_of(name) for _, name, _ in rows]]
+    columns.append([f"{own['tokens_per_second']:.1f}" for *_, own in rows])
+    columns.append([f"{own['prefill_seconds']:.2f} s" for *_, own in rows])
+    columns.append([f"{own['peak_bytes'] / 2**20:,.0f} MiB" for *_, own in rows])
+    about = f"{found['machine']['gpu']}, {found['dtype']}, torch {found['versions']['torch']}, {found['commit'][:7]}."
+    return table(["tokens", "model", "decode, tokens/s", "prefill", "peak memory"], columns) + f"\n\n{about}"
+
+
 def make_tables(results: Path) -> dict[str, str]:
     folder = results / "extend"
     files = [read_results(path, PROGRAM) for path in sorted(folder.glob("context-*.json"))]
@@ -154,4 +166,5 @@ def make_tables(results: Path) -> dict[str, str]:
         "extend-needles": needles_table(files),
         "extend-kinds": kinds_table(methods, documents, ["yarn:factor=4", "selfextend", "rerope", "heads", best]),
         "extend-cost": cost_table(folder / "cpu.json"),
+        "extend-gpu": gpu_table(folder / "speed-h200.json"),
     }

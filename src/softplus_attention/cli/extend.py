@@ -11,9 +11,10 @@ from softplus_attention.validation import fail
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-FAR = ("clip", "group", "yarn", "rope")
+FAR = ("group", "clip", "yarn", "rope", "lssar", "auto")
 METHODS = ("heads", "yarn", "ntk", "selfextend", "window")
-WINDOW, NEAR = 2048, 4096
+WINDOW, NEAR, NEAR_CLIP = 2048, 2048, 4096
+LEAST_FIT = 2048
 PROMPT = 1536  # tokens that heads are ranked by
 
 
@@ -36,8 +37,13 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--budget", default="20%", metavar="SHARE", help="of the original's cache, for --heads auto (default: 20%%)"
     )
     parser.add_argument(
-        "--far", choices=FAR, default="clip", help="the positions of those heads (default: %(default)s)"
+        "--far",
+        choices=FAR,
+        default="group",
+        help="the positions of those heads, or auto: of group, clip and, with --fit, lssar the one with the least loss "
+        "(default: %(default)s)",
     )
+    parser.add_argument("--fit", type=int, default=0, metavar="TOKENS", help="that --far lssar is fitted to")
     parser.add_argument("--near", type=int, metavar="TOKENS", help="distance up to which their positions are exact")
     parser.add_argument("--window", type=int, metavar="TOKENS", help="of the other heads")
     parser.add_argument("--sink", type=int, default=4, metavar="TOKENS", help="first tokens that they keep")
@@ -60,6 +66,10 @@ def run(options: argparse.Namespace) -> int:
     for name, least in (("to", 2), ("prompts", 1), ("documents", 1), ("sink", 0)):
         if getattr(options, name) < least:
             fail(f"--{name}", f"at least {least}", getattr(options, name))
+    if options.far == "lssar" and not options.fit:
+        fail("--fit", "given with --far lssar, such as 15000: tokens that the heads are fitted to", "nothing")
+    if options.fit and (options.fit < LEAST_FIT or options.far not in ("lssar", "auto")):
+        fail("--fit", f"at least {LEAST_FIT} tokens, with --far lssar or auto", options.fit)
     heads, budget = heads_and_budget(options)
     from softplus_attention.extend.build import Build, Request
     from softplus_attention.extend.methods import METHODS as KINDS
@@ -71,9 +81,11 @@ def run(options: argparse.Namespace) -> int:
     check_device(options.device)
     trained = trained_length_of(options.model)
     given = {"window": options.window or min(WINDOW, trained // 4), "sink": options.sink, "length": options.to}
-    given["near"] = options.near or min(NEAR, trained // 2)
+    given["near"] = options.near or min(NEAR, trained // 4)
     if options.method == "heads":
-        given |= {"heads": heads, "far": options.far}
+        given |= {"heads": heads, "far": options.far, "fit": options.fit, "factor": max(1.0, options.to / trained)}
+        if options.far == "clip" and not options.near:
+            given["near"] = min(NEAR_CLIP, trained // 2)
     if options.method == "selfextend":
         given["near"] = options.near or trained // 8
     if options.method == "yarn":

@@ -19,6 +19,7 @@ import torch
 
 from softplus_attention.data.builtin import builtin_text
 from softplus_attention.extend.card import PICTURE, describe, heads_pictures, results_table, write_card
+from softplus_attention.extend.fitting import FitSettings
 from softplus_attention.extend.measuring import TARGETS, ask, context_losses, time_decode
 from softplus_attention.extend.methods import Method, apply_method, extension_of, trained_length
 from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
@@ -114,7 +115,9 @@ class Build:
         if method.kind == "heads" and method.heads != 0:
             ranking = self.rank()
             method = self.with_heads(method)
-        extended = apply_method(self.model, method, ranking)
+        if method.far == "auto":
+            method = self.with_far(method, ranking)
+        extended = apply_method(self.model, method, ranking, self.to_fit(method))
         extension = None
         if method.kind == "heads":
             extension = extension_of(method, self.model.config, ranking)
@@ -164,13 +167,42 @@ class Build:
             )
         return found
 
+    def to_fit(self, method: Method) -> list[list[int]]:
+        """Tokens that LSSAR is fitted to: an equal share of each document to rank by."""
+        if method.far != "lssar":
+            return []
+        texts = self.texts()[0]
+        letters = LETTERS_PER_TOKEN * (method.fit // len(texts) + FitSettings().length)
+        return [self.reader.encode(text[:letters]) for text in texts]
+
+    def with_far(self, method: Method, ranking: Ranking | None) -> Method:
+        """The form with the least loss at twice the trained length, on text to rank by."""
+        if (chosen := self.state.get("far")) is None:
+            length = min(2 * self.trained, self.request.to)
+            texts = sorted(self.texts()[0], key=len, reverse=True)[: self.request.documents]
+            rows = [self.reader.encode(text[: length * LETTERS_PER_TOKEN]) for text in texts]
+            rows = [[*self.reader.start, *row[len(self.reader.start) - length :]] for row in rows if len(row) >= length]
+            if not rows:
+                fail("--text", f"documents of {length} tokens for --far auto", "shorter ones")
+            found, targets = {}, min(TARGETS, length // 2)
+            for far in ("group", "clip", *(["lssar"] if method.fit else [])):
+                model = apply_method(
+                    self.model, replace(method, far=far), ranking, self.to_fit(replace(method, far=far))
+                )
+                found[far] = sum(context_losses(model, [row], length, targets)[0] for row in rows) / len(rows)
+                print(f"far {far}: loss {found[far]:.4f} at {length} tokens", flush=True)
+            chosen = self.state["far"] = min(found, key=found.__getitem__)
+            self.state["far_losses"] = found
+            self.save()
+        return replace(method, far=chosen)
+
     def with_heads(self, method: Method) -> Method:
         """The number of heads that the budget allows."""
         if self.request.budget is None:
             return method
         config = self.model.config
         total = config.num_hidden_layers * config.num_key_value_heads
-        near = method.near if method.far in ("clip", "group") else 0
+        near = method.near if method.far in ("clip", "group", "auto") else 0
         window, whole = min(self.request.to, method.window + method.sink), self.request.to
         count = int((self.request.budget * total * whole - total * window) // (near + whole - window))
         if count < 1:
@@ -295,7 +327,7 @@ def check_length(trained: int, request: Request) -> None:
     if method.kind == "heads":
         for name, value in (("--window", method.window), ("--near", method.near)):
             if value >= trained and not (
-                name == "--near" and (method.far not in ("clip", "group") or not method.heads)
+                name == "--near" and (method.far not in ("clip", "group", "auto") or not method.heads)
             ):
                 fail(name, f"below the {trained} tokens that the model was trained at", value)
 

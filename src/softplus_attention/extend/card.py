@@ -17,6 +17,7 @@ FORM_TEXT = {
     "group": "exact to a distance of {near:,}, beyond it distances divided by {group}",
     "yarn": "YaRN by a factor of {factor:g}",
     "rope": "as they were",
+    "lssar": "YaRN's by a factor of {factor:g}, and LSSAR, fitted, in place of softmax",
 }
 
 
@@ -83,8 +84,10 @@ def write_card(folder: Path, source: str, extension: Extension | None, method: s
     if extension is None:
         lines += [f"`{name}` with rotary positions scaled by {method}; the weights are unchanged."]
     else:
-        lines += [f"`{name}`, trained at {extension.trained:,} tokens, made to read {extension.length:,}; the weights"]
-        lines += ["are unchanged, nothing was trained. " + describe(extension)]
+        lines += [f"`{name}`, trained at {extension.trained:,} tokens, made to read {extension.length:,}."]
+        lines += [describe(extension)]
+        if extension.far != "lssar":
+            lines += ["The weights are unchanged, nothing was trained."]
         lines += ["", f"![heads]({PICTURE}.png)"] if (folder / f"{PICTURE}.png").exists() else []
     lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     lines += ["import softplus_attention.huggingface  # registers the model type", ""] if extension is not None else []

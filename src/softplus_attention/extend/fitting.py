@@ -20,11 +20,15 @@ from softplus_attention.validation import fail
 class FitSettings:
     tokens: int = 15000
     length: int = 512  # of a sequence
-    steps: int = 160
+    steps: int | None = None  # None: in proportion to the tokens
     batch: int = 4  # sequences of a step
     rate: float = 2e-3
     power_rate: float = 2e-2
     seed: int = 0
+
+    @property
+    def count(self) -> int:
+        return max(20, self.tokens * 160 // 15000) if self.steps is None else self.steps
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,9 @@ def fit_head(
     with torch.no_grad():
         before = error(slice(-held, None)).item()
     generator = torch.Generator().manual_seed(settings.seed)
-    for step in range(settings.steps):
+    for step in range(settings.count):
         for one, rate in zip(optimizer.param_groups, (settings.rate, settings.power_rate), strict=True):
-            one["lr"] = rate * (1 - step / settings.steps)
+            one["lr"] = rate * (1 - step / settings.count)
         picked = torch.randint(len(inputs) - held, (settings.batch,), generator=generator).to(inputs.device)
         optimizer.zero_grad()
         with torch.enable_grad():
