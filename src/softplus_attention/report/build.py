@@ -27,7 +27,7 @@ from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import read_runs, study_blocks
 from softplus_attention.report.summary import SUMMARY, dates, summary
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.files import clean_text, write_csv, write_whole
+from softplus_attention.utils.files import ABANDONED, clean_text, remove_temporary, write_csv, write_whole
 from softplus_attention.validation import fail
 
 MADE_BY = "Made by softplus-attention"
@@ -64,7 +64,8 @@ def write_report(
     if page.exists() and not is_report(page):
         fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
     beside = page.parent / f"{page.stem}-files"
-    if beside.is_dir() and any(beside.iterdir()) and not (beside / DRAWN).is_file():
+    others = any(not path.name.startswith(DRAWN) for path in beside.iterdir()) if beside.is_dir() else False
+    if others and not (beside / DRAWN).exists():
         fail("--output", "a page whose folder of figures is new or of a report", f"{str(beside)!r}, which holds others")
     if beside.is_symlink():
         fail(str(beside), "a folder for the report's figures", "a link, through which other files could be overwritten")
@@ -75,6 +76,9 @@ def write_report(
     sections = all_sections(found)
     files = file_names(sections)
     beside.mkdir(parents=True, exist_ok=True)
+    remove_temporary(beside, older=ABANDONED)
+    if not others:  # first of all: by it the folder is a report's
+        write_whole(beside / DRAWN, "{}")
     write_whole(page, html_of(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
     written = write_files(beside, list(files.values()), progress)
     verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []

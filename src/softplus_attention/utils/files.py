@@ -10,12 +10,14 @@ import json
 import os
 import re
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
+ABANDONED = 3600.0  # seconds after which nobody still writes a temporary file
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the numbers of errors that say so of a disk
 # torch, tokenizers and safetensors pass the system's words on without the number.
 FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")
@@ -131,10 +133,13 @@ def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
     return path
 
 
-def remove_temporary(folder: Path) -> None:
-    """What a killed ``replacing`` left there."""
+def remove_temporary(folder: Path, older: float = 0) -> None:
+    """What a killed ``replacing`` left there; ``older``: only what is so many seconds old, where no lock tells that
+    nobody else is writing."""
     for path in folder.glob(f"*.{'[0-9a-f]' * 12}{TEMPORARY}"):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if path.lstat().st_mtime <= time.time() - older:
+                path.unlink()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from urllib.parse import quote_plus
 import torch
 
 from softplus_attention.utils import provenance, untrusted
-from softplus_attention.utils.files import csv_text, write_csv, write_json
+from softplus_attention.utils.files import ABANDONED, csv_text, remove_temporary, write_csv, write_json
 from softplus_attention.validation import fail
 
 FORMAT = "softplus-attention result"
@@ -112,6 +112,7 @@ class ResultFile:
         self.results: dict[str, Any] = dict(empty)
         self.path: Path | None = None
         if folder is not None:
+            remove_temporary(folder, older=ABANDONED)
             self.path = self.place_in(folder)
             before = self.earlier(self.path)
             if before is not None:

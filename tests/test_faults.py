@@ -1,0 +1,103 @@
+"""Commands that are killed, run out of room, or meet themselves in one folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import faults
+import mutations
+import pytest
+from commands import run
+from faults import Job, Undisturbed
+from training_runs import TINY, Run, text_folder
+
+JOBS = ("train", "prepare", "evaluate", "report")
+KILLS = 20
+
+
+def trained(folder: Path) -> Any:
+    """The curve and the weights of a run."""
+    weights = {name: found for name, found in mutations.state_of(folder / "model").items() if "safetensors" in name}
+    return Run(folder, {}).losses(), weights
+
+
+def prepared(folder: Path) -> Any:
+    return mutations.state_of(folder)
+
+
+def measured(folder: Path) -> Any:
+    """All numbers, without times."""
+    results = json.loads(next(folder.glob("lengths--*.json")).read_text())
+    assert results["complete"]
+    for entry in results["results"]["lengths"]:
+        entry.pop("seconds", None)
+    return results["results"], results["settings"], results["model"], (folder / "lengths.csv").read_text()
+
+
+def reported(folder: Path) -> Any:
+    """Every picture and table, without what a kill left a moment ago; the page names the folder."""
+    assert (folder / "report.html").is_file()
+    found = mutations.state_of(folder / "report-files")
+    return {name: state for name, state in found.items() if not name.endswith(".tmp")}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    base = tmp_path_factory.mktemp("jobs")
+    settings = {**TINY, "data": text_folder(base), "steps": 8, "save_every": 2, "keep": 2}
+    model = Run(base / "run", {**settings, "steps": 2}).finish().output / "model"
+    text = base / "long.txt"
+    text.write_text("\n\n".join(f"line {n}: the cat sat on mat {n * 37 % 101}" for n in range(20_000)))
+    lengths = ("--text", text, "--lengths", "1,2,4", "--sequences", 4)
+    assert run("evaluate", "lengths", model, *lengths, "--output", base / "results").status == 0
+    prepare = ("--tokenizer", "bytes", "--separator", r"\n\n", "--shard-tokens", 100_000, "--workers", 1)
+    for path in (base / "results").iterdir():
+        if path.suffix != ".json":
+            path.unlink()
+    return {
+        "train": Job("train", lambda out: ("train", *Run(out, settings).arguments([])), trained, 20_000),
+        "prepare": Job("prepare", lambda out: ("data", "prepare", text, "--output", out, *prepare), prepared, 100_000),
+        "evaluate": Job(
+            "evaluate", lambda out: ("evaluate", "lengths", model, *lengths, "--output", out), measured, 1000
+        ),
+        "report": Job("report", lambda out: ("report", out), reported, 10_000, base / "results"),
+    }
+
+
+@pytest.fixture(scope="module")
+def wholes(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
+    base = tmp_path_factory.mktemp("whole")
+    return {name: faults.undisturbed(job, base / name / "out") for name, job in jobs.items()}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_once(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
+    faults.kill_often(jobs[name], wholes[name], tmp_path / "out", 2)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_disk_is_full(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
+    faults.fill_the_disk(jobs[name], wholes[name], tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_at_once(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
+    faults.run_twice_at_once(jobs[name], wholes[name], tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_killed_often(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
+    """One kill in a folder of its own, and many in one folder."""
+    killed = [faults.kill_often(jobs[name], wholes[name], tmp_path / str(seed), 1, seed) for seed in range(KILLS)]
+    assert sum(killed) >= KILLS // 4, "the moments came too late"
+    faults.kill_often(jobs[name], wholes[name], tmp_path / "out", KILLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_small_disk(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
+    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000}[name]
+    faults.fill_a_small_disk(jobs[name], wholes[name], tmp_path / "disk", size)
