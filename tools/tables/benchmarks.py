@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md and docs/huggingface.md, from the results of the programs in benchmarks/."""
+"""Tables of docs/performance.md, huggingface.md and serving.md, from the results of the programs in benchmarks/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tools.tables.markdown import TableError, hundredths, read_results, table, table_by_cells, value_range
 
 ATTENTION, CPU, TRAINING = "attention-h200.json", "cpu.json", "training-h200.json"
-DECODE_GPU, DECODE_CPU = "decode-h200.json", "decode-cpu.json"
+DECODE_GPU, DECODE_CPU, SERVING = "decode-h200.json", "decode-cpu.json", "serving-cpu.json"
 OURS, BASELINE, FASTEST = "lssar p=15", "sdpa flash", "sdpa cudnn"
 LEARNED, STAGE_1, UNIT_KEYS = "lssar learned", "lssa", "lssar p=15 unit keys"
 SHOWN_IN_DECODE = (FASTEST, BASELINE, "flex softmax", UNIT_KEYS, OURS)
@@ -248,12 +248,30 @@ def token_table_cpu(rows: Sequence[Row]) -> str:
     return table_by_cells(rows, cells)
 
 
+def serving_table(rows: Sequence[Row]) -> str:
+    """Generated tokens per second on a CPU."""
+    cells: dict[str, Callable[[Row], str]] = {
+        "through": lambda row: {"vllm": "vLLM"}.get(row["way"], f"{row['way']} cache"),
+        "requests": lambda row: str(row["batch"]),
+        "context": lambda row: f"{row['context']:,}",
+        "softmax": lambda row: hundredths(row["softmax"]),
+        "LSSAR": lambda row: hundredths(row["lssar"]),
+        "ratio": lambda row: hundredths(row["ratio"]),
+    }
+    return table_by_cells(rows, cells)
+
+
 def make_tables(results: Path) -> dict[str, str]:
     rows = read_attention(results)
     cpu = read_results(results / CPU, "benchmarks/cpu.py")
-    training, on_gpu, on_cpu = (
+    training, on_gpu, on_cpu, serving = (
         read_results(results / file, f"benchmarks/{program}.py")["rows"]
-        for file, program in ((TRAINING, "training"), (DECODE_GPU, "decode"), (DECODE_CPU, "decode"))
+        for file, program in (
+            (TRAINING, "training"),
+            (DECODE_GPU, "decode"),
+            (DECODE_CPU, "decode"),
+            (SERVING, "serving"),
+        )
     )
     return {
         "attention-d64": by_length(rows, "train", 64),
@@ -269,4 +287,5 @@ def make_tables(results: Path) -> dict[str, str]:
         "training-times": training_table(training),
         "decode-gpu": token_table(on_gpu),
         "decode-cpu": token_table_cpu(on_cpu),
+        "serving-cpu": serving_table(serving),
     }
