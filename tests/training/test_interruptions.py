@@ -276,7 +276,7 @@ class TestProcessesThatReadData:
             else:
                 (tmp_path / "data" / "train-00000.npy").write_bytes(b"")
         begun = time.monotonic()
-        assert run.wait(60 if what == "no memory" else 20) == 1
+        assert run.wait(60) == 1
         assert time.monotonic() - begun < 60
         reason = {"no memory": "out of memory"}.get(what, "a process that reads data was killed")
         assert reason in run.words()
@@ -285,7 +285,7 @@ class TestProcessesThatReadData:
 
     def test_end_with_a_loss_that_is_no_number(self, run: Run) -> None:
         run.start(learning_rate=1e30, clip=0, warmup=0, workers=2)
-        assert run.wait(30) == 1
+        assert run.wait(60) == 1
         assert "NaN or infinite" in run.words()
 
 
