@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import randn, run, transposed
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from softplus_attention import (
@@ -51,6 +52,17 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+# Numbers are written inside, as in a model's code: those of closures and attributes dynamo may hold as variables, and
+# begins again where the op takes numbers alone.
+ONCE: dict[str, Callable[..., Tensor]] = {
+    "power 15": lambda q, k, v: softplus_attention(q, k, v, is_causal=True),
+    "power 2.5": lambda q, k, v: softplus_attention(q, k, v, is_causal=True, power=2.5, score_scale=1.5, window=9),
+    "by length": lambda q, k, v: softplus_attention(q, k, v, is_causal=True, power=PowerByLength(3.0, 1.0, 16)),
+    "LSSA": lambda q, k, v: softplus_attention(q, k, v, power=None),
+    "reference": lambda q, k, v: softplus_attention(q, k, v, is_causal=True, impl="reference"),
+}
+
+
 class TestCompile:
     def assert_compiled_alike(
         self, function: Callable[..., Tensor], backend: str, lengths: tuple[int, ...], layout: Any = None
@@ -73,6 +85,19 @@ class TestCompile:
             return softplus_attention(q, k, v, power=power, is_causal=True, impl="chunked")
 
         self.assert_compiled_alike(attend, "aot_eager", (20, 33, 7))
+
+    @pytest.mark.parametrize("name", ONCE)
+    @pytest.mark.parametrize("dynamic", [True, None])
+    def test_one_compilation(self, name: str, dynamic: bool | None) -> None:
+        """Of the first call and every length: by ``dynamic``, or by ``mark_dynamic``, also where T is D at first."""
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(ONCE[name], backend=counter, fullgraph=True, dynamic=dynamic)
+        for t in (20 if dynamic else D, 33, 7):
+            given = [x.detach().requires_grad_() for x in qkv(t)]
+            for x in given if dynamic is None else ():
+                torch._dynamo.mark_dynamic(x, 2)
+            torch.autograd.grad(compiled(*given).sum(), given)
+        assert counter.frame_count == 1
 
     @pytest.mark.slow
     def test_dynamic_lengths_in_the_reference(self) -> None:

@@ -28,12 +28,12 @@ def python(*arguments: str, timeout: float = 120) -> str:
 
 IMPORT = """
 import json, sys, time
+start = time.process_time()
 import torch
-before = set(sys.modules)
-start = time.perf_counter()
+middle, before = time.process_time(), set(sys.modules)
 import softplus_attention
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
+share = (time.process_time() - middle) / (middle - start)
+print(json.dumps({"share": share, "new": sorted(set(sys.modules) - before), "cuda": torch.cuda.is_initialized()}))
 """
 
 
@@ -96,8 +96,9 @@ class TestImport:
     def test_leaves_the_accelerator_alone(self, imported: dict[str, Any]) -> None:
         assert not imported["cuda"]
 
-    def test_costs_less_than_half_a_second(self, imported: dict[str, Any]) -> None:
-        assert imported["seconds"] < 0.5
+    def test_takes_a_tenth_of_torch_at_most(self, imported: dict[str, Any]) -> None:
+        """It takes a thirtieth; the first import of new files also compiles them."""
+        assert min(imported["share"], json.loads(python("-c", IMPORT))["share"]) < 0.1
 
     def test_a_call_on_a_cpu_needs_no_triton(self) -> None:
         code = (

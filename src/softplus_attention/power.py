@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +19,14 @@ LEARNED_LOG = "learned-log"
 RAW_NAMES = {LEARNED: "raw_power", LEARNED_LOG: "raw_power_per_log"}
 # Where the factor begins: of those tried as constants the best at the training length (docs/dev/log.md).
 FIRST_FACTOR = 0.6
-LARGEST = 1e30  # of what a PowerByLength is made of: float32 holds it, and what is computed from it
+
+
+def check_number(what: str, value: object, least: float, most: float) -> None:
+    # Formatted only where it fails: a compiler cannot format a number that it holds as a variable.
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:
+        kind = ValueError if number else TypeError
+        raise kind(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,13 @@ class PowerByLength:
 
     def __post_init__(self) -> None:
         for name, least in (("base", 1), ("slope", 0), ("n0", 1)):
-            value = getattr(self, name)
-            expected = f"PowerByLength: `{name}` must be a number from {least} to {LARGEST:g}, got {value!r}"
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(expected)
-            if not least <= value <= LARGEST:
-                raise ValueError(expected)
+            # At most what float32 holds, also of what is computed from it.
+            check_number(f"PowerByLength: `{name}`", getattr(self, name), least, 1e30)
 
     @classmethod
     def log_n(cls, factor: float) -> PowerByLength:
         """p(N) = factor * log N, and 1 where that is less."""
-        expected = f"PowerByLength.log_n: `factor` must be a number from 0.02 to 100, got {factor!r}"
-        if isinstance(factor, bool) or not isinstance(factor, int | float):
-            raise TypeError(expected)
-        if not 0.02 <= factor <= 100:
-            raise ValueError(expected)
+        check_number("PowerByLength.log_n: `factor`", factor, 0.02, 100)
         return cls(1, factor, math.exp(1 / factor))
 
     def at(self, counts: Tensor) -> Tensor:
@@ -100,12 +98,9 @@ class PowerRecord(NamedTuple):
         return base, slope, n0
 
 
-LSSA_RECORD = PowerRecord(False, 1.0, None, None, True)
-
-
 def power_record(power: Power, offset: bool = True) -> PowerRecord:
     if power is None:
-        return LSSA_RECORD
+        return PowerRecord(False, 1.0, None, None, True)
     if isinstance(power, PowerByLength):
         return PowerRecord(True, 1.0, None, [float(power.base), float(power.slope), float(power.n0)], offset)
     if isinstance(power, Tensor):
@@ -147,7 +142,7 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         return
     if isinstance(power, bool) or not isinstance(power, int | float):
         check.fail("power", kinds, repr(power), TypeError)
-    if not 1 <= power <= sys.float_info.max:
+    if not 1 <= power <= 1.7976931348623157e308:  # the largest; in a global a compiler would make it symbolic
         check.fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 

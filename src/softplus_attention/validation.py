@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import pairwise
@@ -156,7 +155,7 @@ def check_score_scale(score_scale: float | None, head_dim: int, bounds: Iterable
         score_scale = math.log(head_dim)
     elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
         fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
-    if not 0 <= score_scale <= sys.float_info.max:
+    if not 0 <= score_scale <= 1.7976931348623157e308:  # the largest; in a global a compiler would make it symbolic
         fail("score_scale", "a finite number >= 0", score_scale)
     if not torch.compiler.is_compiling() and score_scale:  # a compiler would make a rule of the length
         seen = min(bound for bound in bounds if bound is not None)

@@ -28,6 +28,8 @@ class RotaryEmbedding(nn.Module):
         rotated = round(head_dim * fraction)
         if rotated < 2 or rotated % 2:
             check.fail("head_dim", "such that an even number of its dimensions is rotated", f"{rotated} of {head_dim}")
+        # With dynamic shapes a compiler takes an int of a module for a constant, and makes a float symbolic.
+        theta = int(theta) if float(theta).is_integer() else theta
         self.head_dim, self.theta, self.fraction, self.rotated = head_dim, theta, fraction, rotated
 
     def cos_sin(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
