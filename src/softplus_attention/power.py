@@ -23,10 +23,10 @@ FIRST_FACTOR = 0.6
 
 def check_number(what: str, value: object, least: float, most: float) -> None:
     # Formatted only where it fails: a compiler cannot format a number that it holds as a variable.
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:
-        kind = ValueError if number else TypeError
-        raise kind(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
 
 
 @dataclass(frozen=True)
