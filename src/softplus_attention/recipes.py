@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from softplus_attention.validation import did_you_mean, fail
+from softplus_attention.validation import fail, fail_choice
 
 if TYPE_CHECKING:
     from softplus_attention.huggingface import SoftplusGPTConfig
@@ -41,7 +41,7 @@ def long_context_config(
 
     for name, value, known in (("size", size, SIZES), ("attention", attention, ATTENTIONS)):
         if value not in known:
-            fail(name, f"one of {', '.join(known)}", f"{value!r}{did_you_mean(str(value), known)}")
+            fail_choice(name, known, value)
     if training_length < 2:
         fail("training_length", "at least 2 tokens", training_length)
     layers, width, heads = SIZES[size]

@@ -28,6 +28,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def fail_choice(name: str, known: Iterable[str], got: object, kind: type[Exception] = ValueError) -> NoReturn:
+    known = list(known)
+    fail(name, f"one of {', '.join(known)}", f"{got!r}{did_you_mean(str(got), known)}", kind)
+
+
 def described(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 

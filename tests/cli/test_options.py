@@ -57,3 +57,13 @@ def test_a_key_given_twice_is_an_error(name: str, text: str, tmp_path: Path) -> 
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="is given twice"):
         configured({"data": "x", "output": "y"}, file=tmp_path / name)
+
+
+def test_values_get_the_nearest_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, right in (
+        (["evaluate", "passkey", "x", "--form", "compct", "--text", "y"], "compact"),
+        (["train", "--data", "x", "--output", str(tmp_path / "y"), "--optimizer", "adamm"], "adamw"),
+        (["evaluate", "synthetic", "lssa", "--preset", "rotry", "--output", str(tmp_path / "z")], "rotary"),
+    ):
+        assert main(words) == 2
+        assert f"did you mean '{right}'?" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from softplus_attention.data import DataError
 from softplus_attention.data.options import TOKEN_DTYPES, escaped, flag
 from softplus_attention.utils import untrusted
 from softplus_attention.utils.untrusted import sha256
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 FORMAT = "softplus-attention tokens"
 VERSION = 1
@@ -106,7 +106,7 @@ class Index:
 
     def split(self, name: str) -> Split:
         if name not in self.splits:
-            fail("split", f"one of {', '.join(self.splits)}", repr(name), DataError)
+            fail_choice("split", self.splits, name, DataError)
         return self.splits[name]
 
     def files(self) -> list[Mapping[str, Any]]:

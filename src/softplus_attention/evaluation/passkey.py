@@ -19,7 +19,7 @@ from softplus_attention.evaluation.memory import in_batches
 from softplus_attention.utils.files import replacing
 from softplus_attention.utils.results import keep_foreign
 from softplus_attention.utils.untrusted import read_json, sha256
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 KEY = "{key}"
 
@@ -86,7 +86,7 @@ FORMS = {
 def prompt_of(form: str, file: Path | None = None, digits: int | None = None) -> PasskeyPrompt:
     """A form by its name, some of its texts replaced by those of a JSON file."""
     if form not in FORMS:
-        fail("--form", f"one of {', '.join(FORMS)}", repr(form))
+        fail_choice("--form", FORMS, form)
     changes: dict[str, Any] = {} if digits is None else {"digits": digits}
     if file is not None:
         known = [field.name for field in dataclasses.fields(PasskeyPrompt)]

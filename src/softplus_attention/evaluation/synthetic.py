@@ -33,7 +33,7 @@ from softplus_attention.training.run import fit, model_config, trainer_of, train
 from softplus_attention.training.run_folder import RunFolder
 from softplus_attention.utils.files import write_whole
 from softplus_attention.utils.untrusted import read_json, read_json_lines
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 # Streams that never meet: what is tested was not trained on.
 TRAINING, TESTING = 0, 1
@@ -198,7 +198,7 @@ TASKS: dict[str, type[Recall] | type[Copy] | type[FlipFlop]] = {task.name: task 
 
 def make_task(name: str, **settings: Any) -> Task:
     if name not in TASKS:
-        fail("task", f"one of {', '.join(TASKS)}", repr(name))
+        fail_choice("task", TASKS, name)
     known = [field.name for field in dataclasses.fields(TASKS[name])]
     for setting in settings:
         if setting not in known:

@@ -16,7 +16,7 @@ from softplus_attention.extend.fitting import FitSettings, fit_far_heads
 from softplus_attention.extend.ranking import Ranking
 from softplus_attention.huggingface.extension.modeling import extended
 from softplus_attention.huggingface.extension.settings import FORMS, Extension
-from softplus_attention.validation import did_you_mean, fail
+from softplus_attention.validation import did_you_mean, fail, fail_choice
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ METHODS = {
 def parse_method(text: str) -> Method:
     name, _, given = text.partition(":")
     if name not in METHODS:
-        fail("method", f"one of {', '.join(METHODS)}", f"{name!r}{did_you_mean(name, METHODS)}")
+        fail_choice("method", METHODS, name)
     kinds = {one.name: type(getattr(METHODS[name], one.name)) for one in fields(Method) if one.name != "kind"}
     changes: dict[str, Any] = {}
     for pair in filter(None, given.split(",")):

@@ -10,7 +10,7 @@ from softplus_attention.attentions.catalog import attention
 from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.sequences import TARGETS, SequenceForm
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 SIZES = (
     "layers",
@@ -285,5 +285,5 @@ PRESETS: dict[str, Experiment] = {
 
 def preset(name: str, **changes: Any) -> Experiment:
     if name not in PRESETS:
-        fail("preset", f"one of {', '.join(PRESETS)}", repr(name))
+        fail_choice("preset", PRESETS, name)
     return replace(PRESETS[name], **changes)

@@ -21,7 +21,7 @@ from softplus_attention.training.losses import LOSSES
 from softplus_attention.training.optimizers import OPTIMIZERS
 from softplus_attention.training.schedules import PowerSchedule, logarithmic_power, power_schedule
 from softplus_attention.utils.untrusted import MIB, read_text
-from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail
+from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail, fail_choice
 
 LARGEST_CONFIG = 16 * MIB
 SCHEDULES = ("cosine", "wsd")
@@ -179,7 +179,7 @@ class TrainConfig:
             ("report_to", REPORTERS),
         ):
             if getattr(self, name) not in (*known, None):
-                fail(name, f"one of {', '.join(known)}", repr(getattr(self, name)))
+                fail_choice(name, known, getattr(self, name))
         if self.precision == "fp16" and self.parallel == "fsdp":
             raise ValueError("fp16 cannot be combined with `parallel` fsdp. Pass `precision` bf16 or fp32")
         self.check_parallel()

@@ -29,7 +29,7 @@ from softplus_attention.evaluation.measures.loaded import LoadedResult, base_of,
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
 from softplus_attention.utils.untrusted import count_of, number_of, rows_of, text_of
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 if TYPE_CHECKING:
     from softplus_attention.evaluation.synthetic import Task
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> Outcome:
     quiet()
     check_output(options.output)
     if options.preset not in PRESETS:
-        fail("--preset", f"one of {', '.join(PRESETS)}", repr(options.preset))
+        fail_choice("--preset", PRESETS, options.preset)
     check_at_least(options, sequences=1, test_tokens=1)
     given = {name: getattr(options, name) for name in (*SIZES, "learning_rate", "power", "optimizer")}
     given |= {name: getattr(options, name) for name in ("window", "global_every")}
