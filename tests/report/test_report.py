@@ -68,7 +68,7 @@ def test_every_kind_is_shown(everything):
     ):  # fmt: skip
         assert title in page
     assert "not measured: 4096: no document is so long" in page
-    assert "0.25 ± 0.02" in page
+    assert "0.25\u00a0±\u00a00.02" in page
     assert "root:x:" not in page  # a result that names /etc/passwd as its figure
 
 

@@ -130,7 +130,7 @@ def table(head: Sequence[str], body: Rows) -> str:
 
 
 def cell(words: str) -> str:
-    return escape(words).replace("\n", " ")
+    return escape(words).replace("\n", " ").replace(" ± ", "\u00a0±\u00a0")
 
 
 def maps_json(maps: AttentionMaps) -> dict[str, Any]:
