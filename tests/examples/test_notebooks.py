@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+import torch
+from huggingface_models import byte_tokenizer
 from nbclient import NotebookClient
 from nbformat import NotebookNode
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -16,9 +20,17 @@ NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 SMALL = {
     "three_attentions": {"STEPS": "4", "SEQUENCES": "2", "TRIALS": "1"},
     "huggingface": {"STEPS": "2", "SEQUENCES": "1"},
+    "extend": {
+        "MODEL": '"small"',
+        "TO": "2048",
+        "HEADS": '"1"',
+        "MEASURE": '["100", "400"]',
+        "PROMPTS": "2",
+        "TEXT": '"text.txt"',
+    },
 }
-PICTURES = {"three_attentions": 3, "huggingface": 1}
-LONG = {"three_attentions"}
+PICTURES = {"three_attentions": 3, "huggingface": 1, "extend": 1}
+LONG = {"three_attentions", "extend"}
 
 
 def run(notebook: NotebookNode, folder: Path) -> None:
@@ -27,12 +39,28 @@ def run(notebook: NotebookNode, folder: Path) -> None:
     ).execute()
 
 
+def save_small_llama(folder: Path) -> None:
+    """What is extended in place of a model from a hub, and a text for it."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
+    ends = {"pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
+    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ends)).save_pretrained(folder / "small")
+    byte_tokenizer().save_pretrained(folder / "small")
+    (folder / "text.txt").write_text("It was the best of times, it was the worst of times; we had nothing. " * 60)
+
+
 def make_small(notebook: NotebookNode, values: dict[str, str]) -> None:
     """Without the cell that installs, and with other numbers."""
     notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     for name, value in values.items():
-        cell.source, count = re.subn(rf"^{name} = \S+", f"{name} = {value}", cell.source, flags=re.MULTILINE)
+        cell.source, count = re.subn(
+            rf"^{name} = .+?(?=  #|$)",
+            lambda _, name=name, value=value: f"{name} = {value}",
+            cell.source,
+            flags=re.MULTILINE,
+        )
         assert count == 1, name
 
 
@@ -43,6 +71,8 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(path, as_version=4)
     make_small(notebook, SMALL[path.stem])
+    if path.stem == "extend":
+        save_small_llama(tmp_path)
     run(notebook, tmp_path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == PICTURES[path.stem]

@@ -132,13 +132,15 @@ class TestSameText:
         assert model.generate(ids[:1], prompt_lookup_num_tokens=3, **GREEDY).equal(alone)
         assert alone.equal(expected[:1])
 
-    def test_without_the_mask_function_this_would_fail(self, model):
-        """What the tests above are worth: with no mask function transformers passes no mask, and they see it."""
+    def test_without_the_mask_function_this_would_fail(self, model, monkeypatch):
+        """What the tests above are worth: without a mask, and without a look at positions, they fail."""
         with no_mask_function("lssar"):
+            monkeypatch.setattr("softplus_attention.huggingface.attention.documents_in_positions", lambda *_: None)
             assert padded_difference(model) > 1e-2
-            assert packed_difference(model) < 1e-4, "the attention finds documents in the positions by itself"
+            assert packed_difference(model) > 1e-2
             static = StaticCache(config=model.config, max_cache_len=LONG + 24)
-            assert cached_difference(model, static) > 1e-2
+            # A window of the model's own is known without a mask, and leaves out what a static cache has not filled.
+            assert getattr(model.config, "sliding_window", None) or cached_difference(model, static) > 1e-2
 
 
 class TestMasks:
