@@ -28,6 +28,12 @@ def test_gradients_of_a_sharded_sequence(found: dict) -> None:
         assert error < (1e-6 if "GPT" in name else 1e-12), name
 
 
+def test_losses_of_sharded_sequences(found: dict) -> None:
+    assert len(found["lengths"]) == 4
+    for name, error in found["lengths"].items():
+        assert error < 1e-6, name  # losses are float32
+
+
 def test_divided_heads_give_the_same(found: dict) -> None:
     models = {name: one for name, one in found["heads"].items() if name != "refused"}
     assert len(models) == 3

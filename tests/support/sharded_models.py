@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.distributed import DistributedConfig
 
 from softplus_attention.distributed import context_parallel, sharded
+from softplus_attention.evaluation.lengths import cut_documents, loss_by_length
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
@@ -82,6 +83,19 @@ def sharded_sequences(mode: str) -> dict[str, float]:
     return found
 
 
+def losses_by_length() -> dict[str, float]:
+    """The curve of a model whose sequences lie on all processes, against that of one process."""
+    found = {}
+    for name in ("SoftplusGPT", "Mistral with a window"):
+        torch.manual_seed(0)
+        model = MODELS[name]().double().eval()
+        texts = cut_documents([torch.randint(0, 64, (250,)), torch.randint(0, 64, (130,))], 120)
+        one, shared = (loss_by_length(model, texts, [30, 120], group=group) for group in (None, dist.group.WORLD))
+        found[name] = max(abs(a - b) for a, b in zip(one.loss, shared.loss, strict=True))
+        found[f"{name}, positions"] = float(one.positions.keys() != shared.positions.keys())
+    return found
+
+
 def divided_heads(folder: str) -> dict[str, Any]:
     """Tensor parallel as ``from_pretrained`` does it: logits, gradients, generation; numbers held by each process."""
     found: dict[str, Any] = {}
@@ -147,6 +161,7 @@ def main() -> None:
     found: dict[str, Any] = {"sequences": {}}
     for mode in ("gather", "ulysses"):
         found["sequences"] |= sharded_sequences(mode)
+    found["lengths"] = losses_by_length()
     found["heads"] = divided_heads(sys.argv[1])
     found["refused"] = refusals()
     if dist.get_rank() == 0:

@@ -159,18 +159,20 @@ def loss_by_length(
     *,
     batch_tokens: int = 16384,
     progress: Report | None = None,
+    group: Any = None,
 ) -> LengthCurve:
     """The mean loss over all positions of sequences of each length; ``error`` is the standard error over texts.
 
     Every length must divide the longest one, so that each is measured on the same tokens (but for the first token of
-    a sequence, which has no context to be predicted from).
+    a sequence, which has no context to be predicted from). With a ``group`` of processes each sequence lies on all of
+    them, for lengths that one does not hold.
     """
     for length in lengths:
         if length < 2 or texts.longest % length:
             fail("lengths", f"divisors of the longest, {texts.longest}", length)
     curve = LengthCurve(list(lengths))
     evaluator = LengthEvaluator(
-        model, TokenLoss(model), texts, lengths[0], lengths[0], control=False, batch_tokens=batch_tokens
+        model, TokenLoss(model, group), texts, lengths[0], lengths[0], control=False, batch_tokens=batch_tokens
     )
     for number, length in enumerate(lengths):
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softplus_attention.distributed import shard_batch, sharded
 from softplus_attention.huggingface.loading import refuse_foresight
 
 # Elements of the float32 logits that exist at a time: 256 MB.
@@ -20,10 +21,13 @@ class TokenLoss:
     The decoder runs over whole sequences, the output layer over pieces of them, with the cap or the scale that the
     config names. Models that do something else to their logits are noticed and asked for whole ones; a model that sees
     what comes after a token is refused.
+
+    With ``group``, processes that hold the same model and ask for the same ids, a sequence lies on all of them: each
+    has the losses of all tokens.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, group: Any = None) -> None:
+        self.model, self.group = model, group
         self.head = model.get_output_embeddings()
         self.in_pieces: bool | None = None
 
@@ -32,22 +36,30 @@ class TokenLoss:
         if self.in_pieces is None:
             refuse_foresight("MODEL", self.model, ids[:1, :8])
             self.in_pieces = self.head is not None and self.pieces_are_right(ids[:1, :8])
+        if self.group is not None:
+            return self.of_sharded(ids)
         if not self.in_pieces:
             logits = self.model(input_ids=ids, use_cache=False).logits
             return torch.stack([piece_loss(row[:-1], target[1:]) for row, target in zip(logits, ids, strict=True)])
-        hidden = self.hidden_states(ids)[:, :-1]
-        vocabulary = self.head.weight.shape[0]
-        tokens = max(1, LOGITS // vocabulary)
-        losses = [
-            piece_loss(self.finished(self.head(states)), targets)
-            for states, targets in zip(
-                hidden.flatten(0, 1).split(tokens), ids[:, 1:].flatten().split(tokens), strict=True
-            )
-        ]
+        return self.of_hidden(self.hidden_states(ids)[:, :-1], ids[:, 1:])
+
+    def of_sharded(self, ids: Tensor) -> Tensor:
+        if not self.in_pieces:
+            raise ValueError(f"the logits of {type(self.model).__name__} are not its output layer's: use one process")
+        record, mine = shard_batch({"input_ids": ids, "labels": ids}, self.group)
+        with sharded(record):
+            hidden = self.hidden_states(mine["input_ids"], position_ids=mine["position_ids"])
+        targets = mine["shift_labels"]  # where one is ignored, the loss is 0
+        return record.unshard(self.of_hidden(hidden, targets), 1)[:, :-1]
+
+    def of_hidden(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        tokens = max(1, LOGITS // self.head.weight.shape[0])
+        parts = zip(hidden.flatten(0, 1).split(tokens), targets.flatten().split(tokens), strict=True)
+        losses = [piece_loss(self.finished(self.head(states)), wanted) for states, wanted in parts]
         return torch.cat(losses).view(hidden.shape[:2])
 
-    def hidden_states(self, ids: Tensor) -> Tensor:
-        return self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    def hidden_states(self, ids: Tensor, **words: Tensor) -> Tensor:
+        return self.model.get_decoder()(input_ids=ids, use_cache=False, **words).last_hidden_state
 
     def finished(self, logits: Tensor) -> Tensor:
         """What models do after the output layer, by the words that their configs have for it."""
