@@ -9,7 +9,12 @@ from collections.abc import Callable, Iterator
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
+# What a user has built must not change what the tests run: those of the C++ kernels ask for them.
+os.environ["SOFTPLUS_ATTENTION_CPU"] = "torch"
+
+import fcntl
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,3 +89,33 @@ def poisoned_memory() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def native_library(request: pytest.FixtureRequest) -> Path:
+    """The C++ kernels, built once for all runs and processes of the suite, in pytest's own cache."""
+    from softplus_attention.kernels.cpu.native import build
+
+    folder = Path(request.config.cache.mkdir("cpu-kernels"))
+    with pytest.MonkeyPatch.context() as patch, (folder / "lock").open("w") as lock:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        build.library_path.cache_clear()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not build.library_path().exists():
+            try:
+                build.compiler()
+            except build.BuildError as error:
+                pytest.skip(str(error))
+            build.build()
+        return build.library_path()
+
+
+@pytest.fixture(params=["torch", "native"])
+def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test twice: on PyTorch's operations and on the C++ kernels."""
+    from softplus_attention.kernels.cpu import native
+
+    if request.param == "native":
+        request.getfixturevalue("native_library")
+    with native.using(request.param):
+        yield request.param

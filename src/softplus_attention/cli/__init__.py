@@ -38,6 +38,7 @@ EXTRAS = {
 # In the order of --help. A command's module holds its options; what it runs with is imported when it runs.
 COMMANDS = (
     "demo", "data", "train", "evaluate", "report", "convert", "extend", "generate", "newton", "bench", "plan", "info",
+    "build",
 )  # fmt: skip
 
 

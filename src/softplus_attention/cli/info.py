@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"torch              {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads")
     for package in PACKAGES:
         print(f"{package:<19}{installed(package)}")
+    print(f"CPU kernels        {cpu_kernels()}")
     for line in devices():
         print(line)
     choice = choose(device, DTYPES[options.dtype])
@@ -71,6 +72,13 @@ def kernels_of(device: torch.device, tokens: int, width: int, dtype: torch.dtype
         return f"the plain Triton ones, since {reason}"
     hopper = "with a mask tensor, offset=False or strides that are no multiples of 16 the plain Triton ones"
     return f"those for Hopper; {hopper}" if here else f"on Hopper (no CUDA device is here to ask) its own; {hopper}"
+
+
+def cpu_kernels() -> str:
+    from softplus_attention.kernels.cpu.native import status
+
+    ops, reason = status()
+    return f"{'PyTorch operations' if ops is None else 'C++'} ({reason})"
 
 
 def installed(package: str) -> str:
