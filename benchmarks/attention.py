@@ -38,9 +38,9 @@ from contenders import (
     Contender,
     Settings,
     Shape,
+    choose_contenders,
     compiled_contenders,
     contenders,
-    contenders_of,
     decode_contenders,
 )
 from figures import derive, first_line, header, in_words, table, write
@@ -226,7 +226,9 @@ def fill_memory(row: Row, contender: Contender, inputs: Inputs) -> None:
     row["step_mib"], _ = held_mib(step, inputs.settings)
 
 
-def rows_of(section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, shapes: list[Shape]) -> Iterator[Row]:
+def measure_section(
+    section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, shapes: list[Shape]
+) -> Iterator[Row]:
     """A row for each (head dim, length) and contender."""
     settings = inputs.settings
     for head_dim, length in (x for x in shapes if inputs.fits(*x)):
@@ -243,13 +245,15 @@ def rows_of(section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, s
 
 def of_shapes(section: str, fill: Fill, inputs: Inputs) -> Iterator[Row]:
     settings = inputs.settings
-    yield from rows_of(section, inputs, contenders_of(section, settings), fill, settings.shapes)
+    yield from measure_section(section, inputs, choose_contenders(section, settings), fill, settings.shapes)
 
 
 def run_lengths(inputs: Inputs) -> Iterator[Row]:
     settings = inputs.settings
-    chosen = contenders_of("lengths", settings)
-    yield from rows_of("lengths", inputs, chosen, fill_times, [(64, length) for length in settings.long_lengths])
+    chosen = choose_contenders("lengths", settings)
+    yield from measure_section(
+        "lengths", inputs, chosen, fill_times, [(64, length) for length in settings.long_lengths]
+    )
 
     def fill(row: Row, contender: Contender, inputs: Inputs) -> None:
         q, k, v, _ = inputs(*(row[x] for x in SHAPE))
@@ -342,7 +346,7 @@ def compile_one(case: tuple[Settings, str, int]) -> str:
 
 
 def compile_side_by_side(settings: Settings, sections: list[str], jobs: int) -> Iterator[str]:
-    called = {x.name: x for section in sections for x in contenders_of(section, settings)}
+    called = {x.name: x for section in sections for x in choose_contenders(section, settings)}
     ours = [name for name, x in called.items() if x.truth is not None and not x.dense]
     cases = [(settings, name, head_dim) for head_dim in reversed(settings.head_dims) for name in ours]
     with get_context("spawn").Pool(jobs) as pool:
@@ -355,7 +359,7 @@ SECTIONS: dict[str, Callable[[Inputs], Iterator[Row]]] = {
     "lengths": run_lengths,
     "decode": run_decode,
     "memory": functools.partial(of_shapes, "memory", fill_memory),
-    "compile": lambda x: rows_of("compile", x, compiled_contenders(), fill_times, x.settings.shapes),
+    "compile": lambda x: measure_section("compile", x, compiled_contenders(), fill_times, x.settings.shapes),
 }
 
 

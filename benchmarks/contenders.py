@@ -154,7 +154,7 @@ def contenders(settings: Settings) -> list[Contender]:
     ]
 
 
-def contenders_of(section: str, settings: Settings) -> list[Contender]:
+def choose_contenders(section: str, settings: Settings) -> list[Contender]:
     """Of the sections that call the op itself, without a cache or a compiler; none of the others."""
     everyone = contenders(settings)
     if section == "lengths":

@@ -28,7 +28,7 @@ from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.recipes import ATTENTIONS, GLOBAL_EVERY
 from softplus_attention.training.config import TrainConfig
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.optimizers import optimizer_of
+from softplus_attention.training.optimizers import build_optimizer
 from softplus_attention.training.run import model_config
 from softplus_attention.utils import provenance
 
@@ -51,7 +51,7 @@ class Arm:
         set_seed(0)
         self.name, self.model = name, SoftplusGPTForCausalLM(model_config(self.config, vocabulary, 0))
         self.model.linear_loss = linear_loss(self.config.loss)
-        self.optimizer = optimizer_of(
+        self.optimizer = build_optimizer(
             "muon", self.model, learning_rate=3e-3, muon_learning_rate=5e-3, weight_decay=0.1, betas=(0.9, 0.95)
         )
         self.ids = torch.randint(vocabulary, (batch, tokens), generator=torch.Generator().manual_seed(0))

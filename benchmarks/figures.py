@@ -95,7 +95,7 @@ def rows_in(data: Data, *sections: str) -> list[Row]:
     return [row for row in data["rows"] if row["section"] in sections]
 
 
-def baseline_of(data: Data, row: Row, name: str) -> Row | None:
+def find_baseline(data: Data, row: Row, name: str) -> Row | None:
     """The row to divide by: the softmax baseline of that shape; in decode the fastest torch SDPA."""
     peers = [x for x in data["rows"] if x.get(name) and x.get("length") == row.get("length")]
     if row["section"] == "decode":
@@ -124,7 +124,7 @@ def derive(data: Data) -> None:
     }
     for row in data["rows"]:
         for name, ratio in ratios.items():
-            base = baseline_of(data, row, name) if row.get(name) else None
+            base = find_baseline(data, row, name) if row.get(name) else None
             if base is not None:
                 row[ratio] = (row[name] / row["batch"]) / (base[name] / base["batch"])
 
@@ -240,12 +240,12 @@ def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
             raise ValueError(f"the earlier results have no rows of {section}")
         there, before = by_shape(rows_in(data, section)), by_shape([row for row in rows if row["status"] == "ok"])
         lacking = {shape for shape in before if not before[shape] <= there.get(shape, set())}
-        kept = [row for row in data["rows"] if row["section"] != section or shape_of(row) not in lacking]
+        kept = [row for row in data["rows"] if row["section"] != section or row_shape(row) not in lacking]
         origin = {"commit": earlier["commit"], "date": earlier["date"]}
-        data["rows"] = [*kept, *({**origin, **row} for row in rows if shape_of(row) in lacking)]
+        data["rows"] = [*kept, *({**origin, **row} for row in rows if row_shape(row) in lacking)]
 
 
-def shape_of(row: Row) -> tuple[int | None, int | None]:
+def row_shape(row: Row) -> tuple[int | None, int | None]:
     return row.get("head_dim"), row.get("length")
 
 
@@ -253,7 +253,7 @@ def by_shape(rows: Sequence[Row]) -> dict[tuple[int | None, int | None], set[str
     """The contenders of each shape."""
     found: dict[tuple[int | None, int | None], set[str]] = {}
     for row in rows:
-        found.setdefault(shape_of(row), set()).add(row["contender"])
+        found.setdefault(row_shape(row), set()).add(row["contender"])
     return found
 
 

@@ -54,7 +54,7 @@ INT_POINTERS = ("Flat", "Again", "Start", "End", "Counts", "FirstRow", "LastRow"
 HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV")
 
 
-def blocks_of(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
+def kernel_blocks(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:
     if name.startswith("hopper-dkv"):
         return triton_launch.Blocks(hopper_launch.DKV_ROWS[d], hopper_launch.ROWS, 4, 2)
     if name.startswith("hopper"):
@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--power-gradient: is of powers of each row, --power -1; got --power {options.power}")
     if options.without_offset and options.kernel.startswith("hopper"):
         parser.error(f"--without-offset: {options.kernel} always subtracts")
-    blocks = blocks_of(options.kernel, options.head_dim, options.power != 0)
+    blocks = kernel_blocks(options.kernel, options.head_dim, options.power != 0)
     launch = {"num_warps": blocks.warps} | ({} if blocks.registers is None else {"maxnreg": blocks.registers})
     source = signature(
         options.kernel,

@@ -77,7 +77,7 @@ def documents(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
     return bounds.to(device), starts.to(device), int(bounds.diff().max())
 
 
-def power_of(option: Option, heads: int, counts: Tensor, dtype: torch.dtype) -> Any:
+def build_power(option: Option, heads: int, counts: Tensor, dtype: torch.dtype) -> Any:
     if option.power != "learned":
         return int(option.power)
     factors = torch.linspace(0.4, 1.0, heads, device=counts.device).requires_grad_()
@@ -89,10 +89,10 @@ def softplus(option: Option, impl: Any) -> Callable[..., Tensor]:
         places = torch.arange(q.shape[2], device=q.device)
         if not option.packed:
             counts = places + 1 if option.window is None else (places + 1).clamp(max=option.window)
-            power = power_of(option, q.shape[1], counts[None, None], q.dtype)
+            power = build_power(option, q.shape[1], counts[None, None], q.dtype)
             return softplus_attention(q, k, v, power=power, is_causal=True, window=option.window, impl=impl)
         bounds, starts, longest = documents(q.shape[2], q.device)
-        power = power_of(option, q.shape[1], (places - starts + 1)[None, None], q.dtype)
+        power = build_power(option, q.shape[1], (places - starts + 1)[None, None], q.dtype)
         packed = (x[0].transpose(0, 1) for x in (q, k, v))
         lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
         out = softplus_attention_varlen(*packed, power=power, is_causal=True, impl=impl, **lengths)
@@ -102,7 +102,7 @@ def softplus(option: Option, impl: Any) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def blocks_of(option: Option, device: torch.device) -> Any:
+def build_block_mask(option: Option, device: torch.device) -> Any:
     _, starts, _ = documents(option.length, device)
 
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def blocks_of(option: Option, device: torch.device) -> Any:
 def softmax(option: Option) -> Callable[..., Tensor]:
     if not option.packed and option.window is None:
         return sdpa(SDPBackend.FLASH_ATTENTION, is_causal=True)
-    return lambda q, k, v: compiled(flex_attention)(q, k, v, block_mask=blocks_of(option, q.device))
+    return lambda q, k, v: compiled(flex_attention)(q, k, v, block_mask=build_block_mask(option, q.device))
 
 
 def contender(option: Option, kind: str) -> Contender:

@@ -72,7 +72,7 @@ def windows(text: Tensor, places: Tensor, length: int) -> Tensor:
     return text[places[:, None] + torch.arange(length, device=text.device)]
 
 
-def loss_of(model: Model, tokens: Tensor) -> Tensor:
+def compute_loss(model: Model, tokens: Tensor) -> Tensor:
     with torch.autocast(tokens.device.type, torch.bfloat16):
         logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -85,7 +85,7 @@ def train(model: Model, text: Tensor, length: int, batch: int, seconds: float) -
     begun, losses = time.monotonic(), []
     while not losses or time.monotonic() - begun < seconds:
         places = torch.randint(len(text) - length, (batch,), device=text.device)
-        loss = loss_of(model, windows(text, places, length + 1))
+        loss = compute_loss(model, windows(text, places, length + 1))
         optimiser.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -141,7 +141,7 @@ def main() -> None:
         ).long()
         tokens = windows(unseen, places, chosen.length + 1)
         with torch.no_grad():
-            held_out = float(loss_of(model, tokens[:, : chosen.train_length + 1]))
+            held_out = float(compute_loss(model, tokens[:, : chosen.train_length + 1]))
         about = f"lssar p=15, {chosen.layers} layers of {chosen.dim}, {steps} steps of {chosen.batch} x "
         about += f"{chosen.train_length} bytes; loss {loss:.3f}, held out {held_out:.3f}; layer {chosen.layers // 2}"
         path = chosen.output / f"trained-d{head_dim}.pt"

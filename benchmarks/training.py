@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.training import metrics
 from softplus_attention.training.config import TrainConfig, configured
-from softplus_attention.training.run import model_config, trainer_of, training_arguments
+from softplus_attention.training.run import build_trainer, model_config, training_arguments
 from softplus_attention.utils import provenance
 
 VOCABULARY = 50257
@@ -103,7 +103,7 @@ def timed(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     model = SoftplusGPTForCausalLM(model_config(config, vocabulary, 0))
     count = sum(p.numel() for p in model.parameters())
     data = Noise(config.steps * config.batch_size, config.sequence_length, vocabulary)
-    trainer = trainer_of(config, arguments, model, data)
+    trainer = build_trainer(config, arguments, model, data)
     clock = Clock(options.warmup, options.steps, arguments.device)
     trainer.add_callback(clock)
     begun = time.perf_counter()

@@ -53,9 +53,9 @@ PRECISIONS = ("bf16", "fp16")
 
 def run(arm: str, rate: float, precision: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     folder = options.runs / name
-    words = {**RECIPE, **SIZES[options.size], **ARMS[arm], "learning_rate": rate, "precision": precision}
-    words["log_every"] = max(1, words["steps"] // 40)
-    config = TrainConfig(data=str(options.data), output=str(folder), seed=options.seed, **words)
+    kwargs = {**RECIPE, **SIZES[options.size], **ARMS[arm], "learning_rate": rate, "precision": precision}
+    kwargs["log_every"] = max(1, kwargs["steps"] // 40)
+    config = TrainConfig(data=str(options.data), output=str(folder), seed=options.seed, **kwargs)
     began, stopped = time.monotonic(), None
     try:
         model = train(config)

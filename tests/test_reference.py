@@ -485,13 +485,13 @@ def test_unit_keys_of_every_size() -> None:
 @pytest.mark.parametrize(("t_q", "t_k"), [(5, 5), (1, 7), (3, 9), (6, 2)])
 def test_counts_of_visible_keys(t_q: int, t_k: int, given: str, is_causal: bool, window: int | None) -> None:
     start = torch.arange(t_q, dtype=torch.int32)[None] % 3
-    words: dict[str, Any] = {
+    kwargs: dict[str, Any] = {
         "nothing": {},
         "ranges": {"key_start": start, "key_end": start + 4},
         "mask": {"mask": torch.arange(t_q * t_k).reshape(1, 1, t_q, t_k) % 3 > 0},
         "own key": {"query_key_index": start + 1},
     }[given]
-    visibility = Visibility(t_q, t_k, torch.device("cpu"), is_causal, window if is_causal else None, **words)
+    visibility = Visibility(t_q, t_k, torch.device("cpu"), is_causal, window if is_causal else None, **kwargs)
     dense = visibility.dense().sum(-1)
     assert torch.equal(visibility.counts().expand_as(dense).long(), dense)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.study.arms import ARMS, SIZES
-from softplus_attention.report.study import KINDS, kind_of
+from softplus_attention.report.study import KINDS, layer_kind
 
 BASELINE = "baseline"
 SMALL = ("books", "bytes")  # sizes of many arms, trained for the ablations alone
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def kind(self) -> str:
-        return kind_of(self.config)
+        return layer_kind(self.config)
 
     @property
     def family(self) -> str:
@@ -121,23 +121,23 @@ class Size:
         return [run.variants[option] for run in self.arms[arm] if option in run.variants]
 
 
-def curve_of(results: Mapping[str, Any], length: int) -> Curve:
+def read_curve(results: Mapping[str, Any], length: int) -> Curve:
     entries = {entry["length"] // length: entry for entry in results["lengths"]}
     controls = {multiple: entry["control"] for multiple, entry in entries.items() if entry["control"]}
     return Curve(
         {multiple: float(entry["loss"]) for multiple, entry in entries.items()},
         {multiple: entry["standard_error"] for multiple, entry in entries.items()},
-        *gains_of(controls),
+        *read_gains(controls),
     )
 
 
-def gains_of(controls: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], dict[int, float | None]]:
+def read_gains(controls: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], dict[int, float | None]]:
     """With their errors, by multiple."""
     gains = {multiple: float(control["gain"]) for multiple, control in controls.items()}
     return gains, {multiple: control["standard_error"] for multiple, control in controls.items()}
 
 
-def run_of(record: Mapping[str, Any]) -> Run:
+def read_record(record: Mapping[str, Any]) -> Run:
     found, length = record["evaluation"], record["config"]["sequence_length"]
     far = found.get("far_control", [])
     passkey: dict[int, list[tuple[int, int]]] = {}
@@ -149,11 +149,11 @@ def run_of(record: Mapping[str, Any]) -> Run:
         processes=int(record["training"].get("processes", 1)),
         machine=record["machine"].get("gpu", record["machine"]["cpu"]),
         parameters=int(found["parameters"]),
-        own=curve_of(found["lengths"], length),
-        far=Curve({}, {}, *gains_of({entry["length"] // length: entry for entry in far})),
+        own=read_curve(found["lengths"], length),
+        far=Curve({}, {}, *read_gains({entry["length"] // length: entry for entry in far})),
         far_targets={int(entry["targets"]) for entry in far},
         used=found["lengths"]["used"],
-        variants={option: curve_of(results, length) for option, results in found["variants"].items()},
+        variants={option: read_curve(results, length) for option, results in found["variants"].items()},
         passkey=passkey,
         inside={entry["length"] // length: entry for entry in found["inside"]},
         learned=[
@@ -169,7 +169,7 @@ def read_run(path: Path) -> Run:
     except ValueError as error:
         raise RecordError(f"{path} is damaged: {error}") from error
     try:
-        run = run_of(record)
+        run = read_record(record)
         run.same_for_a_size()
         run.config["attention"]
     except KeyError as error:

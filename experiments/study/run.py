@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 3
         record = run(arm, name, options, documents, tokenizer)
         result.write_text(json.dumps(record, indent=1) + "\n")
-        print(line_of(name, record), flush=True)
+        print(format_line(name, record), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     return 0
@@ -102,14 +102,14 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, tokenizer: Any) -> dict[str, Any]:
     folder = options.output / "runs" / name
-    words = {**RECIPE, **SIZES[options.size], **ARMS[arm], "seed": options.seed}
+    kwargs = {**RECIPE, **SIZES[options.size], **ARMS[arm], "seed": options.seed}
     if options.steps:
-        words |= {"steps": options.steps, "log_every": min(words["log_every"], options.steps)}
-    if words.get("window") == "half":
-        words["window"] = words["sequence_length"] // 2
-    if words["heads"] in FEWER_HEADS:
-        words["heads"] = fewer_heads(SIZES[options.size]["heads"], words["heads"], arm, options.size)
-    config = TrainConfig(data=str(options.data), output=str(folder), **words)
+        kwargs |= {"steps": options.steps, "log_every": min(kwargs["log_every"], options.steps)}
+    if kwargs.get("window") == "half":
+        kwargs["window"] = kwargs["sequence_length"] // 2
+    if kwargs["heads"] in FEWER_HEADS:
+        kwargs["heads"] = fewer_heads(SIZES[options.size]["heads"], kwargs["heads"], arm, options.size)
+    config = TrainConfig(data=str(options.data), output=str(folder), **kwargs)
     began = time.monotonic()
     model = train(config)
     trained = time.monotonic() - began
@@ -128,7 +128,7 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
             "step_seconds": sorted(entry["step_seconds"] for entry in losses)[len(losses) // 2],
             "losses": [[entry["step"], round(entry["loss"], 4)] for entry in losses],
         },
-        "command": command_of(arm, options),
+        "command": run_command(arm, options),
         "commit": options.commit or provenance.commit(),
         "versions": provenance.versions(),
         "machine": provenance.machine(),
@@ -144,7 +144,7 @@ def fewer_heads(heads: int, share: str, arm: str, size: str) -> int:
     return fewer
 
 
-def command_of(arm: str, options: argparse.Namespace) -> str:
+def run_command(arm: str, options: argparse.Namespace) -> str:
     words = ["experiments/study/run.py", "--size", options.size, "--arms", arm, "--seed", options.seed]
     words += ["--steps", options.steps] if options.steps else []
     words += ["--only-lengths"] if options.only_lengths else []
@@ -167,8 +167,8 @@ def evaluation(
         )
 
     def lengths(found: LoadedModel, multiples: Sequence[int]) -> dict[str, Any]:
-        words = [multiple * length for multiple in multiples]
-        return measure_lengths(found, documents, words, folder, sequences=options.texts)["results"]
+        lengths = [multiple * length for multiple in multiples]
+        return measure_lengths(found, documents, lengths, folder, sequences=options.texts)["results"]
 
     own = open_as()
     by_length = lengths(own, options.multiples)
@@ -243,7 +243,7 @@ def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) 
     """The same for the layers that see everything and for the local ones; nothing where all see the same."""
     return [
         {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
-        | {word: layers.mean_of(entry, group, word) for word in QUANTITIES}
+        | {word: layers.mean_over_heads(entry, group, word) for word in QUANTITIES}
         for group in groups
         if group.words
     ]
@@ -258,7 +258,7 @@ def learned_by_layer(model: Any) -> list[dict[str, list[float]]]:
     ]
 
 
-def line_of(name: str, record: dict[str, Any]) -> str:
+def format_line(name: str, record: dict[str, Any]) -> str:
     found = record["evaluation"]
     losses = " ".join(f"{entry['loss']:.3f}" for entry in found["lengths"]["lengths"])
     gain = found["lengths"]["lengths"][-1]["control"]

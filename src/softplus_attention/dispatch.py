@@ -62,8 +62,8 @@ def attend(
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
     if is_dtensor(q) or is_dtensor(k):
-        words: dict[str, Any] = {"offset": offset, "validate": validate, "normalized_keys": normalized_keys}
-        own = partial(attend, score_scale=score_scale, impl=impl, **words)
+        kwargs: dict[str, Any] = {"offset": offset, "validate": validate, "normalized_keys": normalized_keys}
+        own = partial(attend, score_scale=score_scale, impl=impl, **kwargs)
         return attend_dtensors(own, q, k, v, visibility, power)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
@@ -135,7 +135,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def check_for_triton(q: Tensor) -> None:
     if q.dtype == torch.float64:
-        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.described(q), TypeError)
+        check.fail("q", "float16, bfloat16 or float32 for impl='triton'", check.describe_tensor(q), TypeError)
     if not HAS_TRITON:
         raise ImportError(f"impl='triton': {NO_TRITON}")
     if q.is_cuda:

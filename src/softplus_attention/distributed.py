@@ -25,7 +25,7 @@ from softplus_attention.attentions.catalog import Attention
 from softplus_attention.attentions.catalog import attention as named
 from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.power import power_of_rows
-from softplus_attention.visibility import Visibility, document_of, window_start
+from softplus_attention.visibility import Visibility, document_indices, window_start
 
 Mode = Literal["gather", "ulysses"]
 MODES = ("gather", "ulysses")
@@ -63,7 +63,7 @@ class ContextParallel:
     def shard(self, x: Tensor, dim: int, padding: float = 0) -> Tensor:
         """The rows of this process of a tensor that is whole along ``dim``."""
         if x.shape[dim] != self.length:
-            check.fail("x", f"a tensor of {self.length} tokens along dim {dim}", check.described(x))
+            check.fail("x", f"a tensor of {self.length} tokens along dim {dim}", check.describe_tensor(x))
         mine = x.index_select(dim, self.positions.clamp(min=0).to(x.device))
         real = (self.positions >= 0).to(x.device)
         shape = [1] * x.dim()
@@ -73,7 +73,7 @@ class ContextParallel:
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """The whole tensor on every process, in the order of the sequence; gradients are summed over the processes."""
         if x.shape[dim] != self.rows:
-            check.fail("x", f"the {self.rows} rows of this process along dim {dim}", check.described(x))
+            check.fail("x", f"the {self.rows} rows of this process along dim {dim}", check.describe_tensor(x))
         gathered = Gather.apply(x.movedim(dim, 0), self.group)
         return gathered.index_select(0, self.place.to(x.device)).movedim(0, dim)
 
@@ -150,15 +150,15 @@ def documents(
     if cu_seqlens is not None:
         cu = cu_seqlens.to(device=device, dtype=torch.int32)
         if cu.dim() != 1 or cu.numel() < 2 or cu[0] != 0 or (cu.diff() < 0).any() or cu[-1] < 1:
-            check.fail("cu_seqlens", "(documents + 1,), rising from 0 to the total", check.described(cu_seqlens))
-        document = document_of(torch.arange(int(cu[-1]), dtype=torch.int32, device=cu.device), cu)
+            check.fail("cu_seqlens", "(documents + 1,), rising from 0 to the total", check.describe_tensor(cu_seqlens))
+        document = document_indices(torch.arange(int(cu[-1]), dtype=torch.int32, device=cu.device), cu)
         return cu[document][None], cu[document + 1][None]
     assert document_starts is not None
     start = document_starts.to(device=device, dtype=torch.int32)
     own = torch.arange(start.shape[-1], device=start.device)
     if start.dim() != 2 or not start.numel() or (start > own).any() or (start < 0).any() or (start.diff() < 0).any():
         expected = "(B, length), for each token the first token of its document, at most its own place"
-        check.fail("document_starts", expected, check.described(document_starts))
+        check.fail("document_starts", expected, check.describe_tensor(document_starts))
     # A document ends where the next token has another start.
     last = torch.ones_like(start, dtype=torch.bool)
     last[:, :-1] = start.diff() != 0
@@ -259,7 +259,7 @@ def context_parallel_attention(
     q, k, v = dispatch.autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, rows, D)", enable_gqa=True, names=("q", "k", "v"))
     if q.shape[2] != record.rows or k.shape[2] != record.rows:
-        check.fail("q, k, v", f"the {record.rows} rows that the record gives this process", check.described(q))
+        check.fail("q, k, v", f"the {record.rows} rows that the record gives this process", check.describe_tensor(q))
     window = chosen.window(window)
     if record.mode == "ulysses":
         return ulysses(chosen, q, k, v, record, parameters or {}, is_causal, window)
@@ -395,7 +395,9 @@ def softplus_attention_decode_sharded(
     """
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("q", "k", "v"))
     if key_positions.shape != (k.shape[2],):
-        check.fail("key_positions", f"of shape ({k.shape[2]},), a place for each key", check.described(key_positions))
+        check.fail(
+            "key_positions", f"of shape ({k.shape[2]},), a place for each key", check.describe_tensor(key_positions)
+        )
     dtype, heads = reference.compute_dtype(q.dtype), q.shape[1]
     scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     visible = ((key_positions >= start[..., None]) & (key_positions < end[..., None]))[:, None]
@@ -411,7 +413,7 @@ def softplus_attention_decode_sharded(
     weights = f
     if power is not None:
         per_key = counts[..., None] / torch.where(total == 0, 1, total)
-        shift = reference.offset_of(counts, offset)
+        shift = reference.choose_offset(counts, offset)
         most = torch.relu(per_key * largest - shift)
         distinct = most > reference.EQUAL_SCORES
         x = torch.where(distinct, torch.relu(per_key * f - shift), 0) / torch.where(distinct, most, 1)

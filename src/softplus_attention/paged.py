@@ -48,7 +48,7 @@ def softplus_attention_paged(
     Returns (total, H, D_v).
     """
     if isinstance(power, Tensor) and power.dim() != 1:
-        check.fail("power", "a number, a PowerByLength or a tensor (H,), one per head", check.described(power))
+        check.fail("power", "a number, a PowerByLength or a tensor (H,), one per head", check.describe_tensor(power))
     decode = partial(
         softplus_attention_decode,
         normalized_keys=normalized_keys,
@@ -151,13 +151,15 @@ def check_pages(
     validate: bool,
 ) -> None:
     if not isinstance(q, Tensor) or q.dim() != 3:
-        check.fail("q", "a tensor (total, H, D)", check.described(q) if isinstance(q, Tensor) else type(q).__name__)
+        check.fail(
+            "q", "a tensor (total, H, D)", check.describe_tensor(q) if isinstance(q, Tensor) else type(q).__name__
+        )
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not isinstance(pages, Tensor) or pages.dim() != 4 or pages.shape[:3] != k_pages.shape[:3]:
-            got = check.described(pages) if isinstance(pages, Tensor) else type(pages).__name__
+            got = check.describe_tensor(pages) if isinstance(pages, Tensor) else type(pages).__name__
             check.fail(name, "a tensor (pages, H_kv, page, D), alike in its first three for keys and values", got)
     if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.is_floating_point():
-        got = check.described(block_table) if isinstance(block_table, Tensor) else type(block_table).__name__
+        got = check.describe_tensor(block_table) if isinstance(block_table, Tensor) else type(block_table).__name__
         check.fail("block_table", "an int32 tensor (B, blocks)", got)
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
@@ -166,7 +168,7 @@ def check_pages(
     requests = cu_seqlens_q.numel() - 1
     check.check_cache_lengths("seq_lens", seq_lens, requests, 1, max_seqlen_k, q.device, validate)
     if block_table.shape[0] != requests:
-        check.fail("block_table", f"a row for each of the {requests} requests", check.described(block_table))
+        check.fail("block_table", f"a row for each of the {requests} requests", check.describe_tensor(block_table))
     if max_seqlen_k > block_table.shape[1] * k_pages.shape[2]:
         most = f"at most the {block_table.shape[1]} pages of {k_pages.shape[2]} keys that `block_table` has"
         check.fail("max_seqlen_k", most, max_seqlen_k)

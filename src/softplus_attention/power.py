@@ -131,12 +131,12 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
     kinds = "None (LSSA), a number >= 1, a tensor or a PowerByLength"
     if isinstance(power, Tensor):
         if not power.dtype.is_floating_point:
-            check.fail("power", "a floating-point tensor", check.described(power), TypeError)
+            check.fail("power", "a floating-point tensor", check.describe_tensor(power), TypeError)
         if power.device != device:
-            check.fail("power", f"on the device of the queries, {device}", check.described(power))
+            check.fail("power", f"on the device of the queries, {device}", check.describe_tensor(power))
         shape = broadcast_power(power).shape
         if len(shape) > 3 or any(m not in (1, n) for m, n in zip(reversed(shape), reversed(full), strict=False)):
-            check.fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", check.described(power))
+            check.fail("power", f"of shape (H,) or broadcastable to (B, H, T_q) = {full}", check.describe_tensor(power))
         if check.readable(power, validate) and power.numel() and not bool(((power >= 1) & (power < math.inf)).all()):
             check.fail("power", ">= 1 and finite", f"a tensor of values from {power.min():g} to {power.max():g}")
         return

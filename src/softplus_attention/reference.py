@@ -89,7 +89,7 @@ def sharpened(a: Tensor, visible: Tensor, counts: Tensor, power: Tensor | float,
     return torch.where(distinct, l1_normalised(w, visible), a)
 
 
-def offset_of(counts: Tensor, offset: bool) -> Tensor:
+def choose_offset(counts: Tensor, offset: bool) -> Tensor:
     """o_i = 1, but 0 in rows that see at most three keys, and everywhere where nothing is subtracted."""
     return ((counts > 3) & offset).to(counts.dtype)[..., None]
 
@@ -135,7 +135,7 @@ def attention_stages(
         return Stages(counts, scores, a, a)
     p = power_of_rows(power, counts)
     p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
-    return Stages(counts, scores, a, sharpened(a, visible, counts, p, offset_of(counts, offset)))
+    return Stages(counts, scores, a, sharpened(a, visible, counts, p, choose_offset(counts, offset)))
 
 
 def reference_attention(

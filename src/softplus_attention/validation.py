@@ -33,7 +33,7 @@ def fail_choice(name: str, known: Iterable[str], got: object, kind: type[Excepti
     fail(name, f"one of {', '.join(known)}", f"{got!r}{did_you_mean(str(got), known)}", kind)
 
 
-def described(x: Tensor) -> str:
+def describe_tensor(x: Tensor) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
 
 
@@ -54,35 +54,35 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
             expected = f"a dense tensor {layout}, or packed documents for softplus_attention_varlen"
             fail(name, expected, "a nested tensor", TypeError)
         if x.dim() != rank:
-            fail(name, f"a tensor {layout}", described(x))
+            fail(name, f"a tensor {layout}", describe_tensor(x))
         if x.dtype not in FLOATS:
-            fail(name, "float16, bfloat16, float32 or float64", described(x), TypeError)
+            fail(name, "float16, bfloat16, float32 or float64", describe_tensor(x), TypeError)
     dtype, device, q_shape, k_shape, v_shape = q.dtype, q.device, q.shape, k.shape, v.shape
     for name, x, shape in ((names[1], k, k_shape), (names[2], v, v_shape)):
         if x.dtype != dtype:
-            fail(name, f"of `{names[0]}`'s dtype, {dtype}", described(x), TypeError)
+            fail(name, f"of `{names[0]}`'s dtype, {dtype}", describe_tensor(x), TypeError)
         if x.device != device:
-            fail(name, f"on `{names[0]}`'s device, {device}", described(x))
+            fail(name, f"on `{names[0]}`'s device, {device}", describe_tensor(x))
         if rank == 4 and shape[0] != q_shape[0]:
-            fail(name, f"of `{names[0]}`'s batch size, {q_shape[0]}", described(x))
+            fail(name, f"of `{names[0]}`'s batch size, {q_shape[0]}", describe_tensor(x))
     if k_shape[-1] != q_shape[-1]:
-        fail(names[1], f"of `{names[0]}`'s head dimension, {q_shape[-1]}", described(k))
+        fail(names[1], f"of `{names[0]}`'s head dimension, {q_shape[-1]}", describe_tensor(k))
     length = 2 if rank == 4 else 0
     if v_shape[length] != k_shape[length]:
-        fail(names[2], f"as long as `{names[1]}`, {k_shape[length]} keys", described(v))
+        fail(names[2], f"as long as `{names[1]}`, {k_shape[length]} keys", describe_tensor(v))
     if v_shape[1] != k_shape[1]:
-        fail(names[2], f"of as many heads as `{names[1]}`, {k_shape[1]}", described(v))
+        fail(names[2], f"of as many heads as `{names[1]}`, {k_shape[1]}", describe_tensor(v))
     for name, x, width in ((names[0], q, q_shape[-1]), (names[2], v, v_shape[-1])):
         if not 1 <= width <= LARGEST_HEAD_DIM:
-            fail(name, f"of head dimension 1 to {LARGEST_HEAD_DIM}", described(x))
+            fail(name, f"of head dimension 1 to {LARGEST_HEAD_DIM}", describe_tensor(x))
     h, h_kv = q_shape[1], k_shape[1]
     if h != h_kv:
         divides = h_kv > 0 and h % h_kv == 0
         hint = "" if divides or rank == 3 else ". Tensors are (B, H, T, D): transpose(1, 2) what FlashAttention takes"
         if not enable_gqa:
-            fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", described(k) + hint)
+            fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", describe_tensor(k) + hint)
         if not divides:
-            fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", described(k) + hint)
+            fail(names[1], f"of a number of heads that divides `{names[0]}`'s {h}", describe_tensor(k) + hint)
 
 
 def check_offset(offset: bool) -> None:
@@ -122,12 +122,15 @@ def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int], device: to
         fail("attn_mask", "a bool tensor, True = visible", type(mask).__name__, TypeError)
     if mask.dtype != torch.bool:
         fail(
-            "attn_mask", "a bool tensor, True = visible (additive biases are not supported)", described(mask), TypeError
+            "attn_mask",
+            "a bool tensor, True = visible (additive biases are not supported)",
+            describe_tensor(mask),
+            TypeError,
         )
     if mask.device != device:
-        fail("attn_mask", f"on the device of the queries, {device}", described(mask))
+        fail("attn_mask", f"on the device of the queries, {device}", describe_tensor(mask))
     if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):
-        fail("attn_mask", f"broadcastable to (B, H, T_q, T_k) = {shape}", described(mask))
+        fail("attn_mask", f"broadcastable to (B, H, T_q, T_k) = {shape}", describe_tensor(mask))
     return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
 
 
@@ -137,11 +140,11 @@ def check_bounds(name: str, bound: Tensor | None, batch: int, t_q: int, device: 
     if not isinstance(bound, Tensor):
         fail(name, f"an int32 tensor (B, T_q) = ({batch}, {t_q})", type(bound).__name__, TypeError)
     if bound.dtype not in (torch.int32, torch.int64):
-        fail(name, "int32", described(bound), TypeError)
+        fail(name, "int32", describe_tensor(bound), TypeError)
     if bound.dim() != 2 or bound.shape[0] not in (1, batch) or bound.shape[1] != t_q:
-        fail(name, f"of shape (B, T_q) = ({batch}, {t_q})", described(bound))
+        fail(name, f"of shape (B, T_q) = ({batch}, {t_q})", describe_tensor(bound))
     if bound.device != device:
-        fail(name, f"on the device of the queries, {device}", described(bound))
+        fail(name, f"on the device of the queries, {device}", describe_tensor(bound))
     return bound
 
 
@@ -174,11 +177,11 @@ def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: to
     if not isinstance(cu, Tensor):
         fail(name, "an int32 tensor", type(cu).__name__, TypeError)
     if cu.dtype not in (torch.int32, torch.int64):
-        fail(name, "an int32 tensor", described(cu), TypeError)
+        fail(name, "an int32 tensor", describe_tensor(cu), TypeError)
     if cu.dim() != 1 or cu.numel() < 2:
-        fail(name, "1-D with at least two entries", described(cu))
+        fail(name, "1-D with at least two entries", describe_tensor(cu))
     if cu.device != device:
-        fail(name, f"on the device of the queries, {device}", described(cu))
+        fail(name, f"on the device of the queries, {device}", describe_tensor(cu))
     if readable(cu, validate):
         ends = cu.tolist()
         if ends[0] != 0:
@@ -207,10 +210,10 @@ def check_cache_lengths(
     if not isinstance(lengths, Tensor):
         fail(name, f"an int32 or int64 tensor (B,) = ({batch},)", type(lengths).__name__, TypeError)
     if lengths.dtype not in (torch.int32, torch.int64):
-        fail(name, "an int32 or int64 tensor", described(lengths), TypeError)
+        fail(name, "an int32 or int64 tensor", describe_tensor(lengths), TypeError)
     if lengths.dim() != 1 or lengths.shape[0] != batch:
-        fail(name, f"of shape (B,) = ({batch},)", described(lengths))
+        fail(name, f"of shape (B,) = ({batch},)", describe_tensor(lengths))
     if lengths.device != device:
-        fail(name, f"on the device of the queries, {device}", described(lengths))
+        fail(name, f"on the device of the queries, {device}", describe_tensor(lengths))
     if readable(lengths, validate) and batch and not bool(((lengths >= least) & (lengths <= most)).all()):
         fail(name, f"from {least} to {most}", lengths.tolist())

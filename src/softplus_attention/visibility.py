@@ -80,7 +80,7 @@ class Visibility:
     ) -> Visibility:
         """Documents laid end to end: a row sees its own document only."""
         row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-        document = document_of(row, cu_seqlens_q)
+        document = document_indices(row, cu_seqlens_q)
         start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
         index = (row - cu_seqlens_q[document + 1] + end).to(torch.int32)
         if is_causal:
@@ -300,7 +300,7 @@ def window_start(index: Tensor, window: int) -> Tensor:
     return index.clamp(min=-1) + 1 - min(window, WIDEST)
 
 
-def document_of(row: Tensor, cu_seqlens: Tensor) -> Tensor:
+def document_indices(row: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The number of the packed document that each row is of; rows beyond the last are of the last."""
     # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
     return (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)

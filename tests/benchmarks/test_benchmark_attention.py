@@ -65,7 +65,7 @@ def part(name: str) -> ModuleType:
 def measured(benchmark: ModuleType, inputs: Any, attend: Any, **options: Any) -> dict[str, Any]:
     """The row that one contender gets at one shape."""
     contender = benchmark.Contender("tried", attend, **{"truth": part("contenders").ours(15, "reference"), **options})
-    (row,) = benchmark.rows_of("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
+    (row,) = benchmark.measure_section("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
     return row
 
 

@@ -95,7 +95,7 @@ def of_the_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[
             model="hf", model_args={"pretrained": str(model)}, device="cpu", batch_size=3, tasks=list(tasks),
             task_manager=manager, bootstrap_iters=20, log_samples=False,
         )  # fmt: skip
-    return {(row["task"], row["metric"]): row["value"] for row in harness.rows_of(found)}
+    return {(row["task"], row["metric"]): row["value"] for row in harness.collect_rows(found)}
 
 
 def check_by_hand(found: dict[tuple[str, str], float], folder: Path) -> None:

@@ -26,7 +26,7 @@ from softplus_attention.evaluation.measures.inside import csv_rows, measure_insi
 from softplus_attention.evaluation.measures.maps import measure_maps
 from softplus_attention.evaluation.texts import text_documents
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
-from softplus_attention.huggingface.attention import visibility_of
+from softplus_attention.huggingface.attention import build_visibility
 from softplus_attention.huggingface.loading import load_tokenizer
 
 WHOLE = slice(0, 4)
@@ -39,10 +39,10 @@ def calls_of(model, ids) -> list[Call]:
     return found
 
 
-def own_model(attention: str, layers: int = 2, **words) -> SoftplusGPTForCausalLM:
+def own_model(attention: str, layers: int = 2, **kwargs) -> SoftplusGPTForCausalLM:
     torch.manual_seed(0)
     size = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
-    config = SoftplusGPTConfig(**size, attention=attention, bos_token_id=1, eos_token_id=2, **words)
+    config = SoftplusGPTConfig(**size, attention=attention, bos_token_id=1, eos_token_id=2, **kwargs)
     model = SoftplusGPTForCausalLM(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -57,7 +57,7 @@ def test_a_score_scale_that_only_a_window_allows(as_ranges: bool) -> None:
     chosen, (q, k) = attention("lssar", scale=40, window=4), torch.randn(2, 1, 2, 16, 8)
     end = torch.arange(1, 17, dtype=torch.int32)
     ranges = torch.stack([torch.zeros_like(end), end], -1)[None, None] if as_ranges else None
-    call = Call(0, chosen, q, k, visibility_of(q, k, ranges, True, chosen.window(None)), {})
+    call = Call(0, chosen, q, k, build_visibility(q, k, ranges, True, chosen.window(None)), {})
     found = call.rows(0, 16, slice(0, 2)).final
     torch.testing.assert_close(found, chosen.weights(q, k, is_causal=True))
 
@@ -105,7 +105,7 @@ class TestQuantitiesByHand:
 
 class TestCapturedRows:
     @pytest.mark.parametrize(
-        ("attention", "words"),
+        ("attention", "kwargs"),
         [
             ("lssar", {}),
             ("lssa", {}),
@@ -124,8 +124,8 @@ class TestCapturedRows:
             ("relu", {}),
         ],
     )
-    def test_our_gpt(self, attention, words):
-        model, ids = own_model(attention, **words), token_rows(2, 20)
+    def test_our_gpt(self, attention, kwargs):
+        model, ids = own_model(attention, **kwargs), token_rows(2, 20)
         with torch.no_grad():
             expected = model(ids, output_attentions=True, use_cache=False).attentions
         calls = calls_of(model, ids)

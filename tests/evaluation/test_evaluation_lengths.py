@@ -9,7 +9,7 @@ import torch
 from huggingface_models import IDS, SIZE, small_model, token_rows
 from transformers import AutoModelForCausalLM, Gemma2Config
 
-from softplus_attention.evaluation.lengths import by_position, loss_by_length, losses_of, texts_of
+from softplus_attention.evaluation.lengths import by_position, loss_by_length, texts_of, token_losses
 from softplus_attention.evaluation.loss import TokenLoss
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
@@ -55,8 +55,8 @@ class TestTokenLoss:
         """Its logits are halved after the output layer: only whole ones are right."""
         ids, forward = token_rows(2, 12), model.forward
 
-        def halved(*arguments, **words):
-            outputs = forward(*arguments, **words)
+        def halved(*arguments, **kwargs):
+            outputs = forward(*arguments, **kwargs)
             outputs.logits = outputs.logits / 2
             return outputs
 
@@ -125,7 +125,9 @@ class TestCurve:
 
     def test_batches_do_not_matter(self, model):
         rows = token_rows(5, 16)
-        torch.testing.assert_close(losses_of(model, rows, batch_tokens=16), losses_of(model, rows, batch_tokens=1000))
+        torch.testing.assert_close(
+            token_losses(model, rows, batch_tokens=16), token_losses(model, rows, batch_tokens=1000)
+        )
 
     def test_a_length_that_does_not_divide(self, model):
         with pytest.raises(ValueError, match="`lengths` must be divisors of the longest, 32, got 12"):

@@ -122,14 +122,14 @@ def test_the_texts_of_ruler_come_from_the_files(long_texts, models):
     sources = {name: str(long_texts / "ruler" / name) for name in ("essays.jsonl", "squad.json", "hotpotqa.json")}
     sources = {name.partition(".")[0]: path for name, path in sources.items()}
     words = {"max_seq_lengths": [3584], "pretrained": str(models["lssar"]), "samples": 2, **sources}
-    essay = harness_ruler.texts_of(part="niah_single_2", **words)["test"]
+    essay = harness_ruler.build_dataset(part="niah_single_2", **words)["test"]
     assert len(essay) == 2
     assert "The mill stood by the river." in essay[0]["input"]
     assert essay[0]["outputs"][0] in essay[0]["input"]
-    squad = harness_ruler.texts_of(part="ruler_qa_squad", **words)["test"]
+    squad = harness_ruler.build_dataset(part="ruler_qa_squad", **words)["test"]
     assert all(f"Lamp {n} is green." in squad[0]["input"] for n in range(3))
     assert (squad[1]["input"].endswith("What is lamp 1?"), squad[1]["outputs"]) == (True, ["green"])
-    hotpot = harness_ruler.texts_of(part="ruler_qa_hotpot", **words)["test"]
+    hotpot = harness_ruler.build_dataset(part="ruler_qa_hotpot", **words)["test"]
     assert (len(hotpot), hotpot[0]["outputs"]) == (1, ["Ann"])
 
 
@@ -139,4 +139,4 @@ def test_a_length_that_a_part_of_ruler_has_no_texts_of(part, models, long_texts)
     essays = str(long_texts / "ruler/essays.jsonl")
     words = {"samples": 1, "max_seq_lengths": [300], "pretrained": str(models["lssar"]), "essays": essays}
     with pytest.raises(ValueError, match=f"{part} has no texts of 300 tokens with this tokenizer"):
-        harness_ruler.texts_of(part=part, **words)
+        harness_ruler.build_dataset(part=part, **words)

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, BertConfig, BertModel, LlamaConfi
 from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.data import prepare
 from softplus_attention.evaluation import lengths, memory
-from softplus_attention.evaluation.lengths import losses_of
+from softplus_attention.evaluation.lengths import token_losses
 from softplus_attention.evaluation.measures import measures
 from softplus_attention.evaluation.measures.base import parse_lengths
 from softplus_attention.evaluation.measures.lengths import csv_rows, measure_lengths, position_rows, table
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
-from softplus_attention.evaluation.models import parse_model_spec, parse_model_specs, training_length_of
+from softplus_attention.evaluation.models import parse_model_spec, parse_model_specs, read_training_length
 from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
 from softplus_attention.huggingface.loading import load_tokenizer, require
 from softplus_attention.power import PowerByLength
@@ -115,14 +115,14 @@ class TestLengths:
         """Sequences of one text belong together: 11 texts, whatever the length."""
         found = open_saved(folder)
         rows = torch.cat([torch.tensor(list(text.encode()))[: len(text) // 64 * 64].view(-1, 64) for text in TEXTS[:2]])
-        losses = losses_of(found.model, rows).double()
-        short = losses_of(found.model, rows[:, -16:]).double()[:, -8:]
+        losses = token_losses(found.model, rows).double()
+        short = token_losses(found.model, rows[:, -16:]).double()[:, -8:]
         entries = measure_lengths(found, documents, [16, 64], tmp_path, control_share=0)["results"]["lengths"]
 
         def error(by_text):
             return np.std(by_text.numpy(), ddof=1) / 11**0.5
 
-        pieces = losses_of(found.model, rows.reshape(-1, 16)).double().mean(1).view(11, 4).mean(1)
+        pieces = token_losses(found.model, rows.reshape(-1, 16)).double().mean(1).view(11, 4).mean(1)
         assert entries[0]["standard_error"] == pytest.approx(error(pieces), rel=1e-5)
         assert entries[0]["by_text"] == pytest.approx(pieces.tolist(), abs=1e-5)
         assert entries[1]["standard_error"] == pytest.approx(error(losses.mean(1)), rel=1e-5)
@@ -458,7 +458,7 @@ class TestModels:
 
     def test_missing(self, tmp_path):
         with pytest.raises(ValueError, match=r"`MODEL` must be a folder with config\.json"):
-            training_length_of(parse_model_spec(str(tmp_path / "none")))
+            read_training_length(parse_model_spec(str(tmp_path / "none")))
         with pytest.raises(ValueError, match="which has none"):
             open_saved(tmp_path)
 

@@ -62,7 +62,7 @@ def test_close_up(quantity: str, values: list[list[float]], limits: tuple[float,
 def test_numbers_of_the_figures() -> None:
     runs: dict[str, list[records.Run]] = {}
     for content in sorted(RECORDS, key=lambda run: "global_every" in run["config"]):
-        runs.setdefault(content["arm"], []).append(records.run_of(content))
+        runs.setdefault(content["arm"], []).append(records.read_record(content))
     order = [arm for group in GROUPS.values() for arm in group if arm in runs]
     drawn = figures.make_figures([records.Size("10m", {arm: runs[arm] for arm in sorted(runs, key=order.index)})])
     assert sorted(drawn) == ["study-gain-10m", "study-gain-mix-10m", "study-loss-10m", "study-loss-mix-10m"]
@@ -76,7 +76,7 @@ def test_numbers_of_the_figures() -> None:
 
 
 def test_figures_are_written(tmp_path: Path) -> None:
-    size = records.Size("10m", {"softmax": [records.run_of(RECORDS[0])]})
+    size = records.Size("10m", {"softmax": [records.read_record(RECORDS[0])]})
     figures.write_figures(tmp_path, figures.make_figures([size]))
     assert figures.stale_figures(tmp_path, figures.make_figures([size])) == []
     assert ">softmax, sliding window of 4</text>" in (tmp_path / "study-loss-10m.svg").read_text()

@@ -15,7 +15,7 @@ from softplus_attention.data import prepare
 ROOT = Path(__file__).parents[2]
 
 
-def command_of(tmp_path: Path, *words: str) -> list[str]:
+def run_command(tmp_path: Path, *words: str) -> list[str]:
     """The smallest study, on a text made here."""
     text = " ".join(f"The {n}th line of a long story, told to {n * n} people." for n in range(400))
     prepare([written(tmp_path / "train.txt", text)], tmp_path / "data", tokenizer="bytes", validation_fraction=0)
@@ -27,7 +27,7 @@ def command_of(tmp_path: Path, *words: str) -> list[str]:
 def test_the_study_runs(tmp_path: Path) -> None:
     """An arm of each kind from text to file; a process of its own finds what is finished and does not do it again."""
     arms = ["lssar-learned-log-global3", "softmax"]
-    command = command_of(tmp_path, "--arms", *arms)
+    command = run_command(tmp_path, "--arms", *arms)
     assert study.main(command) == 0
     program = [sys.executable, "-m", "experiments.study.run"]
     again = subprocess.run([*program, *command], capture_output=True, text=True, timeout=300, cwd=ROOT)
@@ -51,11 +51,11 @@ def test_the_study_runs(tmp_path: Path) -> None:
 
 def test_heads_that_cannot_be_fewer(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="a third of the 2 heads of --size smoke is no whole number"):
-        study.main(command_of(tmp_path, "--arms", "lssar-learned-log-global3-wide192"))
+        study.main(run_command(tmp_path, "--arms", "lssar-learned-log-global3-wide192"))
 
 
 def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
-    command = command_of(tmp_path, "--arms", "softmax", "--only-lengths", "--multiples", "1", "4", "--steps", "2")
+    command = run_command(tmp_path, "--arms", "softmax", "--only-lengths", "--multiples", "1", "4", "--steps", "2")
     assert study.main(command) == 0
     run = json.loads((tmp_path / "out" / "smoke-softmax-seed0.json").read_text())
     found = run["evaluation"]

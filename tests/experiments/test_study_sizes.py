@@ -16,19 +16,19 @@ from tools.tables.study import sizes_tables
 PARAMETERS = {"10m": 10_000_000, "25m": 100_000_000, "85m": 1_000_000_000}
 
 
-def made(size: str, ours: list[float], theirs: list[float], **words: Any) -> Any:
+def made(size: str, ours: list[float], theirs: list[float], **kwargs: Any) -> Any:
     """A size whose arms have these losses, one for each seed, at every length."""
     arms = {}
     for arm, losses in ((sizes.OURS, ours), (sizes.THEIRS, theirs)):
         seconds = 0.3 if arm == sizes.OURS else 0.2
         made_up = [
-            record(arm, seed, curve([loss] * 3, 0.0, 0.1), [[1, 1], [1, 1]], step_seconds=seconds, **words)
+            record(arm, seed, curve([loss] * 3, 0.0, 0.1), [[1, 1], [1, 1]], step_seconds=seconds, **kwargs)
             for seed, loss in enumerate(losses)
         ]
         for one in made_up:
             one["size"] = size
             one["evaluation"]["parameters"] = PARAMETERS[size]
-        arms[arm] = [records.run_of(one) for one in made_up]
+        arms[arm] = [records.read_record(one) for one in made_up]
     return records.Size(size, arms)
 
 
@@ -71,8 +71,8 @@ def test_no_line_and_no_error_without_the_runs_for_them() -> None:
 def test_a_line_is_of_one_text() -> None:
     small, middle, large = (made(name, [4.01], [4.0]) for name in PARAMETERS)
 
-    def on(size: Any, **words: Any) -> Any:
-        return replace(size, arms={arm: [replace(run, **words) for run in runs] for arm, runs in size.arms.items()})
+    def on(size: Any, **kwargs: Any) -> Any:
+        return replace(size, arms={arm: [replace(run, **kwargs) for run in runs] for arm, runs in size.arms.items()})
 
     of_other_text = [on(large, data="other"), on(small, data="other")]
     alone = on(middle, data="a third")

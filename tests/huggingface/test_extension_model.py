@@ -243,7 +243,7 @@ def test_training_reaches_every_weight() -> None:
     assert all(bool((x.grad != 0).any()) for x in model.parameters())
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED_KWARGS: dict[str, tuple[dict[str, Any], str]] = {
     "another cache": ({"past_key_values": DynamicCache()}, "`past_key_values` must be None or an ExtendedCache"),
     "weights": ({"output_attentions": True}, "`output_attentions` must be False"),
     "documents": ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "`cu_seq_lens_q` must be None"),
@@ -252,9 +252,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", UNSUPPORTED_KWARGS)
 def test_what_a_call_asks_for_in_vain(case: str) -> None:
-    options, message = REFUSED[case]
+    options, message = UNSUPPORTED_KWARGS[case]
     with pytest.raises(ValueError, match=message):
         extended(host_model(), BASE)(tokens(1, 9), **options)
 

@@ -157,14 +157,14 @@ class TestMasks:
     @pytest.mark.parametrize("pattern", PATTERNS, ids=["causal", "window", "full", "packed", "static", "sliding cache"])
     def test_ranges_equal_the_dense_mask(self, pattern, padded):
         padding = left_padded()[1].bool() if padded else None
-        words = {"batch_size": 2, "q_length": LONG, "kv_length": LONG, "attention_mask": padding, **pattern}
-        dense = sdpa_mask(**words, allow_is_causal_skip=False)
-        ranges = range_mask(**words)
+        kwargs = {"batch_size": 2, "q_length": LONG, "kv_length": LONG, "attention_mask": padding, **pattern}
+        dense = sdpa_mask(**kwargs, allow_is_causal_skip=False)
+        ranges = range_mask(**kwargs)
         if ranges is None:
-            ranges = range_mask(**{**words, "q_offset": torch.tensor(words.get("q_offset", 0))})
-        key = torch.arange(words["kv_length"])
+            ranges = range_mask(**{**kwargs, "q_offset": torch.tensor(kwargs.get("q_offset", 0))})
+        key = torch.arange(kwargs["kv_length"])
         visible = (key >= ranges[..., :1]) & (key < ranges[..., 1:])
-        assert ranges.shape == (2, 1, words["q_length"], 2)
+        assert ranges.shape == (2, 1, kwargs["q_length"], 2)
         assert visible.equal(dense.expand_as(visible))
 
     def test_plain_causal_needs_no_mask(self):

@@ -33,8 +33,8 @@ from transformers import (
 from softplus_attention import PowerByLength
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, set_power, use_attention
-from softplus_attention.huggingface.attention import attention_of
-from softplus_attention.huggingface.loading import refuse_foresight
+from softplus_attention.huggingface.attention import attention_from_config
+from softplus_attention.huggingface.loading import check_is_causal
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
@@ -104,7 +104,7 @@ class TestConvert:
         words = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "log:0.6"]
         assert main([*words, "--device", "cpu"]) == 0
         config = AutoModelForCausalLM.from_pretrained(saved / "new").config
-        assert attention_of(config, "lssar").spec.power == PowerByLength.log_n(0.6)
+        assert attention_from_config(config, "lssar").spec.power == PowerByLength.log_n(0.6)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_rounding_is_no_foresight(leak: float, refused: bool) -> None:
     torch.manual_seed(0)
     expected = pytest.raises(ValueError, match="`model` must be a causal language model, got Leaking")
     with expected if refused else nullcontext():
-        refuse_foresight("model", Leaking(32, 32), torch.arange(4)[None])
+        check_is_causal("model", Leaking(32, 32), torch.arange(4)[None])
 
 
 class TestGenerate:

@@ -31,10 +31,10 @@ HALF_CONVERTED: dict[str, dict[str, Any]] = {
 }
 
 
-def built(name: str, words: dict[str, Any], **options: Any) -> Any:
+def built(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
     model = getattr(transformers, name)
     torch.manual_seed(0)
-    return model._from_config(model.config_class(**words), **options).eval()
+    return model._from_config(model.config_class(**kwargs), **options).eval()
 
 
 @pytest.mark.parametrize("name", HALF_CONVERTED)
@@ -45,15 +45,15 @@ def test_a_model_that_would_be_half_converted_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "kwargs"),
     [
         ("JetMoeForCausalLM", {"kv_channels": 8, "num_key_value_heads": 2, "num_local_experts": 4}),
         ("Gemma2ForCausalLM", {"head_dim": 8, "attn_logit_softcapping": None, "query_pre_attn_scalar": 8}),
         ("StableLmForCausalLM", {"num_key_value_heads": 4}),
     ],
 )
-def test_no_row_sees_what_comes_after_it(name: str, words: dict[str, Any]) -> None:
-    model = built(name, {**TEXT, **words}, attn_implementation="lssar")
+def test_no_row_sees_what_comes_after_it(name: str, kwargs: dict[str, Any]) -> None:
+    model = built(name, {**TEXT, **kwargs}, attn_implementation="lssar")
     tokens = torch.arange(2, 14)[None]
     others = tokens.clone()
     others[:, 8:] += 20
@@ -93,10 +93,10 @@ def test_a_config_that_is_looked_at_before_it_is_made() -> None:
     class Bare(PreTrainedConfig):
         model_type = "bare"
 
-        def __init__(self, n: int = 1, **words: Any) -> None:
+        def __init__(self, n: int = 1, **kwargs: Any) -> None:
             self.n = n
             self.early = str(self.to_dict())
-            super().__init__(**words)
+            super().__init__(**kwargs)
 
     assert "'n': 3" in Bare(3).early
 
@@ -138,8 +138,8 @@ def test_one_attention_throughout_is_saved_as_one_name(tmp_path: Path) -> None:
 def test_a_part_of_a_part_comes_back(tmp_path: Path) -> None:
     text = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "model_type": "gemma"}
     picture = {**PICTURE, "model_type": "siglip_vision_model"}
-    words = {"image_token_index": 98, "projection_dim": 32}
-    whole = transformers.PaliGemmaConfig(text_config=text, vision_config=picture, **words)
+    kwargs = {"image_token_index": 98, "projection_dim": 32}
+    whole = transformers.PaliGemmaConfig(text_config=text, vision_config=picture, **kwargs)
     config = transformers.ColPaliConfig(vlm_config=whole, embedding_dim=16)
     asked = {"vlm_config": {"text_config": "lssar"}}
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Llama
 
 from softplus_attention import PowerByLength
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
-from softplus_attention.huggingface.attention import attention_of
+from softplus_attention.huggingface.attention import attention_from_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -21,7 +21,7 @@ class TestComposite:
     """A model of parts: the attention and its settings reach the part, and come back with it."""
 
     @staticmethod
-    def llava(**words):
+    def llava(**kwargs):
         from transformers import CLIPVisionConfig, LlavaConfig
 
         text = LlamaConfig(
@@ -30,7 +30,7 @@ class TestComposite:
         vision = CLIPVisionConfig(
             hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
         )
-        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **words)
+        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **kwargs)
 
     def test_one_part_alone_comes_back(self, tmp_path):
         from transformers import LlavaForConditionalGeneration
@@ -134,8 +134,8 @@ class TestComposite:
         model.save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
         config.softplus_attention = {"power": 15}
-        for words in ({"config": config}, {"softplus_attention": {"power": 15}}):
-            again = LlavaForConditionalGeneration.from_pretrained(tmp_path, **words).eval()
+        for kwargs in ({"config": config}, {"softplus_attention": {"power": 15}}):
+            again = LlavaForConditionalGeneration.from_pretrained(tmp_path, **kwargs).eval()
             with torch.no_grad():
                 torch.testing.assert_close(again(ids).logits, before)
 
@@ -185,7 +185,7 @@ def test_settings_that_hold_a_power_by_length_are_saved(tmp_path) -> None:
     saved = json.loads((tmp_path / "config.json").read_text())["softplus_attention"]
     assert saved == {"power": {"base": 3, "slope": 1, "n0": 8}}
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert attention_of(again.config, "lssar").spec.power == PowerByLength(3, 1, 8)
+    assert attention_from_config(again.config, "lssar").spec.power == PowerByLength(3, 1, 8)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "softplus-gpt"])
@@ -218,20 +218,20 @@ def test_a_score_scale_is_called_what_the_config_calls_it(score_scale: object) -
     config = LlamaConfig()
     config.softplus_attention = {"score_scale": score_scale}
     with pytest.raises((ValueError, TypeError), match="`score_scale` must be"):
-        attention_of(config, "lssar")
+        attention_from_config(config, "lssar")
 
 
 def test_settings_are_looked_at_again_when_they_change() -> None:
     """An attention is made once for settings that stay equal, also where somebody changes them in place."""
     config = LlamaConfig()
-    assert attention_of(config, "lssar") is attention_of(LlamaConfig(), "lssar")
+    assert attention_from_config(config, "lssar") is attention_from_config(LlamaConfig(), "lssar")
     config.softplus_attention = {"power": {"base": 3, "slope": 1, "n0": 8}}
-    assert attention_of(config, "lssar").spec.power == PowerByLength(3, 1, 8)
+    assert attention_from_config(config, "lssar").spec.power == PowerByLength(3, 1, 8)
     config.softplus_attention["power"]["base"] = 5
-    assert attention_of(config, "lssar").spec.power == PowerByLength(5, 1, 8)
-    assert attention_of(config, "lssar-p3").spec.power == PowerByLength(5, 1, 8)
-    assert attention_of(LlamaConfig(), "lssar").spec.power is None
+    assert attention_from_config(config, "lssar").spec.power == PowerByLength(5, 1, 8)
+    assert attention_from_config(config, "lssar-p3").spec.power == PowerByLength(5, 1, 8)
+    assert attention_from_config(LlamaConfig(), "lssar").spec.power is None
     config.softplus_attention = {"powre": 3}
     for _ in range(2):
         with pytest.raises(ValueError, match="powre"):
-            attention_of(config, "lssar")
+            attention_from_config(config, "lssar")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from softplus_attention.kernels import launch_cache
-from softplus_attention.kernels.launch_cache import Scratch, key_of, launch, replay
+from softplus_attention.kernels.launch_cache import Scratch, launch, replay, replay_key
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ class Caller:
             launch(self.kernel, (1, 2, 3), tensors, (7,), {}, self.binary_key, 9)
             return Scratch((rows,), (again,)) if self.all_of_it else None
 
-        key = key_of("call", (q,), None, (1.0,)) if key == "given" else key
+        key = replay_key("call", (q,), None, (1.0,)) if key == "given" else key
         replay(key, (q, out), launch_all)
 
 
@@ -133,22 +133,22 @@ def test_keys_tell_calls_apart() -> None:
     q, k = torch.zeros(2, 4, 32, 64), torch.zeros(2, 4, 32, 64)
     powers = torch.zeros(1, 4, 32)
     others: list[Any] = [
-        key_of("backward", (q, k), None, OPTIONS),
-        key_of("forward", (q[:1], k), None, OPTIONS),
-        key_of("forward", (q, k[:, :2]), None, OPTIONS),
-        key_of("forward", (q.transpose(1, 2).contiguous().transpose(1, 2), k), None, OPTIONS),
-        key_of("forward", (q.half(), k), None, OPTIONS),
-        key_of("forward", (q, k), powers, OPTIONS),
-        key_of("forward", (q, k), powers[:, :, :1], OPTIONS),
-        key_of("forward", (q, k), powers.double(), OPTIONS),
-        key_of("forward", (q, k), powers.expand(2, 4, 32), OPTIONS),
+        replay_key("backward", (q, k), None, OPTIONS),
+        replay_key("forward", (q[:1], k), None, OPTIONS),
+        replay_key("forward", (q, k[:, :2]), None, OPTIONS),
+        replay_key("forward", (q.transpose(1, 2).contiguous().transpose(1, 2), k), None, OPTIONS),
+        replay_key("forward", (q.half(), k), None, OPTIONS),
+        replay_key("forward", (q, k), powers, OPTIONS),
+        replay_key("forward", (q, k), powers[:, :, :1], OPTIONS),
+        replay_key("forward", (q, k), powers.double(), OPTIONS),
+        replay_key("forward", (q, k), powers.expand(2, 4, 32), OPTIONS),
     ]
     changed = {3: False, 4: 7, 5: False, 6: 3.0, 8: [1.0, 2.0, 4.0], 9: False, 10: 5.0, 11: True, 12: True}
     for place, value in changed.items():
         options = (*OPTIONS[:place], value, *OPTIONS[place + 1 :])
-        others.append(key_of("forward", (q, k), None, options))
-    mine = key_of("forward", (q, k), None, OPTIONS)
-    assert mine == key_of("forward", (torch.ones_like(q), torch.ones_like(k)), None, OPTIONS)
+        others.append(replay_key("forward", (q, k), None, options))
+    mine = replay_key("forward", (q, k), None, OPTIONS)
+    assert mine == replay_key("forward", (torch.ones_like(q), torch.ones_like(k)), None, OPTIONS)
     assert None not in others
     assert len({mine, *others}) == 1 + len(others)
 
@@ -157,10 +157,12 @@ def test_calls_without_a_key() -> None:
     q, k, stats = torch.zeros(2, 4, 32, 64), torch.zeros(2, 4, 32, 64), torch.zeros(64)
     apart = torch.zeros(2 * 4 * 32 * 64 + 1)[1:].view(2, 4, 32, 64)
     powers = torch.zeros(1, 4, 32)
-    assert key_of("x", (q, k), powers, (powers, True), (stats,)) is not None
-    assert key_of("x", (q, apart), None, OPTIONS) is None  # not aligned
-    assert key_of("x", (q, k), torch.zeros(33)[1:], OPTIONS) is None
-    assert key_of("x", (q, k), None, OPTIONS, (stats[1:],)) is None
-    assert key_of("x", (q, k.transpose(2, 3).contiguous().transpose(2, 3)), None, OPTIONS) is None  # is copied first
-    assert key_of("x", (q, q), None, OPTIONS) is None
-    assert key_of("x", (q, k), None, (stats, True)) is None  # ranges or a mask
+    assert replay_key("x", (q, k), powers, (powers, True), (stats,)) is not None
+    assert replay_key("x", (q, apart), None, OPTIONS) is None  # not aligned
+    assert replay_key("x", (q, k), torch.zeros(33)[1:], OPTIONS) is None
+    assert replay_key("x", (q, k), None, OPTIONS, (stats[1:],)) is None
+    assert (
+        replay_key("x", (q, k.transpose(2, 3).contiguous().transpose(2, 3)), None, OPTIONS) is None
+    )  # is copied first
+    assert replay_key("x", (q, q), None, OPTIONS) is None
+    assert replay_key("x", (q, k), None, (stats, True)) is None  # ranges or a mask

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from softplus_attention.cli import main
-from softplus_attention.cli.newton import NUMBERS, add_command, option_of
+from softplus_attention.cli.newton import NUMBERS, add_command, option_name
 from softplus_attention.physics.distributions import DISTRIBUTIONS
 from softplus_attention.physics.laws.front import NEWTON
 from softplus_attention.physics.measure import predicted_forces, quality
@@ -202,7 +202,7 @@ def test_bad_options_are_one_line(
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [0, -1])
 def test_sizes_are_at_least_one(name: str, value: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    option = option_of(name)
+    option = option_name(name)
     assert newton(tmp_path / "out", f"{option} {value}") == 2
     assert f"`{option}` must be at least 1, got {value}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -27,11 +27,11 @@ from softplus_attention.utils.files import csv_text
 REPOSITORY = Path(__file__).parents[2]
 
 
-def html_of(folder: Path) -> tuple[str, list[tuple[str, str]]]:
+def render_html(folder: Path) -> tuple[str, list[tuple[str, str]]]:
     """The page without the figures' files, and the problems that were found."""
     found = find_results(folder)
     sections = build.all_sections(found)
-    return build.html_of(found, sections, {}, "files"), found.problems
+    return build.render_html(found, sections, {}, "files"), found.problems
 
 
 def csv_of(figure: object) -> str:
@@ -57,7 +57,7 @@ def everything(tmp_path):
 
 
 def test_every_kind_is_shown(everything):
-    page, problems = html_of(everything)
+    page, problems = render_html(everything)
     assert problems == []
     for title in (
         "Loss by length", "What the context beyond the window is worth", "Passkeys found, by depth",
@@ -74,7 +74,7 @@ def test_every_kind_is_shown(everything):
 
 def test_text_from_files_stays_text(everything):
     (everything / f"{report_results.HOSTILE[:7].replace('/', '')}.json").write_text('{"<b>": ')
-    page, _ = html_of(everything)
+    page, _ = render_html(everything)
     elements = Elements()
     elements.feed(page)
     assert not {"img", "svg"} & set(elements.tags)
@@ -88,7 +88,7 @@ def test_text_from_files_stays_text(everything):
 
 
 def test_nothing_is_loaded(everything):
-    page, _ = html_of(everything)
+    page, _ = render_html(everything)
     assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}
     policy = re.search(r'Content-Security-Policy" content="(.*?)"', page)[1]
     assert policy.startswith("default-src 'none'")
@@ -121,7 +121,7 @@ def test_a_training_run(tmp_path):
     (other / "metrics.jsonl").write_text(
         '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 9.0}\n{"step": 2, "loss": 4.0}\n'
     )
-    page, problems = html_of(tmp_path / "runs")
+    page, problems = render_html(tmp_path / "runs")
     assert problems == []
     assert "Training loss by step" in page
     charts = {block.title: block for block in blocks_of(tmp_path / "runs")}
@@ -131,7 +131,7 @@ def test_a_training_run(tmp_path):
     assert (second.x, second.y) == ([1, 2], [5.0, 4.0])
     assert charts["Validation loss by step"].series[0].x == [2, 4]
     (other / "metrics.jsonl").write_text("{")
-    assert "metrics.jsonl: not JSON" in dict(html_of(tmp_path / "runs")[1])["two/run.json"]
+    assert "metrics.jsonl: not JSON" in dict(render_html(tmp_path / "runs")[1])["two/run.json"]
 
 
 def test_stability(tmp_path):
@@ -141,7 +141,7 @@ def test_stability(tmp_path):
         report_results.stability(0.01, [9, "inf"], 700.0),
     ]
     report_results.write(tmp_path, {f"{number}.json": run for number, run in enumerate(runs)})
-    page, _ = html_of(tmp_path)
+    page, _ = render_html(tmp_path)
     figures = json.loads(re.search(r'id="report-data">(.*?)</script>', page, re.S)[1])["figures"].values()
     loss, score = (next(f for f in figures if word in f["title"]) for word in ("Loss by", "Largest score"))
     assert (loss["series"][0]["x"], loss["series"][0]["y"]) == ([0.001, 0.01, 0.03], [3, None, None])
@@ -178,7 +178,7 @@ def test_broken_files_are_named(tmp_path):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 3}')
-    page, problems = html_of(tmp_path)
+    page, problems = render_html(tmp_path)
     words = dict(problems)
     assert set(words) == {*BROKEN, "maps--m.json"}
     assert words["maps--m.json"] == "a result of kind maps, but row 1 of `weights` must have 2 numbers"
@@ -242,7 +242,7 @@ def test_no_damage_crashes_it(data, tmp_path):
     report_results.write(tmp_path, {name: damaged})
     found = find_results(tmp_path)
     sections = build.all_sections(found)
-    build.html_of(found, sections, {}, "files").encode()
+    build.render_html(found, sections, {}, "files").encode()
     for section in sections:
         for figure in section.figures():
             csv_of(figure).encode()
@@ -267,7 +267,7 @@ def test_csv_holds_the_numbers_and_no_formulas():
 
 
 def test_results_of_this_repository_are_shown():
-    page, problems = html_of(REPOSITORY / "results")
+    page, problems = render_html(REPOSITORY / "results")
     assert problems == []
     assert "NVIDIA H200" in page
     for kind in ("rotary positions in every layer", "mix of layers"):
@@ -279,7 +279,7 @@ def test_a_run_of_the_study(tmp_path):
     run = {"arm": "lssar-p3", "size": "10m", "seed": 3, "config": {"sequence_length": 32}, "command": "runs/study.py"}
     run["evaluation"] = {"lengths": {"lengths": [{**row, "length": 32, "control": None}, row]}}
     (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
-    page, problems = html_of(tmp_path)
+    page, problems = render_html(tmp_path)
     assert problems == []
     assert "Study, 10m: what the far context is worth, rotary positions in every layer" in page
     assert "mix of layers" not in page
@@ -288,7 +288,7 @@ def test_a_run_of_the_study(tmp_path):
     row["loss"] = "low"
     (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
     (tmp_path / "other.json").write_text(json.dumps({**run, "seed": 4, "evaluation": {"lengths": {"lengths": []}}}))
-    _, problems = html_of(tmp_path)
+    _, problems = render_html(tmp_path)
     assert problems == [("10m-lssar-p3-seed3.json", 'a result of kind study, but `loss` must be a number, got "low"')]
 
 
@@ -375,7 +375,7 @@ def test_heat_maps_lie_side_by_side_on_one_scale(tmp_path):
     assert [axes.get_title() for axes in panels] == ["a", "b"]
     assert len(canvas.axes) == 3  # and one scale
     assert {row[0] for row in maps.table()[1]} == {"a", "b"}
-    page, _ = html_of(tmp_path)
+    page, _ = render_html(tmp_path)
     assert "<h4>a</h4>" in page
 
 
@@ -482,7 +482,7 @@ def test_what_rows_add_up_to(tmp_path):
         entry["weights"][0] = [0.25]
     for name, found in (("a", report_results.maps(False)), ("sigmoid", loose)):
         report_results.write(tmp_path, {f"maps--{name}.json": report_results.frame("maps", name, found)})
-    page, _ = html_of(tmp_path)
+    page, _ = render_html(tmp_path)
     assert (
         "The weights of a row add up to 1 in a. The weights of a row add up to between 0.25 and 3 in sigmoid." in page
     )

@@ -18,10 +18,10 @@ SIZE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def saved_model(folder: Path, **words: Any) -> Path:
+def saved_model(folder: Path, **kwargs: Any) -> Path:
     """A random SoftplusGPT of two layers, "trained" at 16 bytes, with weights large enough for attention to matter."""
     torch.manual_seed(0)
-    model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **words}))
+    model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **kwargs}))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name:

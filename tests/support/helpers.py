@@ -43,7 +43,7 @@ def some_scores_below_zero(opposite: float) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def visibility_of(function: Attention, q: Tensor, k: Tensor, options: dict[str, Any]) -> Visibility:
+def build_visibility(function: Attention, q: Tensor, k: Tensor, options: dict[str, Any]) -> Visibility:
     """Which keys the rows of one call see; q and k as (B, H, T, D)."""
     window = options.get("window")
     if function is softplus_attention_varlen:
@@ -70,7 +70,7 @@ def doubtful_rows(function: Attention, q: Tensor, k: Tensor, **options: Any) -> 
         return torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)  # nothing is cut off in any row
     if is_packed:
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
-    visibility = visibility_of(function, q, k, options)
+    visibility = build_visibility(function, q, k, options)
     normalized_keys = options.get("normalized_keys", False)
     stages = attention_stages(q.double(), k.double(), visibility, None, options.get("score_scale"), normalized_keys)
     x = stages.counts[..., None] * stages.normalised - (stages.counts > 3).double()[..., None]

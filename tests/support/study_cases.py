@@ -29,11 +29,11 @@ def far_control(gain: float, error: float) -> list[dict[str, Any]]:
     ]
 
 
-def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[int]], **words: Any) -> dict[str, Any]:
+def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
     """What experiments/study/run.py writes, as far as the tables read it."""
     config = {"layers": 2, "width": 8, "heads": 2, "sequence_length": TRAINED, "steps": 1000, "batch_size": 3}
     cells = zip((1, 16), correct, strict=True)
-    config |= {"global_every": words["global_every"]} if "global_every" in words else {}
+    config |= {"global_every": kwargs["global_every"]} if "global_every" in kwargs else {}
     word = {
         "stage1_entropy": 2.5,
         "stage1_entropy_frozen": 2.75,
@@ -49,12 +49,12 @@ def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[
         "config": {**config, "attention": arm.partition("-")[0]},
         "tokens": 12000,
         "data": "checksum",
-        "training": {word: words[word] for word in ("step_seconds", "processes") if word in words},
-        "commit": words.get("commit", "0123456789abcdef"),
+        "training": {word: kwargs[word] for word in ("step_seconds", "processes") if word in kwargs},
+        "commit": kwargs.get("commit", "0123456789abcdef"),
         "versions": {"python": "3.11", "torch": "2.0", "cuda": "13", "triton": "3", "transformers": "5"},
         "machine": {"cpu": "a processor", "gpu": "a GPU"},
         "evaluation": {
-            "parameters": words.get("parameters", 1000),
+            "parameters": kwargs.get("parameters", 1000),
             "lengths": own,
             "passkey": [
                 {"length": multiple * TRAINED, "depth": depth, "trials": 10, "correct": right}
@@ -65,8 +65,8 @@ def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[
                 {"length": TRAINED, "log_keys": 1.0, **word},
                 {"length": 16 * TRAINED, "log_keys": 4.0, **word, "zeros": 0.75, "stage1_entropy": None},
             ],
-            "variants": words.get("variants", {}),
-            **{word: words[word] for word in ("learned", "far_control") if word in words},
+            "variants": kwargs.get("variants", {}),
+            **{word: kwargs[word] for word in ("learned", "far_control") if word in kwargs},
         },
     }
 

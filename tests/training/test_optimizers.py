@@ -20,7 +20,7 @@ from softplus_attention.training import TrainConfig, optimizers
 from softplus_attention.training import run as runs
 from softplus_attention.training.checkpoints import load_state, save_state
 from softplus_attention.training.losses import linear_loss
-from softplus_attention.training.optimizers import StackedMuon, optimizer_of, stacks
+from softplus_attention.training.optimizers import StackedMuon, build_optimizer, stacks
 
 PLACES: dict[str, Any] = {"data": "data", "output": "output"}
 
@@ -67,7 +67,7 @@ class TestMuon:
         )
         model = SoftplusGPTForCausalLM(config)
         options: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
-        return model, optimizer_of("muon", model, learning_rate=1e-2, muon_learning_rate=2e-2, **options)
+        return model, build_optimizer("muon", model, learning_rate=1e-2, muon_learning_rate=2e-2, **options)
 
     def test_muon_takes_hidden_matrices_only(self) -> None:
         model, optimizer = self.build()

@@ -26,7 +26,7 @@ OURS = ("heads", "heads:far=group,near=2048")
 KINDS = ("novel", "essay", "scripture", "manual")
 
 
-def name_of(method: str) -> str:
+def format_method(method: str) -> str:
     if method in NAMES:
         return NAMES[method]
     kind, _, given = method.partition(":")
@@ -71,7 +71,7 @@ def difference(ours: list[float], theirs: list[float]) -> str:
 
 def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
     rows = [(method, own) for method, own in methods.items() if own["loss"]]
-    columns = [[name_of(method) for method, _ in rows]]
+    columns = [[format_method(method) for method, _ in rows]]
     for length in LENGTHS:
         columns.append([mean_cell(own["loss"].get(str(length), [])[:long]) for _, own in rows])
     whole = methods["original"]["cache_bytes"]["65536"]
@@ -84,7 +84,7 @@ def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
 def needles_table(files: list[dict[str, Any]]) -> str:
     rows = [(file["needles"], method, own["needles"]) for file in files for method, own in file["methods"].items()]
     rows = [row for row in rows if row[2]]
-    columns = [[name_of(method) for _, method, _ in rows], [str(count) for count, _, _ in rows]]
+    columns = [[format_method(method) for _, method, _ in rows], [str(count) for count, _, _ in rows]]
     for length in LENGTHS:
         cells = []
         for _, _, asked in rows:
@@ -101,11 +101,11 @@ def needles_table(files: list[dict[str, Any]]) -> str:
 
 def paired_table(methods: dict[str, dict[str, Any]], ours: str, long: int) -> str:
     rivals = ["original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope"]
-    columns = [[f"less {name_of(rival)}" for rival in rivals]]
+    columns = [[f"less {format_method(rival)}" for rival in rivals]]
     for length in map(str, LENGTHS):
         mine = methods[ours]["loss"][length][:long]
         columns.append([difference(mine, methods[rival]["loss"][length][:long]) for rival in rivals])
-    return table([name_of(ours), *(f"{length // 1024}K" for length in LENGTHS)], columns)
+    return table([format_method(ours), *(f"{length // 1024}K" for length in LENGTHS)], columns)
 
 
 def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, Any]], chosen: list[str]) -> str:
@@ -115,7 +115,7 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
         losses = methods[method]["loss"]["32768"]
         by_kind = {kind: [x for x, one in zip(losses, documents, strict=True) if one["kind"] == kind] for kind in KINDS}
         columns.append([mean_cell(by_kind[kind]) for kind in KINDS])
-    return table(["loss at 32K", *map(name_of, chosen)], columns)
+    return table(["loss at 32K", *map(format_method, chosen)], columns)
 
 
 def cost_table(path: Path) -> str:
@@ -128,7 +128,7 @@ def cost_table(path: Path) -> str:
         for name in names:
             row = rows[name]
             lines[0].append(f"{int(length):,}")
-            lines[1].append(name_of(name))
+            lines[1].append(format_method(name))
             lines[2].append(f"{row['cache_bytes'] / 2**20:,.0f} MiB")
             lines[3].append(f"{row['tokens_per_second']:.1f}")
             own = found["prefill"].get(length, {}).get(name)
@@ -144,7 +144,7 @@ def gpu_table(path: Path) -> str:
     found = read_results(path, PROGRAM)
     rows = [(int(n), name, own) for name, by in found["methods"].items() for n, own in by["speed"].items()]
     rows.sort(key=lambda row: row[0])
-    columns = [[f"{length:,}" for length, _, _ in rows], [name_of(name) for _, name, _ in rows]]
+    columns = [[f"{length:,}" for length, _, _ in rows], [format_method(name) for _, name, _ in rows]]
     columns.append([f"{own['tokens_per_second']:.1f}" for *_, own in rows])
     columns.append([f"{own['prefill_seconds']:.2f} s" for *_, own in rows])
     columns.append([f"{own['peak_bytes'] / 2**20:,.0f} MiB" for *_, own in rows])

@@ -37,7 +37,7 @@ def groups(cells: Iterable[Found]) -> dict[tuple[int, bool, str], list[Found]]:
     }
 
 
-def name_of(arm: str, pretrained: bool) -> str:
+def format_arm(arm: str, pretrained: bool) -> str:
     return f"`{arm}`" + ("" if pretrained else ", no pre-training")
 
 
@@ -56,7 +56,7 @@ def force_table(found: Found) -> str:
         for word in ("heavier", "wider")
     }
     columns = [
-        [name_of(arm, pretrained) for _, pretrained, arm in made],
+        [format_arm(arm, pretrained) for _, pretrained, arm in made],
         [f"{labels:,}" for labels, _, _ in made],
         [mean_and_range((q["r2_ln_force"] for q in inside[key]), ".3f") for key in made],
     ]
@@ -153,7 +153,7 @@ def faithful_table(found: Found) -> str:
         fitted = [cell["exponents"]["inside"]["exponents"] for cell in cells]
         rows.append(
             [
-                name_of(arm, pretrained),
+                format_arm(arm, pretrained),
                 f"{losses[arm]:.2f}" if pretrained else "-",
                 mean_and_range((q["r2_force"] for q in inside), ".2f"),
                 mean_and_range((q["r2_ln_force"] for q in inside), ".2f"),

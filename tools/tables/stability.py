@@ -12,7 +12,7 @@ from tools.tables.markdown import TableError, table_lines
 ARMS = ("softmax", "softmax-qknorm-logn", "lssar-p3", "lssar-p15")  # in this order
 
 
-def loss_of(record: dict[str, Any]) -> float | None:
+def final_loss_of_record(record: dict[str, Any]) -> float | None:
     """At the end; None where training stopped or became something that is not finite."""
     return None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
 
@@ -20,7 +20,7 @@ def loss_of(record: dict[str, Any]) -> float | None:
 def cell(record: dict[str, Any] | None) -> str:
     if record is None:
         return "-"
-    loss = loss_of(record)
+    loss = final_loss_of_record(record)
     return "stopped: not finite" if loss is None else f"{loss:.3f} ({record['largest_score']:.0f})"
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from softplus_attention.attentions.spec import AttentionSpec, Parameters, first_scale
 from softplus_attention.power import Power, power_by_log, power_of_rows
 from softplus_attention.reference import (
+    choose_offset,
     compute_dtype,
     expand_kv_heads,
     l1_normalised,
-    offset_of,
     seen_by_some_row,
     sharpened,
     softplus,
@@ -110,7 +110,7 @@ def second_stage(spec: AttentionSpec, a: Tensor, visible: Tensor, counts: Tensor
     p = p.to(a.dtype)[..., None] if isinstance(p, Tensor) else p
     if spec.second_stage == "exp":
         return softmax(p * (counts[..., None] * a if spec.times_n else a), visible)
-    offset = offset_of(counts, spec.offset)
+    offset = choose_offset(counts, spec.offset)
     # relu(a - o) is relu(N a - N o) / N: the factor cancels, and the tolerance for equal scores keeps its meaning.
     return sharpened(a, visible, counts, p, offset if spec.times_n else offset * counts[..., None])
 

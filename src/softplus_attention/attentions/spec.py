@@ -191,4 +191,4 @@ def check_parameters(spec: AttentionSpec, parameters: Parameters | None, q: Tens
             check_power(value, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
         elif value.shape != (q.shape[1],) or value.device != q.device:
             expected = f"of shape (H,) = ({q.shape[1]},) on {q.device}"
-            check.fail(f"parameters[{name!r}]", expected, check.described(value))
+            check.fail(f"parameters[{name!r}]", expected, check.describe_tensor(value))

@@ -75,7 +75,7 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     from matplotlib.figure import Figure as Canvas
 
     columns = 2 if len(figures) == 4 else min(columns, len(figures))
-    sizes = [size_of(figure) for figure in figures]
+    sizes = [figure_size(figure) for figure in figures]
     widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
     heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
     size = (min(sum(widths), MOST_INCHES), min(sum(heights), MOST_INCHES))
@@ -106,7 +106,7 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     return canvas
 
 
-def size_of(figure: Figure) -> tuple[float, float]:
+def figure_size(figure: Figure) -> tuple[float, float]:
     """Inches, width and height."""
     if isinstance(figure, LineChart):
         names = [len(label(series.name)) for series in figure.series]
@@ -117,7 +117,7 @@ def size_of(figure: Figure) -> tuple[float, float]:
     if isinstance(figure, HeatMap):
         return max(4.0, 1.6 + 0.62 * len(figure.columns)), max(2.4, 1.2 + 0.38 * len(figure.rows))
     if isinstance(figure, HeatMaps):
-        sizes = [size_of(one) for _, one in figure.maps]
+        sizes = [figure_size(one) for _, one in figure.maps]
         columns = min(HEAT_COLUMNS, len(sizes))
         return columns * max(w for w, _ in sizes), -(-len(sizes) // columns) * max(h for _, h in sizes) + 0.4
     layers, heads = layers_and_heads(figure)
@@ -129,7 +129,7 @@ def margins(figure: LineChart | HeatMaps) -> tuple[float, float, float, float]:
     """Inches left, right, below and above of the axes: room for their labels, for a legend and for a scale."""
     if isinstance(figure, HeatMaps):
         return 0.6 + 0.07 * max(len(name) for _, one in figure.maps for name in one.rows), 1.1, 0.75, 0.75
-    return 0.85, size_of(figure)[0] - 7.2 + 0.15, 0.75, 0.4
+    return 0.85, figure_size(figure)[0] - 7.2 + 0.15, 0.75, 0.4
 
 
 def label(name: str) -> str:

@@ -30,7 +30,7 @@ class Series:
     band: tuple[Sequence[Number], Sequence[Number]] | None = None  # the lower and the upper end
 
 
-def columns_of(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[Cell]]]:
+def chart_columns(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[Cell]]]:
     """One row per x, one column per series."""
     places = sorted({x for series in lines for x in series.x})
     head = [x_label]
@@ -61,7 +61,7 @@ class LineChart:
     kind: str = field(default="lines", init=False)
 
     def table(self) -> tuple[list[str], Rows]:
-        return columns_of(self.x_label, self.series)
+        return chart_columns(self.x_label, self.series)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class BarChart:
     kind: str = field(default="bars", init=False)
 
     def table(self) -> tuple[list[str], Rows]:
-        rows = columns_of("", self.series)[1]
+        rows = chart_columns("", self.series)[1]
         names = [self.places[place].replace("\n", " ") for place in sorted({int(x) for s in self.series for x in s.x})]
-        head = [self.x_label, *columns_of("", self.series)[0][1:]]
+        head = [self.x_label, *chart_columns("", self.series)[0][1:]]
         return head, [[name, *row[1:]] for name, row in zip(names, rows, strict=True)]
 
 

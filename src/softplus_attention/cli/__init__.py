@@ -81,14 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
     except Exception as error:
-        reason = reason_of(error, options)
+        reason = explain(error, options)
         if reason is None:
             raise
         complain(reason)
         return 1
 
 
-def reason_of(error: Exception, options: argparse.Namespace) -> str | None:
+def explain(error: Exception, options: argparse.Namespace) -> str | None:
     """What the machine refused; None for an error in the program."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}{where_from(error.filename, options)}"

@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     data = run_metadata(device) | {"baseline": BASELINE, "rows": rows}
     options.output.mkdir(parents=True, exist_ok=True)
     write_json(file, data)
-    print(text_of(rows, options, device))
+    print(format_rows(rows, options, device))
     written = [file, *draw(rows, options.output / "bench")]
     print("\nwritten: " + ", ".join(str(path) for path in written))
     return 0
@@ -132,7 +132,7 @@ def complete(options: argparse.Namespace, device: torch.device) -> None:
             setattr(options, name, value)
 
 
-def batch_of(options: argparse.Namespace, device: torch.device, length: int) -> int:
+def choose_batch(options: argparse.Namespace, device: torch.device, length: int) -> int:
     return options.batch or (max(1, 32768 // length) if device.type == "cuda" else 1)
 
 
@@ -201,7 +201,7 @@ def compare(
             row[f"{prefix}_mib"] = peak_bytes(found[name], device) / MIB
 
 
-def step_of(attend: Attention, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+def training_step(attend: Attention, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(attend(*inputs), inputs, grad)
 
 
@@ -209,7 +209,7 @@ def run_op(options: argparse.Namespace, device: torch.device, seconds: float) ->
     rows: list[Row] = []
     began = time.monotonic()
     for place, length in enumerate(options.lengths):
-        shape = (batch_of(options, device, length), options.heads, length, options.head_dim)
+        shape = (choose_batch(options, device, length), options.heads, length, options.head_dim)
         common = dict(zip(("batch", "heads", "length", "head_dim"), shape, strict=True)) | {"section": "op"}
         q, k, v, grad = (torch.randn(shape, device=device, dtype=DTYPES[options.dtype]) for _ in range(4))
         inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -226,7 +226,7 @@ def run_op(options: argparse.Namespace, device: torch.device, seconds: float) ->
                 works = {name: functools.partial(attend, *plain) for name, attend in attentions().items()}
             else:
                 ran = {row["contender"] for row in rows if row.items() >= common.items() and row["status"] == "ok"}
-                works = {name: functools.partial(step_of, attend, inputs, grad)
+                works = {name: functools.partial(training_step, attend, inputs, grad)
                          for name, attend in attentions().items() if name in ran}  # fmt: skip
             compare(rows, works, common, prefix, device, options.repetitions, share * part)
         note("op", length)
@@ -253,11 +253,11 @@ def run_decode(options: argparse.Namespace, device: torch.device, seconds: float
 
 def run_model(options: argparse.Namespace, device: torch.device, seconds: float) -> list[Row]:
     from softplus_attention.huggingface import SoftplusGPTForCausalLM
-    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.training.config import configured
     from softplus_attention.training.run import model_config
 
-    quiet()
+    silence_transformers()
     rows: list[Row] = []
     works: dict[str, Work] = {}
     common: Row = {"section": "model", "preset": options.preset}
@@ -292,7 +292,7 @@ TITLES = {
 COLUMNS = {"forward_ms": "forward ms", "step_ms": "step ms", "forward_mib": "forward MiB", "step_mib": "step MiB"}
 
 
-def text_of(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> str:
+def format_rows(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> str:
     """A table for each section; in brackets the ratio to the baseline."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     lines = [f"{options.dtype} on {where}, torch {torch.__version__}; in brackets relative to {BASELINE}"]

@@ -52,16 +52,16 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from softplus_attention.huggingface import use_attention
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.huggingface.loading import check_is_causal, load_model, load_tokenizer, silence_transformers
     from softplus_attention.utils.device import check_device
 
-    quiet()
+    silence_transformers()
     check_device(options.device)
     trust = options.trust_remote_code
     model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
     if model.config.is_encoder_decoder:
         fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")
-    refuse_foresight("model", model, torch.arange(4, device=model.device)[None])
+    check_is_causal("model", model, torch.arange(4, device=model.device)[None])
     tokenizer = (try_tokenizer if options.text is None else load_tokenizer)(options.model, trust)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)
@@ -114,6 +114,6 @@ def try_out(model: Any) -> None:
 
 def mean_loss(model: Any, tokens: Any) -> float:
     """Mean negative log-likelihood of the tokens after the first of each sequence, in nats."""
-    from softplus_attention.evaluation.lengths import losses_of
+    from softplus_attention.evaluation.lengths import token_losses
 
-    return losses_of(model, tokens).mean().item()
+    return token_losses(model, tokens).mean().item()

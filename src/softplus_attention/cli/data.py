@@ -44,10 +44,10 @@ def add_prepare(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")
     for field in dataclasses.fields(PrepareOptions):
-        words = dict(field.metadata)
+        kwargs = dict(field.metadata)
         if field.default is not None:
-            words["help"] += " (default: %(default)s)"
-        parser.add_argument(flag(field.name), default=field.default, **words)
+            kwargs["help"] += " (default: %(default)s)"
+        parser.add_argument(flag(field.name), default=field.default, **kwargs)
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
     parser.set_defaults(run=run_prepare)
 

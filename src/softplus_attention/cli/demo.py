@@ -92,7 +92,7 @@ def clear(folder: Path) -> None:
             shutil.rmtree(run)
     if is_demo_data(folder):
         shutil.rmtree(folder / "data")
-    text_of(folder).unlink(missing_ok=True)
+    text_path(folder).unlink(missing_ok=True)
     for name in ("runs", "text"):
         if (folder / name).is_dir() and not any((folder / name).iterdir()):
             (folder / name).rmdir()
@@ -101,7 +101,7 @@ def clear(folder: Path) -> None:
 def check_is_demo(folder: Path) -> None:
     """Refuses a folder that holds anything and nothing of a demo."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    ours = [text_of(folder), folder / "results.json", *(folder / "runs" / arm["attention"] for arm in ARMS.values())]
+    ours = [text_path(folder), folder / "results.json", *(folder / "runs" / arm["attention"] for arm in ARMS.values())]
     if names and not any(path.exists() for path in ours):
         reason = f"the folder {folder} holds something else ({names[0]})"
         raise ValueError(f"{reason}: `--output` takes a new folder, an empty one, or that of an earlier demo")
@@ -113,10 +113,10 @@ def is_demo_data(folder: Path) -> bool:
         sources = read_json(folder / "data" / "index.json")["plan"]["sources"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return [Path(source).name for source in sources] == [text_of(folder).name]
+    return [Path(source).name for source in sources] == [text_path(folder).name]
 
 
-def text_of(folder: Path) -> Path:
+def text_path(folder: Path) -> Path:
     return folder / "text" / "train.jsonl"
 
 
@@ -125,7 +125,7 @@ def prepare_text(folder: Path, texts: int) -> Texts:
     from softplus_attention.evaluation.lengths import texts_of
 
     train, validation = builtin_text()
-    source = text_of(folder)
+    source = text_path(folder)
     if not source.exists():
         source.parent.mkdir(parents=True, exist_ok=True)
         write_whole(source, "".join(json.dumps({"text": text}) + "\n" for text in train))
@@ -139,10 +139,10 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
     from softplus_attention.training import TrainConfig, train
     from softplus_attention.training.errors import ConfigChanged, RunStopped
 
-    words = {**TRAINING, **ARMS[name], "steps": options.steps, "seed": options.seed, "device": options.device}
+    kwargs = {**TRAINING, **ARMS[name], "steps": options.steps, "seed": options.seed, "device": options.device}
     output = folder / "runs" / ARMS[name]["attention"]
     print(f"     {name}", flush=True)
-    config = TrainConfig(data=str(folder / "data"), output=str(output), **words)
+    config = TrainConfig(data=str(folder / "data"), output=str(output), **kwargs)
     try:
         return train(config)
     except ConfigChanged as error:

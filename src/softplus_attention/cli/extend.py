@@ -74,12 +74,12 @@ def run(options: argparse.Namespace) -> int:
     from softplus_attention.extend.build import Build, Request
     from softplus_attention.extend.methods import METHODS as KINDS
     from softplus_attention.extend.ranking import RankingSettings
-    from softplus_attention.huggingface.loading import quiet
-    from softplus_attention.utils.device import check_device, device_of
+    from softplus_attention.huggingface.loading import silence_transformers
+    from softplus_attention.utils.device import check_device, resolve_device
 
-    quiet()
+    silence_transformers()
     check_device(options.device)
-    trained = trained_length_of(options.model)
+    trained = read_trained_length(options.model)
     given = {"window": options.window or min(WINDOW, trained // 4), "sink": options.sink, "length": options.to}
     given["near"] = options.near or min(NEAR, trained // 4)
     if options.method == "heads":
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         seed=options.seed,
         dtype=options.dtype,
     )
-    Build(request, options.output, device_of(options.device)).run()
+    Build(request, options.output, resolve_device(options.device)).run()
     return 0
 
 
@@ -137,7 +137,7 @@ def lengths_to_measure(options: argparse.Namespace, trained: int) -> tuple[int, 
     return tuple(sorted({int(one) for one in options.measure}))
 
 
-def trained_length_of(source: str) -> Any:
+def read_trained_length(source: str) -> Any:
     from softplus_attention.extend.build import load_config
     from softplus_attention.extend.methods import trained_length
 

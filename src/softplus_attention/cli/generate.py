@@ -50,15 +50,15 @@ def run(options: argparse.Namespace) -> int:
     power = None if options.power is None else constant_power(options.power)
     import torch
 
-    from softplus_attention.huggingface.loading import load_model, load_tokenizer, quiet, refuse_foresight
+    from softplus_attention.huggingface.loading import check_is_causal, load_model, load_tokenizer, silence_transformers
     from softplus_attention.utils.device import check_device
 
-    quiet()
+    silence_transformers()
     check_device(options.device)
     prompt = options.prompt if options.prompt is not None else read_option("--prompt-file", options.prompt_file)
     trust = options.trust_remote_code
     model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
-    refuse_foresight("--model", model, torch.arange(4, device=model.device)[None])
+    check_is_causal("--model", model, torch.arange(4, device=model.device)[None])
     tokenizer = load_tokenizer(options.tokenizer or options.model, trust)
     if power is not None:
         change_power(model, power)

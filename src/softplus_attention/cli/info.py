@@ -54,13 +54,13 @@ def run(options: argparse.Namespace) -> int:
     print(f"impl='auto' for ({batch}, {heads}, {tokens}, {width}) {options.dtype} on {device}: {choice.impl}")
     print(f"  because: {choice.reason}")
     if choice.impl == "triton":
-        print(f"  kernels: {kernels_of(device, tokens, width, DTYPES[options.dtype])}")
+        print(f"  kernels: {describe_kernels(device, tokens, width, DTYPES[options.dtype])}")
         print(f"  softplus_attention_decode without gradients, up to {MAX_DECODE_ROWS} new tokens: its own kernel")
     print(f"  score_scale=None means log({width}) = {scale:.4f}")
     return 0
 
 
-def kernels_of(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
+def describe_kernels(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
     """Which of the GPU kernels a call of that shape without a mask runs, and why."""
     from softplus_attention.kernels.hopper.launch import unsupported_device_reason, unsupported_shape_reason
 

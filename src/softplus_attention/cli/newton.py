@@ -74,7 +74,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of the arithmetic in training")
     parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
     for name, help_text in NUMBERS.items():
-        parser.add_argument(option_of(name), dest=name, type=int, metavar="N", help=help_text)
+        parser.add_argument(option_name(name), dest=name, type=int, metavar="N", help=help_text)
         if name in RENAMED:
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -94,7 +94,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=run)
 
 
-def option_of(name: str) -> str:
+def option_name(name: str) -> str:
     return f"--{RENAMED.get(name, name).replace('_', '-')}"
 
 
@@ -102,7 +102,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     for name, least in {**dict.fromkeys(NUMBERS, 1), "workers": 0, "save_every": 0}.items():
         value = getattr(options, name)
         if value is not None and value < least:
-            fail(option_of(name), f"at least {least}", value)
+            fail(option_name(name), f"at least {least}", value)
 
 
 def listed(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ def listed(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
         fail(f"--{name}", f"{kind.__name__}s separated by commas", repr(text))
 
 
-def changes_of(options: argparse.Namespace) -> dict[str, Any]:
+def read_changes(options: argparse.Namespace) -> dict[str, Any]:
     """What the command line says beside the preset."""
     changes: dict[str, Any] = {}
     for name, kind in (("arms", str), ("seeds", int), ("labels", int)):
@@ -137,15 +137,15 @@ def run(options: argparse.Namespace) -> int:
             fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
     check_numbers(options)
     check_installed(*(package for stage, needed in NEEDED.items() if stage in stages for package in needed))
-    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.physics.presets import preset
     from softplus_attention.physics.stages import Folder, run_stages, write_json
     from softplus_attention.physics.summary import printed, summary
     from softplus_attention.physics.training import ComputeOptions
     from softplus_attention.training import distributed
 
-    quiet()  # loading a model for another head is what is done here on purpose
-    experiment = preset(options.preset, **changes_of(options))
+    silence_transformers()  # loading a model for another head is what is done here on purpose
+    experiment = preset(options.preset, **read_changes(options))
     compute = ComputeOptions.of(
         options.device, workers=options.workers, compile=options.compile, save_every=options.save_every
     )

@@ -11,7 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from softplus_attention.training import distributed
-from softplus_attention.training.config import PRESETS, TrainConfig, configured, kinds_of
+from softplus_attention.training.config import PRESETS, TrainConfig, configured, field_types
 from softplus_attention.training.errors import RunStopped, RunWarning
 from softplus_attention.utils.files import clean_text
 
@@ -68,8 +68,8 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
     if field.default is not dataclasses.MISSING and field.default is not None:
         help_text += f" (default: {field.default})"
     common: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
-    flag = flag_of(field.name)
-    kinds = [kind for kind in kinds_of(field) if kind is not types.NoneType]
+    flag = flag_for(field.name)
+    kinds = [kind for kind in field_types(field) if kind is not types.NoneType]
     if bool in kinds:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
     else:
@@ -87,10 +87,10 @@ def named_as_options(message: str) -> str:
     """An error that speaks of `sequence_length`, as the configuration calls it, for somebody who wrote
     --sequence-length."""
     names = [field.name for field in dataclasses.fields(TrainConfig)] + ["preset", "config"]
-    return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_of(found[1])}`", message)
+    return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_for(found[1])}`", message)
 
 
-def flag_of(setting: str) -> str:
+def flag_for(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 

@@ -169,10 +169,10 @@ class Index:
         if counts["documents"] == 1 and all(split.documents for split in self.splits.values()):
             share = self.splits["validation"].tokens / sum(split.tokens for split in self.splits.values())
             lines.append(f"             a single document: its last {share:.0%} are the validation split")
-        return [*lines, f"made by      {command_of(self.plan, self.folder)}"]
+        return [*lines, f"made by      {prepare_command(self.plan, self.folder)}"]
 
     def remedy(self) -> str:
-        command = command_of(self.plan, self.folder)
+        command = prepare_command(self.plan, self.folder)
         return f"restore it from a copy, or delete the folder and make it again with `{command}`"
 
 
@@ -192,7 +192,7 @@ def file_record(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def command_of(plan: Mapping[str, Any], output: Path) -> str:
+def prepare_command(plan: Mapping[str, Any], output: Path) -> str:
     """The command that carries out a plan."""
     words = ["softplus-attention", "data", "prepare", *plan["sources"], "--output", str(output)]
     for name, value in plan["options"].items():

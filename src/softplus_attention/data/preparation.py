@@ -252,7 +252,7 @@ def run(
     progress: Progress,
 ) -> None:
     holds_tokens = sources[0].holds_tokens
-    tail = None if holds_tokens else tail_of(sources, options)
+    tail = None if holds_tokens else validation_tail(sources, options)
     tokenizer = saved_tokenizer(sources, output, options, progress, tail)
     vocabulary = tokenizers.vocabulary_size(tokenizer)
     end_id: int = tokenizer.get_vocab(with_added_tokens=True)[tokenizers.saved_end(output)]
@@ -261,7 +261,7 @@ def run(
         if isinstance(source, TokenFile):
             source.bind(end_id, vocabulary)
     if holds_tokens:
-        tail = tail_of(sources, options)
+        tail = validation_tail(sources, options)
     settings = WorkerSettings(
         work=output / PARTIAL,
         tokenizer=output / TOKENIZER,
@@ -321,7 +321,7 @@ def saved_tokenizer(
     return Tokenizer.from_file(str(path))
 
 
-def tail_of(sources: list[Source], options: PrepareOptions) -> float | None:
+def validation_tail(sources: list[Source], options: PrepareOptions) -> float | None:
     """What is validation of a single document; None if there are more."""
     if not 0 < options.single_validation < 1:
         return None

@@ -82,7 +82,7 @@ def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: 
         if name.startswith(HUB) or (name.partition(":")[0] == FINEWEB and not Path(name).exists()):
             found.append(hub_source(name, options))
             continue
-        for path in files_of(name, output, argument):
+        for path in find_files(name, output, argument):
             if path.resolve() in seen:
                 fail(argument, "files named once", f"{path} twice", DataError)
             seen.add(path.resolve())
@@ -92,7 +92,7 @@ def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: 
     return found
 
 
-def files_of(name: str, output: Path, argument: str) -> list[Path]:
+def find_files(name: str, output: Path, argument: str) -> list[Path]:
     """A file, or the files of a folder: those of records or tokens, or else every text."""
     path = Path(name)
     if not path.exists():
@@ -292,9 +292,9 @@ class JsonLinesFile(FileSource):
                 self.offset += len(line)
                 self.given += 1
                 if self.given > first and line.strip():
-                    yield self.text_of(line, offset)
+                    yield self.extract_text(line, offset)
 
-    def text_of(self, line: bytes, offset: int) -> str:
+    def extract_text(self, line: bytes, offset: int) -> str:
         field = self.options.text_field
         where = f"line {self.given} of {self.name}"
         text = self.decoded(line, offset)

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from softplus_attention.attentions.catalog import KNOWN, Attention, attention
 from softplus_attention.attentions.composed import composed_weights
-from softplus_attention.huggingface.attention import attention_of, visibility_of
+from softplus_attention.huggingface.attention import attention_from_config, build_visibility
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.nn.rotary import rotate
 from softplus_attention.reference import attention_stages
@@ -128,7 +128,7 @@ def watching_own(modules: list[SoftplusGPTAttention], see: See) -> Iterator[None
         q, k = (project(hidden).view(shape).transpose(1, 2) for project in (module.q_proj, module.k_proj))
         if positions is not None:
             q, k = rotate(q, *positions), rotate(k, *positions)
-        visibility = visibility_of(q, k, mask, True, module.attention.window(None))
+        visibility = build_visibility(q, k, mask, True, module.attention.window(None))
         see(Call(module.layer_idx, module.attention, q, k, visibility, module.attention_parameters()))
 
     hooks = [module.register_forward_pre_hook(before) for module in modules]
@@ -148,17 +148,17 @@ def watching_host(model: Any, see: See) -> Iterator[None]:
     before = ALL_ATTENTION_FUNCTIONS[name]
     was_local = name in ALL_ATTENTION_FUNCTIONS._local_mapping
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **words: Any) -> Any:
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
         usual = query.shape[-1] ** -0.5
         if name in KNOWN:
-            chosen = attention_of(module.config, name)
+            chosen = attention_from_config(module.config, name)
         else:
-            scaling = words.get("scaling")
+            scaling = kwargs.get("scaling")
             ratio = 1.0 if scaling is None else scaling / usual
             chosen = attention("softmax") if abs(ratio - 1) < 1e-6 else attention("softmax", scale=ratio)
-        visibility = visibility_of(query, key, mask, bool(getattr(module, "is_causal", True)), chosen.window(None))
+        visibility = build_visibility(query, key, mask, bool(getattr(module, "is_causal", True)), chosen.window(None))
         see(Call(int(module.layer_idx), chosen, query, key, visibility, {}))
-        return before(module, query, key, value, mask, **words)
+        return before(module, query, key, value, mask, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
     try:

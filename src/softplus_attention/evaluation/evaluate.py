@@ -55,13 +55,13 @@ class Evaluation:
     def save(self, folder: str | Path) -> list[Path]:
         """Result files, CSV tables and figures, for `softplus-attention report`."""
         from softplus_attention.utils.files import write_json
-        from softplus_attention.utils.results import path_of
+        from softplus_attention.utils.results import result_path
 
         folder, measure = Path(folder), measures()[self.measure]
         folder.mkdir(parents=True, exist_ok=True)
         for result in self.results:
-            write_json(path_of(folder, result), result)
-        paths = [path_of(folder, result) for result in self.results]
+            write_json(result_path(folder, result), result)
+        paths = [result_path(folder, result) for result in self.results]
         return [*paths, *measure.write_tables(folder, self.results), *measure.draw(folder, self.results)]
 
     def _repr_html_(self) -> str:
@@ -211,14 +211,14 @@ def open_model(model: Any, training_length: int | None, device: str | None) -> L
         ModelSpec,
         load_for_evaluation,
         parse_model_spec,
-        training_length_of,
+        read_training_length,
     )
 
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, str | Path):
         spec = parse_model_spec(str(model))
-        length = training_length or training_length_of(spec)
+        length = training_length or read_training_length(spec)
     else:
         name = getattr(model, "name_or_path", "") or type(model).__name__
         spec = ModelSpec(name, name, {})

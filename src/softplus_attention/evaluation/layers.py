@@ -35,7 +35,7 @@ def mean(values: Sequence[Number]) -> Number:
     return sum(there) / len(there) if there else None
 
 
-def log_keys_of(row: Mapping[str, Any], head: Mapping[str, Any]) -> Number:
+def head_log_keys(row: Mapping[str, Any], head: Mapping[str, Any]) -> Number:
     """Of the head where the file has it, else that of all layers together."""
     own: Number = head.get("log_keys")
     return own if own is not None else row.get("log_keys")
@@ -45,18 +45,18 @@ def heads_in(row: Mapping[str, Any], group: LayerGroup) -> list[Mapping[str, Any
     return [head for head in row["heads"] if head["layer"] in group.layers]
 
 
-def mean_of(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
+def mean_over_heads(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
     return mean([head.get(name) for head in heads_in(row, group)])
 
 
 def log_keys(row: Mapping[str, Any], group: LayerGroup) -> Number:
     """The entropy of equal weights in these layers."""
-    return mean([log_keys_of(row, head) for head in heads_in(row, group)])
+    return mean([head_log_keys(row, head) for head in heads_in(row, group)])
 
 
 def share_of_log_keys(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
     """An entropy as a share of that of equal weights."""
-    value, most = mean_of(row, group, name), log_keys(row, group)
+    value, most = mean_over_heads(row, group, name), log_keys(row, group)
     return None if value is None or most is None or most <= 0 else value / most
 
 
@@ -122,12 +122,12 @@ def equal_weights(curves: Sequence[tuple[str, Curve]]) -> list[tuple[str, Curve]
             found.append(([name], dict(curve)))
     words = "equal weights (log N)"
     return [
-        (words if len(found) == 1 else f"{words}: {some_of(names)}", dict(sorted(curve.items())))
+        (words if len(found) == 1 else f"{words}: {list_some(names)}", dict(sorted(curve.items())))
         for names, curve in found
     ]
 
 
-def some_of(names: Sequence[str]) -> str:
+def list_some(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - MOST_NAMES
     return "; ".join(distinct[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -53,7 +53,7 @@ def cut_documents(documents: Iterable[Any], longest: int, max_rows: int | None =
     return EvaluationTexts(rows, len(kept))
 
 
-def losses_of(
+def token_losses(
     model: Any, rows: Tensor, *, batch_tokens: int = 16384, progress: Report | None = None, losses: Any = None
 ) -> Tensor:
     """(sequences, length - 1), float32, on the CPU. A batch that does not fit into memory is halved and tried again;
@@ -100,11 +100,11 @@ class LengthEvaluator:
             "targets": losses.numel(),
             "sequences": len(rows),
             "positions": [{"first": begin, "end": end, "loss": mean} for begin, end, mean in buckets],
-            "control": self.control_of(rows, losses, progress) if self.control else None,
+            "control": self.measure_control(rows, losses, progress) if self.control else None,
             "seconds": round(time.perf_counter() - started, 2),
         }
 
-    def control_of(self, rows: Tensor, losses: Tensor, progress: Report | None = None) -> dict[str, Any] | None:
+    def measure_control(self, rows: Tensor, losses: Tensor, progress: Report | None = None) -> dict[str, Any] | None:
         """The end of each sequence, which the full context has just been measured on, in windows of a training length;
         what is compared is the second half of each."""
         window, length = self.training_length, rows.shape[1]
@@ -138,7 +138,7 @@ class LengthEvaluator:
     def losses(self, rows: Tensor, progress: Report | None) -> Tensor:
         length = rows.shape[1]
         tokens = self.batch_tokens or sequences_at_once(self.model, length) * length
-        return losses_of(self.model, rows, batch_tokens=tokens, progress=progress, losses=self.token_loss)
+        return token_losses(self.model, rows, batch_tokens=tokens, progress=progress, losses=self.token_loss)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softplus_attention.distributed import shard_batch, sharded
-from softplus_attention.huggingface.loading import refuse_foresight
+from softplus_attention.huggingface.loading import check_is_causal
 
 # Elements of the float32 logits that exist at a time: 256 MB.
 LOGITS = 1 << 26
@@ -34,7 +34,7 @@ class TokenLoss:
     @torch.inference_mode()
     def __call__(self, ids: Tensor) -> Tensor:
         if self.in_pieces is None:
-            refuse_foresight("MODEL", self.model, ids[:1, :8])
+            check_is_causal("MODEL", self.model, ids[:1, :8])
             self.in_pieces = self.head is not None and self.pieces_are_right(ids[:1, :8])
         if self.group is not None:
             return self.of_sharded(ids)
@@ -58,8 +58,8 @@ class TokenLoss:
         losses = [piece_loss(self.finished(self.head(states)), wanted) for states, wanted in parts]
         return torch.cat(losses).view(hidden.shape[:2])
 
-    def hidden_states(self, ids: Tensor, **words: Tensor) -> Tensor:
-        return self.model.get_decoder()(input_ids=ids, use_cache=False, **words).last_hidden_state
+    def hidden_states(self, ids: Tensor, **kwargs: Tensor) -> Tensor:
+        return self.model.get_decoder()(input_ids=ids, use_cache=False, **kwargs).last_hidden_state
 
     def finished(self, logits: Tensor) -> Tensor:
         """What models do after the output layer, by the words that their configs have for it."""

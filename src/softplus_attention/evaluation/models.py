@@ -14,13 +14,18 @@ from transformers import AutoConfig
 
 from softplus_attention.attentions.catalog import KNOWN, attention
 from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
-from softplus_attention.huggingface.attention import attention_of, power_from_json, power_to_json, settings_of
-from softplus_attention.huggingface.loading import LARGEST_JSON, load, load_weights, require
+from softplus_attention.huggingface.attention import (
+    attention_from_config,
+    power_from_json,
+    power_to_json,
+    read_settings,
+)
+from softplus_attention.huggingface.loading import LARGEST_JSON, check_model_path, load, load_weights
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTAttention
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import as_number, constant_power
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.device import device_of
+from softplus_attention.utils.device import resolve_device
 from softplus_attention.validation import fail
 
 OPTIONS = ("power", "reweight", "window", "rope")
@@ -119,7 +124,7 @@ class LoadedModel:
             "source": self.spec.source,
             "options": dict(self.spec.options),
             "attention": attention_name(config),
-            "power": power_of(config),
+            "power": describe_power(config),
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "dtype": MIXED if self.is_mixed else str(self.model.dtype).removeprefix("torch."),
             "training_length": self.training_length,
@@ -133,14 +138,14 @@ def attention_name(config: Any) -> str:
     return name if name in KNOWN else "softmax"
 
 
-def power_of(config: Any) -> Any:
+def describe_power(config: Any) -> Any:
     if isinstance(config, SoftplusGPTConfig):
         if is_learned(config.power):
             return config.power
         sharpening = config.chosen_attention().spec.sharpening
     else:
         name = config._attn_implementation
-        sharpening = attention_of(config, name).spec.sharpening if name in KNOWN else None
+        sharpening = attention_from_config(config, name).spec.sharpening if name in KNOWN else None
     return None if sharpening is None else power_to_json(sharpening)
 
 
@@ -163,21 +168,21 @@ def most_positions(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None) if tables else None
 
 
-def training_length_of(spec: ModelSpec) -> int | None:
+def read_training_length(spec: ModelSpec) -> int | None:
     """The length in the model's config, without loading the weights."""
     length = getattr(load_config(spec), "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 1 else None
 
 
 def load_config(spec: ModelSpec) -> Any:
-    require("MODEL", spec.source, "config.json")
+    check_model_path("MODEL", spec.source, "config.json")
     return load(AutoConfig, "MODEL", spec.source, spec.trust_remote_code)
 
 
 def check_spec(spec: ModelSpec, training_length: int) -> None:
     """Whether its options can be had, before any model is loaded and measured."""
     config = load_config(spec)
-    changes_of(config, spec.options, training_length)
+    parse_changes(config, spec.options, training_length)
     if not isinstance(config, SoftplusGPTConfig) and "power" in spec.options:
         power_at_inference(spec.options["power"], training_length)
 
@@ -187,7 +192,7 @@ def load_for_evaluation(
 ) -> LoadedModel:
     """The model on its device, in evaluation mode, with what is to be changed at inference."""
     config = load_config(spec)
-    changes = changes_of(config, spec.options, training_length)
+    changes = parse_changes(config, spec.options, training_length)
     mixed = dtype == MIXED
     changes["trust_remote_code"] = spec.trust_remote_code
     model: Any = load_weights("MODEL", spec.source, "float32" if mixed else dtype, **changes)
@@ -196,7 +201,7 @@ def load_for_evaluation(
     else:
         change_host(model, spec.options, training_length)
     follow_each_length(model)
-    where = device_of(device)
+    where = resolve_device(device)
     if mixed:
         run_in_bfloat16(model, where)
     return LoadedModel(model.to(where).eval(), spec, training_length, mixed)
@@ -229,11 +234,11 @@ def run_in_bfloat16(model: Any, device: torch.device) -> None:
         part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
 
 
-def changes_of(config: Any, options: Mapping[str, str], training_length: int) -> dict[str, Any]:
+def parse_changes(config: Any, options: Mapping[str, str], training_length: int) -> dict[str, Any]:
     """What of the config is replaced before the weights are loaded."""
     changes: dict[str, Any] = {}
     if "rope" in options:
-        changes["rope_parameters"] = rope_of(config, options["rope"], training_length)
+        changes["rope_parameters"] = parse_rope(config, options["rope"], training_length)
         if changes["rope_parameters"]["rope_type"] == "dynamic":
             changes["max_position_embeddings"] = training_length  # from where on it stretches
     if "window" in options:
@@ -277,7 +282,7 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
     """Window, power and re-weighting of a model of transformers."""
     name = model.config._attn_implementation
     if "reweight" in options:
-        own = settings_of(model.config)
+        own = read_settings(model.config)
         name = reweighted(attention_name(model.config))
         use_attention(model, name, score_scale=own.get("score_scale"), window=own.get("window"))
     if "power" in options:
@@ -285,7 +290,7 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
             fail("--power", f"left out for a model with {attention_name(model.config)!r}", options["power"])
         set_power(model, power_at_inference(options["power"], training_length))
     if "window" in options:
-        settings = settings_of(model.config)
+        settings = read_settings(model.config)
         settings["power"] = power_from_json(settings.get("power"))
         windowed = name if name in KNOWN else "softmax-window"
         use_attention(model, windowed, **{**settings, "window": whole_number("window", options["window"])})
@@ -323,7 +328,7 @@ def whole_number(name: str, text: str) -> int:
     return int(text)
 
 
-def rope_of(config: Any, text: str, training_length: int) -> dict[str, Any]:
+def parse_rope(config: Any, text: str, training_length: int) -> dict[str, Any]:
     kind, _, factor = text.partition(":")
     expected = f"one of {', '.join(f'{rope}:FACTOR' for rope in ROPES)} with a factor above 1"
     try:

@@ -29,7 +29,7 @@ from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import TrainConfig, checkpoints
 from softplus_attention.training.data import collate
 from softplus_attention.training.metrics import METRICS
-from softplus_attention.training.run import fit, model_config, trainer_of, training_arguments
+from softplus_attention.training.run import build_trainer, fit, model_config, training_arguments
 from softplus_attention.training.run_folder import RunFolder
 from softplus_attention.utils.files import write_whole
 from softplus_attention.utils.untrusted import read_json, read_json_lines
@@ -256,12 +256,12 @@ def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
     task.check(config.sequence_length)
     arguments = training_arguments(config)
     checkpoint = run.newest_checkpoint()
-    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    step = 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
     set_seed(config.seed)
     model = SoftplusGPTForCausalLM(model_config(config, task.vocabulary, None))
     total = config.steps * config.batch_size
     dataset = TaskSequences(task, config.sequence_length, total, 2 * config.seed + TRAINING)
-    trainer = trainer_of(config, arguments, model, dataset)
+    trainer = build_trainer(config, arguments, model, dataset)
     if checkpoint is not None:
         checkpoints.check_fits(checkpoint, trainer.model)
     started = time.perf_counter()

@@ -75,11 +75,11 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
 
 def text_documents(texts: Sequence[str], sources: Sequence[str], tokenizer: Any) -> Documents:
     tokens = [np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
-    source = {"text": list(sources), "fingerprint": digest_of(*tokens)}
+    source = {"text": list(sources), "fingerprint": digest_tokens(*tokens)}
     return Documents([len(ids) for ids in tokens], tokens.__getitem__, source)
 
 
-def digest_of(*sequences: Any) -> str:
+def digest_tokens(*sequences: Any) -> str:
     """Of sequences of tokens: another tokenizer gives another."""
     digest = hashlib.sha256()
     for ids in sequences:

@@ -25,7 +25,7 @@ from softplus_attention.extend.methods import Method, apply_method, extension_of
 from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
 from softplus_attention.extend.ranking import Ranking, RankingSettings, rank_heads
 from softplus_attention.huggingface.extension.modeling import HOSTS
-from softplus_attention.huggingface.loading import load, load_tokenizer, load_weights, require
+from softplus_attention.huggingface.loading import check_model_path, load, load_tokenizer, load_weights
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.utils import provenance, untrusted
 from softplus_attention.utils.files import write_json
@@ -284,7 +284,7 @@ def load_config(source: str) -> tuple[Any, str, dict[str, Any]]:
             fail("model", "a GGUF file that is there", repr(source))
         words, place = {"gguf_file": Path(source).name}, str(Path(source).parent)
     else:
-        require("model", source, "config.json")
+        check_model_path("model", source, "config.json")
     config = load(AutoConfig, "model", place, False, **words)
     check_host(source, config)
     return config, place, words

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
-from softplus_attention.huggingface.attention import SETTINGS, power_from_json, share_settings
+from softplus_attention.huggingface.attention import SETTINGS, power_from_json, propagate_settings
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.hosts import PREFIX
 from softplus_attention.huggingface.retrofit import set_power, use_attention
@@ -69,7 +69,7 @@ def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) 
     elif isinstance(name, Mapping):
         setattr(base.config, SETTINGS, settings)
         base.set_attn_implementation(dict(name))
-        share_settings(base.config)
+        propagate_settings(base.config)
     else:
         check.fail("adapter", "trained over an attention that this version of softplus_attention has", repr(name))
     for key, own in record.get("parts", {}).items():

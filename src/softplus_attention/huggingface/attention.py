@@ -30,7 +30,7 @@ SETTINGS = "softplus_attention"
 WORDS = ("power", "score_scale", "window")
 _last_asked: dict[str, tuple[str, Attention]] = {}  # by name: the settings, and what came of them
 # Keyword arguments by which a host model asks for something that this attention does not have.
-REFUSED = {
+UNSUPPORTED_KWARGS = {
     "softcap": "soft-capping of the scores",
     "logits_soft_cap": "soft-capping of the scores",
     "s_aux": "learned attention sinks",
@@ -43,7 +43,7 @@ REFUSED = {
 }
 
 
-class SettingsOfTheWhole(Mapping[str, Any]):
+class InheritedSettings(Mapping[str, Any]):
     """In the config of a part of a composite model (text, vision): the settings of the whole, whatever they are when
     they are looked at."""
 
@@ -52,7 +52,7 @@ class SettingsOfTheWhole(Mapping[str, Any]):
 
     def now(self) -> Any:
         found = vars(self.whole).get(SETTINGS)
-        return found.now() if isinstance(found, SettingsOfTheWhole) else found
+        return found.now() if isinstance(found, InheritedSettings) else found
 
     def __getitem__(self, word: str) -> Any:
         return (self.now() or {})[word]
@@ -66,15 +66,15 @@ class SettingsOfTheWhole(Mapping[str, Any]):
     def __repr__(self) -> str:
         return repr(self.now() or {})
 
-    def __deepcopy__(self, copies: dict[int, Any]) -> SettingsOfTheWhole:
+    def __deepcopy__(self, copies: dict[int, Any]) -> InheritedSettings:
         """Of the whole's copy. transformers' ``to_dict`` copies the __dict__ of a config and not the config itself:
         there the whole is no part of what is made."""
         if id(vars(self.whole)) in copies and id(self.whole) not in copies:
-            return SettingsOfTheWhole(self.whole)
-        return SettingsOfTheWhole(copy.deepcopy(self.whole, copies))
+            return InheritedSettings(self.whole)
+        return InheritedSettings(copy.deepcopy(self.whole, copies))
 
 
-def share_settings(config: PreTrainedConfig) -> None:
+def propagate_settings(config: PreTrainedConfig) -> None:
     """The settings of a composite model are those of its parts, also where they change later, unless a part has others
     of its own."""
     settings = vars(config).get(SETTINGS)
@@ -82,9 +82,9 @@ def share_settings(config: PreTrainedConfig) -> None:
         part = getattr(config, key, None)
         if isinstance(part, PreTrainedConfig):
             own = vars(part).get(SETTINGS)
-            inherited = own is None or isinstance(own, SettingsOfTheWhole)
+            inherited = own is None or isinstance(own, InheritedSettings)
             if inherited or (settings is not None and dict(own) == dict(settings)):
-                setattr(part, SETTINGS, SettingsOfTheWhole(config))
+                setattr(part, SETTINGS, InheritedSettings(config))
 
 
 def power_from_json(power: Any) -> Any:
@@ -111,12 +111,12 @@ def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "power": power_to_json(power)} if isinstance(power, PowerByLength) else dict(settings)
 
 
-def settings_of(config: Any) -> dict[str, Any]:
+def read_settings(config: Any) -> dict[str, Any]:
     # A config of transformers takes microseconds to answer getattr, in every layer of every step; a compiler notices a
     # change of what it gives, and not one of vars.
     compiling = torch.compiler.is_compiling()
     found = getattr(config, SETTINGS, None) if compiling else vars(config).get(SETTINGS)
-    while isinstance(found, SettingsOfTheWhole):
+    while isinstance(found, InheritedSettings):
         found = getattr(found.whole, SETTINGS, None) if compiling else vars(found.whole).get(SETTINGS)
     settings = found or {}
     if not isinstance(settings, Mapping):
@@ -127,22 +127,22 @@ def settings_of(config: Any) -> dict[str, Any]:
     return dict(settings)
 
 
-def attention_of(config: Any, name: str) -> Attention:
+def attention_from_config(config: Any, name: str) -> Attention:
     """The attention of that name, with the power and the scale that the config asks for.
 
     That of the last call, where the settings are equal: every layer of a model asks, for every token.
     """
     if torch.compiler.is_compiling():
-        return attention_with(name, settings_of(config))
+        return attention_from_settings(name, read_settings(config))
     found = vars(config).get(SETTINGS)
     words = "" if found is None else repr(found)  # in which 1, 1.0 and True differ, as they do to the checks
     last = _last_asked.get(name)
     if last is None or last[0] != words:
-        last = _last_asked[name] = (words, attention_with(name, settings_of(config)))
+        last = _last_asked[name] = (words, attention_from_settings(name, read_settings(config)))
     return last[1]
 
 
-def attention_with(name: str, settings: Mapping[str, Any]) -> Attention:
+def attention_from_settings(name: str, settings: Mapping[str, Any]) -> Attention:
     changes: dict[str, Any] = {}
     if settings.get("power") is not None:
         changes["power"] = power_from_json(settings["power"])
@@ -177,13 +177,13 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         output_attentions: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        chosen = attention_of(module.config, name)
+        chosen = attention_from_config(module.config, name)
         if is_paged(others):
-            check_host(chosen, query, dropout, scaling, {**others, "cache": None})
+            check_host_arguments(chosen, query, dropout, scaling, {**others, "cache": None})
             window = others.get("sliding_window")
             out = attend_paged(chosen, module.layer_idx, query, key, value, others, window=window)  # type: ignore[arg-type]
             return out.transpose(1, 2).contiguous(), None
-        check_host(chosen, query, dropout, scaling, others)
+        check_host_arguments(chosen, query, dropout, scaling, others)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         wanted = output_attentions or attentions_are_recorded()
         if distributed.active() is not None:
@@ -228,7 +228,7 @@ def attentions_are_recorded() -> bool:
     return recorded is not None and "attentions" in recorded
 
 
-def check_host(
+def check_host_arguments(
     chosen: Attention, query: Tensor, dropout: float | None, scaling: float | None, others: Mapping[str, Any]
 ) -> None:
     """Whatever the host model asks for that would otherwise be passed over in silence."""
@@ -256,12 +256,14 @@ def check_host(
 
 
 def refuse_options(name: str, options: Mapping[str, Any]) -> None:
-    for word, what in REFUSED.items():
+    for word, what in UNSUPPORTED_KWARGS.items():
         if options.get(word) is not None:
             check.fail(word, f"None: the attention {name!r} does not have {what}", type(options[word]).__name__)
 
 
-def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
+def build_visibility(
+    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
+) -> Visibility:
     """The mask of ``masks.range_mask``, or a boolean one that a user passed, as the op's visibility."""
     batch, heads, t_q, _ = query.shape
     t_k = key.shape[2]
@@ -292,7 +294,7 @@ def visibility_of(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bo
         )
     if mask.dtype != torch.bool:
         expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
-        check.fail("attention_mask", expected, check.described(mask))
+        check.fail("attention_mask", expected, check.describe_tensor(mask))
     dense = check.check_mask(mask[..., :t_k], (batch, heads, t_q, t_k), query.device)
     if window is not None and dense is not None:
         refuse_window_to_both_sides(window, is_causal)
@@ -324,7 +326,7 @@ def attend(
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
     if not torch.compiler.is_compiling():
         refuse_context_parallel()
-    visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
+    visibility = build_visibility(query, key, mask, is_causal, chosen.window(None))
     query, key, value = dispatch.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))
     return chosen.attend(query, key, value, visibility, "auto", parameters, False, normalized_keys=normalized_keys)
@@ -371,6 +373,6 @@ def weights(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The dense weights (B, H, T_q, T_k), for ``output_attentions=True``."""
-    visibility = visibility_of(query, key, mask, is_causal, chosen.window(None))
+    visibility = build_visibility(query, key, mask, is_causal, chosen.window(None))
     query, key = dispatch.autocast(query, key)
     return chosen.visible_weights(query, key, visibility, parameters).to(query.dtype)

@@ -171,8 +171,8 @@ class SoftplusGPTConfig(PreTrainedConfig):
         """What all layers run, or the global ones where only every n-th is global."""
         window = self.window if self.global_every is None else None
         scale = None if self.score_scale is None else checked_score_scale(self.score_scale)
-        words: dict[str, Any] = {"scale": scale, "window": window, "positions": self.positions}
-        changes = {word: value for word, value in words.items() if value is not None}
+        overrides: dict[str, Any] = {"scale": scale, "window": window, "positions": self.positions}
+        changes = {word: value for word, value in overrides.items() if value is not None}
         if isinstance(self.power, str) and not is_learned(self.power):
             forms = "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...}, 'learned' or 'learned-log'"
             check.fail("power", forms, repr(self.power))

@@ -181,7 +181,7 @@ def offer_in_transformers() -> None:
     @functools.wraps(find)
     def find_ours(self: Any, name: str) -> Any:
         if self.__name__ == "transformers" and (name in _hosts or name in _own_modules):
-            return getattr(sys.modules[module_of(name)], name)
+            return getattr(sys.modules[module_for(name)], name)
         return find(self, name)
 
     setattr(kind, "__getattr__", find_ours)  # noqa: B010  a method of the class of a module
@@ -244,7 +244,7 @@ def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
     return found
 
 
-def module_of(name: str) -> str:
+def module_for(name: str) -> str:
     return _own_modules.get(name, __name__)
 
 

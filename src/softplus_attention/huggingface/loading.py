@@ -18,7 +18,7 @@ from transformers.utils import logging
 import softplus_attention.huggingface  # noqa: F401  registers the attentions and SoftplusGPT
 from softplus_attention import validation as check
 from softplus_attention.utils import untrusted
-from softplus_attention.utils.device import device_of
+from softplus_attention.utils.device import resolve_device
 from softplus_attention.utils.files import is_disk_full
 
 ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
@@ -29,7 +29,7 @@ LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def quiet() -> None:
+def silence_transformers() -> None:
     """Without transformers' own warnings and bars: a command says what its users need to know."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -39,8 +39,8 @@ def load_model(
     source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode."""
-    where = device_of(device)
-    require("model", source, "config.json")
+    where = resolve_device(device)
+    check_model_path("model", source, "config.json")
     return load_weights("model", source, dtype, trust_remote_code=trust_remote_code).to(where).eval()
 
 
@@ -49,8 +49,8 @@ def load_weights(
 ) -> PreTrainedModel:
     """A causal language model, all of its weights and no others; ``config`` replaces words of its config. Errors call
     it ``argument``."""
-    words = {"dtype": DTYPES[dtype], "output_loading_info": True, **config}
-    model, report = load(AutoModelForCausalLM, argument, source, trust_remote_code, **words)
+    kwargs = {"dtype": DTYPES[dtype], "output_loading_info": True, **config}
+    model, report = load(AutoModelForCausalLM, argument, source, trust_remote_code, **kwargs)
     for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
         keys = sorted(map(str, report[which]))
         if keys:
@@ -60,12 +60,12 @@ def load_weights(
     return model
 
 
-def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **words: Any) -> Any:
+def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     """By one of transformers' Auto classes. Its own code runs only where the user says so: else transformers would ask,
     and a `y` in a pipe would be the answer."""
     check_model_folder(argument, source)
     try:
-        found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **words)
+        found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
         if isinstance(found, tuple):
             check_end(found[0].generation_config)
         return found
@@ -141,7 +141,7 @@ def check_layers(path: Path, tensors: int) -> None:
 
 
 @torch.no_grad()
-def refuse_foresight(argument: str, model: Any, ids: Tensor) -> None:
+def check_is_causal(argument: str, model: Any, ids: Tensor) -> None:
     """A bidirectional model would be measured on tokens that it has seen, and continues no text."""
     if ids.shape[1] < 2:
         return
@@ -160,7 +160,7 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTo
     return load(AutoTokenizer, "tokenizer", source, trust_remote_code)
 
 
-def require(name: str, source: str, file: str) -> None:
+def check_model_path(name: str, source: str, file: str) -> None:
     """A path that exists must hold the file: else transformers would look for the path's name on the hub."""
     looks_like_path = source.startswith((".", "/", "~")) or Path(source).exists()
     if looks_like_path and not (Path(source) / file).is_file():

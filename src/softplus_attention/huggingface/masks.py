@@ -34,7 +34,7 @@ class Pattern:
     documents: Tensor | None = None
 
 
-def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
+def recognize_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
     """The pattern a mask function was built from; None where it is none of those that give ranges."""
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
@@ -55,7 +55,7 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern | None:
         return None
     joined = Pattern()
     for part in closure["mask_functions"]:
-        found = pattern_of(part)
+        found = recognize_pattern(part)
         if found is None:
             return None
         if found.causal:
@@ -80,7 +80,7 @@ def range_mask(
     **others: Any,
 ) -> Tensor | None:
     """None, an int32 (B, 1, T_q, 2) tensor of ranges, or a boolean (B, 1, T_q, T_k) mask; see the module."""
-    pattern = None if isinstance(kv_offset, Tensor) else pattern_of(mask_function)
+    pattern = None if isinstance(kv_offset, Tensor) else recognize_pattern(mask_function)
     padding = padding_range(attention_mask, kv_length, kv_offset)
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
     if pattern is None and torch.compiler.is_compiling() and attention_mask is None and not others.get("use_vmap"):

@@ -20,11 +20,11 @@ from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.adapters import watch_peft
 from softplus_attention.huggingface.attention import (
     SETTINGS,
-    SettingsOfTheWhole,
+    InheritedSettings,
+    attention_from_config,
     attention_function,
-    attention_of,
+    propagate_settings,
     settings_to_json,
-    share_settings,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.continuous import keep_attention
@@ -77,12 +77,12 @@ def save_attention_names() -> None:
         saved = to_dict(self)
         if isinstance(settings := vars(self).get(SETTINGS), Mapping):
             saved[SETTINGS] = settings_to_json(settings)
-            if not settings and isinstance(settings, SettingsOfTheWhole):
+            if not settings and isinstance(settings, InheritedSettings):
                 del saved[SETTINGS]
         for key in self.sub_configs:  # at loading they are shared again, whatever the whole then has
             part = getattr(self, key, None)
             settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
-            if isinstance(settings, SettingsOfTheWhole) and vars(settings.whole).get(SETTINGS) is vars(self).get(
+            if isinstance(settings, InheritedSettings) and vars(settings.whole).get(SETTINGS) is vars(self).get(
                 SETTINGS
             ):
                 saved[key].pop(SETTINGS, None)
@@ -167,8 +167,8 @@ def refuse_models_without_the_interface() -> None:
                     f"attn_implementation={requested_attention!r}: {type(self).__name__} takes neither 'sdpa' nor "
                     "attentions from outside in transformers: not all of its attentions would be this one"
                 )
-            share_settings(self.config)
-            attention_of(self.config, requested_attention)
+            propagate_settings(self.config)
+            attention_from_config(self.config, requested_attention)
             _models_by_config[id(self.config)] = self
         return get_correct(self, requested_attention, *others, **more)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from softplus_attention.huggingface.hosts import module_of
+from softplus_attention.huggingface.hosts import module_for
 
 MODULE = "softplus_attention_model"
 # Subclasses, so that transformers marks these as coming with the model and not the classes of everybody.
@@ -27,8 +27,8 @@ class {model}({model}):
 """
 
 
-def code_of(classes: Mapping[str, str]) -> str:
+def remote_code_for(classes: Mapping[str, str]) -> str:
     """The code of the classes that ``auto_map`` names, by the Auto classes that look for them."""
     config, *models = dict.fromkeys(classes.values())
-    imports = "\n".join(f"    from {module_of(name)} import {name}" for name in (config, *models))
+    imports = "\n".join(f"    from {module_for(name)} import {name}" for name in (config, *models))
     return CODE.format(imports=imports, config=config) + "".join(MODEL.format(model=x, config=config) for x in models)

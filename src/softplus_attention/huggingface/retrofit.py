@@ -11,11 +11,11 @@ from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.huggingface.attention import (
     SETTINGS,
-    SettingsOfTheWhole,
-    attention_with,
+    InheritedSettings,
+    attention_from_settings,
     power_to_json,
-    settings_of,
-    share_settings,
+    propagate_settings,
+    read_settings,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
@@ -43,8 +43,8 @@ def use_attention(
     settings: dict[str, Any] = {} if power is None else {"power": power_to_json(power)}
     settings |= {} if score_scale is None else {"score_scale": score_scale}
     settings |= {} if window is None else {"window": window}
-    attention_with(name, settings)  # refused before anything is changed
-    configs = configs_of(model)
+    attention_from_settings(name, settings)  # refused before anything is changed
+    configs = collect_configs(model)
     before = [getattr(config, SETTINGS, None) for config in configs]
     for config in configs:
         setattr(config, SETTINGS, dict(settings))
@@ -54,7 +54,7 @@ def use_attention(
             delattr(config, SETTINGS) if former is None else setattr(config, SETTINGS, former)
         raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
     for config in configs:
-        share_settings(config)
+        propagate_settings(config)
     return model
 
 
@@ -71,17 +71,17 @@ def set_power(model: nn.Module, power: float | PowerByLength) -> None:
             changed.append(module.config)
         elif isinstance(module, PreTrainedModel) and module.config._attn_implementation in KNOWN:
             found = vars(module.config).get(SETTINGS)
-            if isinstance(found, SettingsOfTheWhole) and any(found.whole is config for config in changed):
+            if isinstance(found, InheritedSettings) and any(found.whole is config for config in changed):
                 continue
-            settings = {**settings_of(module.config), "power": words}
-            attention_with(module.config._attn_implementation, settings)
+            settings = {**read_settings(module.config), "power": words}
+            attention_from_settings(module.config._attn_implementation, settings)
             setattr(module.config, SETTINGS, settings)
             changed.append(module.config)
     if not changed:
         check.fail("model", "a model with an attention whose power can be set", type(model).__name__)
 
 
-def configs_of(model: PreTrainedModel) -> list[Any]:
+def collect_configs(model: PreTrainedModel) -> list[Any]:
     """The configs of the model and its parts, each once."""
     found: dict[int, Any] = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     return list(found.values())

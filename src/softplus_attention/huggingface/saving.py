@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from softplus_attention.huggingface.attention import SETTINGS
 from softplus_attention.huggingface.hosts import HostConfig, attention_names, auto_classes, own_type
-from softplus_attention.huggingface.remote_code import MODULE, code_of
+from softplus_attention.huggingface.remote_code import MODULE, remote_code_for
 from softplus_attention.utils.files import write_whole
 
 CARD = "README.md"
@@ -79,7 +79,7 @@ def wrap_saving() -> None:
             kinds = auto_classes(config)
             config.auto_map = {auto: f"{MODULE}.{name}" for auto, name in kinds.items()}
             Path(save_directory).mkdir(parents=True, exist_ok=True)
-            write_whole(Path(save_directory) / f"{MODULE}.py", code_of(kinds))
+            write_whole(Path(save_directory) / f"{MODULE}.py", remote_code_for(kinds))
         return save_config(config or self, save_directory, *args, **kwargs)
 
     @functools.wraps(save_model)

@@ -58,8 +58,8 @@ def attend_dtensors(
     if isinstance(power, Tensor):
         shared = [one if isinstance(one, Replicate) else Partial() for one in wanted]
         given = spread(power).redistribute(mesh, whole).to_local(grad_placements=shared)
-        power = part_of(broadcast_power(given), shape, offset)
-    seen = rows_of(visibility, shape, offset)
+        power = shard_part(broadcast_power(given), shape, offset)
+    seen = shard_visibility(visibility, shape, offset)
     keys_seen = (x[:, :, : seen.t_k] for x in local[1:])
     out = attend(local[0], *keys_seen, seen, power).contiguous()
     like = torch.empty(*q.shape[:3], v.shape[3], device="meta")
@@ -74,7 +74,7 @@ def parts(placements: Sequence[Any], mesh: Any, dim: int) -> int:
     return found
 
 
-def part_of(x: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+def shard_part(x: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """Of a tensor that broadcasts to (B, H, T_q, ...): the part of these entries."""
     first = 3 - x.dim() if x.dim() < 3 else 0
     for dim in range(min(x.dim(), 3 - first)):
@@ -84,7 +84,7 @@ def part_of(x: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     return x
 
 
-def rows_of(visibility: Visibility, shape: Sequence[int], offset: Sequence[int]) -> Visibility:
+def shard_visibility(visibility: Visibility, shape: Sequence[int], offset: Sequence[int]) -> Visibility:
     """What the rows of this process see."""
     seen = visibility
     if shape[2] != visibility.t_q:
@@ -96,5 +96,5 @@ def rows_of(visibility: Visibility, shape: Sequence[int], offset: Sequence[int])
             changes[name] = x[offset[0] : offset[0] + shape[0]]
     if seen.mask is not None:
         rows_cut = (shape[0], shape[1], seen.mask.shape[2])
-        changes["mask"] = part_of(seen.mask, rows_cut, (offset[0], offset[1], 0))
+        changes["mask"] = shard_part(seen.mask, rows_cut, (offset[0], offset[1], 0))
     return replace(seen, **changes) if changes else seen

@@ -70,8 +70,8 @@ def launch(
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
     elif launches_itself():
-        addresses = addresses_of(tensors) if addresses is None else addresses
-        relaunch_of(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
+        addresses = collect_addresses(tensors) if addresses is None else addresses
+        find_relaunch(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
     else:
         binary[grid](*tiles, *tensors, *numbers)
     launches = getattr(_of_thread, "launches", None)
@@ -84,7 +84,7 @@ def launches_itself() -> bool:
     return KNOWN_BINARIES and not has_hooks()
 
 
-def relaunch_of(key: Hashable) -> Relaunch:
+def find_relaunch(key: Hashable) -> Relaunch:
     """What launches the binary of a key, given a grid, a stream, what ``Tiles.described`` says, addresses and numbers.
     An address is taken as it is; of a tensor the driver would be asked whether it may be read."""
     found = _relaunches.get(key)
@@ -177,7 +177,7 @@ def noted() -> Iterator[list[Launch]]:
         _of_thread.launches = None
 
 
-def addresses_of(tensors: tuple[Tensor, ...]) -> list[int]:
+def collect_addresses(tensors: tuple[Tensor, ...]) -> list[int]:
     return [x.data_ptr() for x in tensors]
 
 
@@ -270,7 +270,7 @@ class ReplayedCall(NamedTuple):
 _calls: dict[Hashable, ReplayedCall] = {}
 
 
-def key_of(
+def replay_key(
     name: str,
     given: tuple[Tensor, ...],
     powers: Tensor | None,
@@ -321,7 +321,7 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
     if key is None or scratch is None or not launches_itself():
         return
     all_tensors = (*tensors, *scratch.empty, *scratch.zeros)
-    steps = [step for x in made if (step := step_of(x, all_tensors)) is not None]
+    steps = [step for x in made if (step := record_step(x, all_tensors)) is not None]
     if len(steps) < len(made):
         return
     if len(_calls) >= MOST_CALLS:
@@ -329,17 +329,17 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
     _calls[key] = ReplayedCall(steps, *([(x.shape, x.dtype) for x in some] for some in scratch))
 
 
-def step_of(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch | None:
+def record_step(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch | None:
     """None where no binary is kept, or where it is not sure which tensors it takes."""
-    tiled = [place_of(x.base, tensors) for x in launch.tiles]
-    places = [place for x in launch.tensors if (place := place_of(x, tensors)) is not None]
+    tiled = [locate(x.base, tensors) for x in launch.tiles]
+    places = [place for x in launch.tensors if (place := locate(x, tensors)) is not None]
     tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
     if launch.key is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
         return None
-    return ReplayedLaunch(relaunch_of(launch.key), launch.grid, tiles, places, launch.numbers)
+    return ReplayedLaunch(find_relaunch(launch.key), launch.grid, tiles, places, launch.numbers)
 
 
-def place_of(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
+def locate(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
     """Two of the tensors may lie at one address in this call, and not in the next: a tensor is looked for by what it
     is, and only a part of one by where it lies. None where that is in none of them, or in several."""
     for i, tensor in enumerate(tensors):

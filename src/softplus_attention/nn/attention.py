@@ -20,14 +20,14 @@ from softplus_attention.power import (
     learned_parameter,
 )
 from softplus_attention.reference import compute_dtype
-from softplus_attention.visibility import document_of
+from softplus_attention.visibility import document_indices
 
 
 def check_sequence(name: str, x: Tensor, batch: int | str, width: int) -> None:
     if not isinstance(x, Tensor):
         check.fail(name, f"a tensor ({batch}, T, {width})", type(x).__name__, TypeError)
     if x.dim() != 3 or x.shape[-1] != width or batch not in ("B", x.shape[0]):
-        check.fail(name, f"a tensor ({batch}, T, {width})", check.described(x))
+        check.fail(name, f"a tensor ({batch}, T, {width})", check.describe_tensor(x))
 
 
 class SoftplusAttention(LearnedParameters):
@@ -130,13 +130,15 @@ class SoftplusAttention(LearnedParameters):
         if source is not None:
             check_sequence("source", source, x.shape[0], self.source_dim)
         if cache is not None and cache.starts is not None and cache.starts.shape[0] != x.shape[0]:
-            check.fail("cache", f"one whose `starts` are of {x.shape[0]} sequences", check.described(cache.starts))
+            check.fail(
+                "cache", f"one whose `starts` are of {x.shape[0]} sequences", check.describe_tensor(cache.starts)
+            )
         is_causal = source is None if is_causal is None else is_causal
         given: dict[str, Any] = {"source": source, "attn_mask": attn_mask, "key_start": key_start, "key_end": key_end}
         if cu_seqlens is not None:
             refuse("cu_seqlens", {**given, "cache": cache})
             if x.shape[0] != 1:
-                check.fail("x", "(1, total, dim) where `cu_seqlens` is given", check.described(x))
+                check.fail("x", "(1, total, dim) where `cu_seqlens` is given", check.describe_tensor(x))
             check_packing(cu_seqlens, max_seqlen, x)
         elif max_seqlen is not None:
             check.fail("max_seqlen", "None without `cu_seqlens`", repr(max_seqlen))
@@ -201,7 +203,7 @@ class SoftplusAttention(LearnedParameters):
         row = torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is None:
             return row
-        return row - cu_seqlens[document_of(row, cu_seqlens)]
+        return row - cu_seqlens[document_indices(row, cu_seqlens)]
 
     def extra_repr(self) -> str:
         words = [f"{self.dim}, heads={self.num_heads}x{self.head_dim}"]

@@ -12,7 +12,7 @@ def checked_starts(starts: Tensor | None) -> Tensor | None:
     if starts is not None and not isinstance(starts, Tensor):
         check.fail("starts", "an int32 tensor (B,)", type(starts).__name__, TypeError)
     if starts is not None and (starts.dim() != 1 or starts.dtype not in (torch.int32, torch.int64)):
-        check.fail("starts", "an int32 tensor (B,)", check.described(starts))
+        check.fail("starts", "an int32 tensor (B,)", check.describe_tensor(starts))
     return starts
 
 
@@ -92,7 +92,7 @@ class KeyValueCache:
             if kept is not None and not alike(kept, x):
                 if self.longest:
                     expected = f"as the cache holds them, {kept.dtype} (B, H_kv) = {tuple(kept.shape[:2])}"
-                    check.fail(name, f"{expected} and {kept.shape[3]} wide on {kept.device}", check.described(x))
+                    check.fail(name, f"{expected} and {kept.shape[3]} wide on {kept.device}", check.describe_tensor(x))
                 self.keys = self.values = None
         room = 0 if self.keys is None else self.keys.shape[2]
         if self.keys is None or self.values is None or room < length:

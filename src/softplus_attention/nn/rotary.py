@@ -42,7 +42,7 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None, *, offset: int = 0) -> Tensor:
         """x (B, H, T, D) rotated to ``positions``, (T,) or (B, T), or to offset, offset + 1, ..."""
         if x.dim() != 4 or x.shape[-1] != self.head_dim:
-            check.fail("x", f"a tensor (B, H, T, {self.head_dim})", check.described(x))
+            check.fail("x", f"a tensor (B, H, T, {self.head_dim})", check.describe_tensor(x))
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[2], device=x.device)
         check_positions("positions", positions, x.shape[0], x.shape[2])
@@ -74,4 +74,4 @@ def check_positions(name: str, positions: Tensor, batch: int, length: int) -> No
     if not isinstance(positions, Tensor):
         check.fail(name, f"a tensor (T,) or (B, T) = ({batch}, {length})", type(positions).__name__, TypeError)
     if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
-        check.fail(name, f"of shape (T,) or (B, T) = ({batch}, {length})", check.described(positions))
+        check.fail(name, f"of shape (T,) or (B, T) = ({batch}, {length})", check.describe_tensor(positions))

@@ -146,7 +146,7 @@ def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int)
             if partly
             else drawn.sample(experiment.test_systems, stream(seed, TEST, number))
         )
-        found, places, vectors = forces_of(model, experiment, systems, drawn)
+        found, places, vectors = predict_forces(model, experiment, systems, drawn)
         if partly:
             labelled = partial_choice(experiment, seed, len(systems), places.shape[1])
             keep = ~labelled[found["system"], found["step"]]
@@ -161,7 +161,7 @@ def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int)
     return arrays
 
 
-def forces_of(
+def predict_forces(
     model: OrbitGPTForForce, experiment: Experiment, systems: OrbitalSystems, drawn: Distribution
 ) -> tuple[dict[str, Any], Array, Array]:
     form = experiment.clean_form
@@ -195,7 +195,7 @@ def forces_of(
     if experiment.target == "vector":
         found["true_vector"], found["said_vector"] = true[:, kept].reshape(-1, 2), predicted[:, kept].reshape(-1, 2)
     if orbits.velocities is not None:
-        found["state"] = states_of(systems, places, orbits.velocities)[:, kept].reshape(-1, 6)
+        found["state"] = orbit_states(systems, places, orbits.velocities)[:, kept].reshape(-1, 6)
     return found, places, vectors
 
 
@@ -205,7 +205,7 @@ def tested_steps(experiment: Experiment, steps: int) -> Any:
     return np.arange(first, steps) if not count else np.linspace(first, steps - 1, count).round().astype(np.int64)
 
 
-def states_of(systems: OrbitalSystems, places: Array, velocities: Array) -> Array:
+def orbit_states(systems: OrbitalSystems, places: Array, velocities: Array) -> Array:
     """Relative place and velocity and the two masses at each step, (S, steps, 6)."""
     masses = np.stack([systems.planet_mass[:, 0], systems.star_mass], -1)
     masses = np.broadcast_to(masses[:, None], (*places.shape[:2], 2))

@@ -25,7 +25,7 @@ from softplus_attention.physics.orbits import OrbitalSystems, simulate
 from softplus_attention.physics.presets import Experiment
 from softplus_attention.physics.sequences import Batch, labelled_batch, mixed_batch
 from softplus_attention.training import TrainConfig, checkpoints, distributed
-from softplus_attention.training.run import fit, trainer_of, training_arguments
+from softplus_attention.training.run import build_trainer, fit, training_arguments
 from softplus_attention.training.run_folder import RunFolder, started
 from softplus_attention.validation import fail
 
@@ -141,12 +141,12 @@ def train(
     arguments = training_arguments(config)
     if not options.save_every:
         arguments.save_strategy = SaveStrategy.NO
-    record = run.record_of(config, experiment.distribution, False)
+    record = run.load_record(config, experiment.distribution, False)
     checkpoint = run.newest_checkpoint()
-    trainer = trainer_of(config, arguments, model, batches, collator=lambda whole: whole[0], title=title, seconds=10)
+    trainer = build_trainer(config, arguments, model, batches, collator=lambda whole: whole[0], title=title, seconds=10)
     if checkpoint is not None:
         checkpoints.check_fits(checkpoint, trainer.model)
-    step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+    step = 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
     run.write(record | {"starts": [*record.get("starts", []), started(options.device, step)]})
     begun = time.perf_counter()
     fit(run, trainer, checkpoint)

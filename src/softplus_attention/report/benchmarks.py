@@ -88,7 +88,7 @@ def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list
 def flat_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Any list of objects: its plain values, and lists of a few numbers. Raw samples stay in the file."""
     names = list(dict.fromkeys(name for row in rows for name, value in row.items() if is_plain(value)))
-    body = [[cell_of(row.get(name)) for name in names] for row in rows]
+    body = [[format_cell(row.get(name)) for name in names] for row in rows]
     return Table(title, [name.replace("_", " ") for name in names], body)
 
 
@@ -98,9 +98,9 @@ def is_plain(value: Any) -> bool:
     )
 
 
-def cell_of(value: Any) -> Cell:
+def format_cell(value: Any) -> Cell:
     if isinstance(value, list):
-        return " / ".join(cell_text(cell_of(item)) for item in value) if is_plain(value) else ""
+        return " / ".join(cell_text(format_cell(item)) for item in value) if is_plain(value) else ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None or isinstance(value, dict) else str(value)
     return number(value, "cell")

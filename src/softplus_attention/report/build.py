@@ -79,7 +79,7 @@ def write_report(
     remove_temporary(beside, older=ABANDONED)
     if not others:  # first of all: by it the folder is a report's
         write_whole(beside / DRAWN, "{}")
-    write_whole(page, html_of(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
+    write_whole(page, render_html(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
     written = write_files(beside, list(files.values()), progress)
     verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []
     return Written(page, written, found, len(files), verdicts)
@@ -107,7 +107,7 @@ def file_names(sections: list[Section]) -> dict[int, tuple[str, Figure | Table]]
     return {id(figure): (f"{place:02d}-{slug(figure.title)}", figure) for place, figure in enumerate(figures, 1)}
 
 
-def html_of(found: ResultSet, sections: list[Section], files: dict[int, str], beside: str) -> str:
+def render_html(found: ResultSet, sections: list[Section], files: dict[int, str], beside: str) -> str:
     content = html_page.Document(files, beside)
     parts = [(section.title, content.section(section, place)) for place, section in enumerate(sections)]
     records = html_page.runs(run_records(found))

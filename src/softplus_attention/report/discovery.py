@@ -62,7 +62,7 @@ def find_results(folder: Path, skip: Path | None = None) -> ResultSet:
             path = Path(place, name)
             try:
                 data = read_json(path)
-                kind = kind_of(data)
+                kind = check_kind(data)
             except UnreadableError as error:
                 if WORKING_FILES.fullmatch(name):
                     found.working_files += 1
@@ -92,7 +92,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return cleaned(data)
 
 
-def kind_of(data: dict[str, Any]) -> str:
+def check_kind(data: dict[str, Any]) -> str:
     if data.get("format") == FORMAT:
         if data.get("version") != VERSION:
             raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows {VERSION}")

@@ -21,7 +21,7 @@ KINDS = (ROTARY, MIX)
 Rows = list[dict[str, Any]]
 
 
-def kind_of(config: Mapping[str, Any]) -> str:
+def layer_kind(config: Mapping[str, Any]) -> str:
     """In a mix of layers some see everything and have no positions, the others look back a window."""
     return MIX if config.get("global_every") else ROTARY
 
@@ -63,17 +63,17 @@ def read_run(result: Result) -> StudyRun:
 
     changed = mapping(evaluation, "variants") if "variants" in evaluation else {}
     measured = {option: lengths.read(mapping(changed, option)) for option in changed}
-    group = Group(text_of(data, "size"), kind_of(config), parameters_of(evaluation), str(data.get("data")))
+    group = Group(text_of(data, "size"), layer_kind(config), format_parameters(evaluation), str(data.get("data")))
     return StudyRun(
         group,
         loaded(lengths.read(mapping(evaluation, "lengths"))),
-        passkey.cells_of(rows_of(evaluation, "passkey") if "passkey" in evaluation else [], share_found),
+        passkey.accuracy_cells(rows_of(evaluation, "passkey") if "passkey" in evaluation else [], share_found),
         loaded(read_inside(evaluation)),
         {option: loaded(rows, option) for option, rows in measured.items()},
     )
 
 
-def parameters_of(evaluation: dict[str, Any]) -> str:
+def format_parameters(evaluation: dict[str, Any]) -> str:
     """Rounded: what heads learn makes small differences between runs of one size."""
     millions = (number_of(evaluation, "parameters") or 0) / 1e6
     return f"{millions:.{0 if millions >= 1 else 1}f}M" if millions else ""
@@ -105,7 +105,7 @@ def study_blocks(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
     for group in groups:
         those = [run for run in runs if run.group == group]
         if those:
-            blocks += charts(those, styles, "Study, " + title_of(group, names))
+            blocks += charts(those, styles, "Study, " + group_title(group, names))
     return blocks
 
 
@@ -115,7 +115,7 @@ def text_names(groups: Sequence[Group]) -> dict[str, str]:
     return dict(zip(texts, ascii_uppercase, strict=False)) if len(texts) > 1 else {}
 
 
-def title_of(group: Group, names: Mapping[str, str]) -> str:
+def group_title(group: Group, names: Mapping[str, str]) -> str:
     text = f", text {names[group.data]}" if group.data in names else ""
     return f"{group.parameters or group.size}{text}"
 
@@ -205,5 +205,5 @@ def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> lis
 
 
 def inside_cell(row: dict[str, Any], group: layers.LayerGroup, name: str) -> Cell:
-    value = layers.mean_of(row, group, name)
+    value = layers.mean_over_heads(row, group, name)
     return percent_words(value) if name in SHARES else value

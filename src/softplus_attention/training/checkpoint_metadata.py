@@ -92,7 +92,7 @@ def stand_in(name: str) -> type:
 
 
 def checked(found: Any, folder: Path) -> Metadata:
-    entries = state_of(found, "Metadata")
+    entries = check_state(found, "Metadata")
     tensors = {text(name): tensor_entry(name, entry) for name, entry in entries["state_dict_metadata"].items()}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
     places = dict(placed(index, place, sizes) for index, place in entries["storage_data"].items())
@@ -103,7 +103,7 @@ def checked(found: Any, folder: Path) -> Metadata:
     return Metadata(dict(tensors), mappings, places, StorageMeta(), entries.get("version"))
 
 
-def state_of(found: Any, name: str) -> dict[str, Any]:
+def check_state(found: Any, name: str) -> dict[str, Any]:
     if type(found).__name__ != name or not isinstance(getattr(found, "state", None), dict):
         raise ValueError(f"{type(found).__name__} in place of {name}")
     return found.state
@@ -112,15 +112,15 @@ def state_of(found: Any, name: str) -> dict[str, Any]:
 def tensor_entry(name: str, found: Any) -> TensorStorageMetadata:
     if type(found).__name__ != "TensorStorageMetadata":
         raise ValueError(f"{name!r} is no tensor")
-    entry = state_of(found, "TensorStorageMetadata")
+    entry = check_state(found, "TensorStorageMetadata")
     dtype, *_ = entry["properties"].state
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} has no dtype")
-    size = size_of(entry["size"])
+    size = check_size(entry["size"])
     chunks = []
     for part in entry["chunks"]:
-        chunk = state_of(part, "ChunkStorageMetadata")
-        offsets, sizes = size_of(chunk["offsets"]), size_of(chunk["sizes"])
+        chunk = check_state(part, "ChunkStorageMetadata")
+        offsets, sizes = check_size(chunk["offsets"]), check_size(chunk["sizes"])
         ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
         if len(ends) != len(size) or any(end > whole for end, whole in zip(ends, size, strict=True)):
             raise ValueError(f"{name!r} has a part outside of it")
@@ -130,7 +130,7 @@ def tensor_entry(name: str, found: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
-def size_of(found: Any) -> torch.Size:
+def check_size(found: Any) -> torch.Size:
     (numbers,) = found.arguments
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
         raise ValueError("a size that is none")
@@ -139,7 +139,7 @@ def size_of(found: Any) -> torch.Size:
 
 def placed(index: Any, place: Any, sizes: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
     """Where a part lies: bytes of a file of this folder."""
-    named, where = state_of(index, "MetadataIndex"), state_of(place, "_StorageInfo")
+    named, where = check_state(index, "MetadataIndex"), check_state(place, "_StorageInfo")
     file, start, length = where["relative_path"], where["offset"], where["length"]
     if not isinstance(file, str) or not TENSOR_FILE.fullmatch(file) or file not in sizes:
         raise ValueError(f"{file!r} is no file of tensors in this folder")
@@ -147,7 +147,7 @@ def placed(index: Any, place: Any, sizes: dict[str, int]) -> tuple[MetadataIndex
         raise ValueError(f"an entry of {file} is not as training writes it")
     if not 0 <= start <= start + length <= sizes[file]:
         raise ValueError(f"an entry of {file} lies outside of it")
-    return MetadataIndex(text(named["fqn"]), size_of(named["offset"])), _StorageInfo(file, start, length)
+    return MetadataIndex(text(named["fqn"]), check_size(named["offset"])), _StorageInfo(file, start, length)
 
 
 def text(found: Any) -> str:

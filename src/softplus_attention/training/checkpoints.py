@@ -60,7 +60,7 @@ def checkpoints(run: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     match = NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
@@ -107,7 +107,7 @@ def cleared(partial: Path, final: Path, step: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise stopped(final.parent, step, described(error)) from None
+        raise stopped(final.parent, step, describe_error(error)) from None
 
 
 def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> list[Any]:
@@ -118,7 +118,7 @@ def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> li
         made = part()
     except (Exception, CheckpointException) as error:
         failure = error
-    results = distributed.all_gather_objects((made, failure and described(failure)))
+    results = distributed.all_gather_objects((made, failure and describe_error(failure)))
     failures = [reason for _, reason in results if reason]
     if not failures:
         return [result for result, _ in results]
@@ -127,7 +127,7 @@ def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> li
     raise stopped(run, step, failures[0]) from failure
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     if is_disk_full(error):
         return "there is no room left on the disk (or a file-size limit is reached)"
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -135,7 +135,11 @@ def described(error: BaseException) -> str:
 
 def stopped(run: Path, step: int, reason: str) -> RunStopped:
     before = checkpoints(run)
-    intact = f"the checkpoint of step {step_of(before[0])} is intact" if before else "no checkpoint was written before"
+    intact = (
+        f"the checkpoint of step {checkpoint_step(before[0])} is intact"
+        if before
+        else "no checkpoint was written before"
+    )
     return RunStopped(
         f"the checkpoint of step {step} could not be written to {run}: {reason}. Make room there and run the same "
         f"command again: it continues where it can ({intact})"
@@ -267,7 +271,7 @@ def refusing(checkpoint: Path, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise refused(checkpoint, f"{name}: {described(error)}") from error
+        raise refused(checkpoint, f"{name}: {describe_error(error)}") from error
 
 
 def check_trainer_state(found: Any, step: int) -> None:
@@ -296,7 +300,7 @@ def position(checkpoint: Path) -> dict[str, Any]:
 def check_fits(folder: Path, model: nn.Module) -> None:
     """Raises where the saved weights do not fit ``model``; nothing of the run has been changed yet."""
     with refusing(folder, TRAINER_STATE):
-        check_trainer_state(read_json(folder / TRAINER_STATE), step_of(folder))
+        check_trainer_state(read_json(folder / TRAINER_STATE), checkpoint_step(folder))
     position(folder)
     sizes = state_reader(folder).sizes
     saved = {name: tuple(size) for name, size in sizes.items() if name.startswith(WEIGHT)}
@@ -353,6 +357,6 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        raise refused(folder, described(cause)) from error
+        raise refused(folder, describe_error(cause)) from error
     # Its own load_state_dict puts each value on the right device.
     optimizer.load_state_dict(optimizer.state_dict())

@@ -307,13 +307,13 @@ class TrainConfig:
 
 
 def check_type(field: dataclasses.Field[Any], value: Any) -> None:
-    kinds = kinds_of(field)
+    kinds = field_types(field)
     if (isinstance(value, bool) and bool not in kinds) or not isinstance(value, kinds):
         names = " or ".join("nothing" if kind is types.NoneType else kind.__name__ for kind in kinds)
         fail(field.name, f"of type {names}", repr(value))
 
 
-def kinds_of(field: dataclasses.Field[Any]) -> tuple[type, ...]:
+def field_types(field: dataclasses.Field[Any]) -> tuple[type, ...]:
     hint = typing.get_type_hints(TrainConfig)[field.name]
     kinds = typing.get_args(hint) or (hint,)
     return (*kinds, int) if float in kinds else kinds

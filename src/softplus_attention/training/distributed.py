@@ -73,7 +73,7 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def mesh_of(device: torch.device, context: int, tensor: int) -> Any:
+def build_mesh(device: torch.device, context: int, tensor: int) -> Any:
     """Processes beside each other share the heads, then the sequence; "data" is all that is not "tensor"."""
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -18,7 +18,7 @@ STEPPED_BY = "stepped_by"
 MOST_STACKED = 2**26
 
 
-def optimizer_of(
+def build_optimizer(
     name: str,
     model: nn.Module,
     *,

@@ -155,5 +155,5 @@ def longest(shape: Shape, gpus: int, cluster: Cluster) -> int:
     return 1024 * low
 
 
-def changed(cluster: Cluster, **words: float | None) -> Cluster:
-    return replace(cluster, **{name: value for name, value in words.items() if value is not None})  # type: ignore[arg-type]
+def changed(cluster: Cluster, **overrides: float | None) -> Cluster:
+    return replace(cluster, **{name: value for name, value in overrides.items() if value is not None})  # type: ignore[arg-type]

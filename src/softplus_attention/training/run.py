@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, se
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, SoftplusGPTModel, set_power
 from softplus_attention.huggingface.attention import power_to_json
-from softplus_attention.huggingface.loading import quiet
+from softplus_attention.huggingface.loading import silence_transformers
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.config import TrainConfig
@@ -40,17 +40,17 @@ from softplus_attention.validation import fail
 def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
     """Starts or continues the run; returns the folder of the saved model. Under torchrun every process calls it."""
     run = RunFolder(Path(config.output))
-    quiet()
+    silence_transformers()
     folder = Folder(Path(config.data))
     # The process group starts with these: from here on the processes can talk to each other.
     arguments = training_arguments(config)
     with run.locked():
-        record = run.record_of(config, folder.fingerprint, accept_changes)
+        record = run.load_record(config, folder.fingerprint, accept_changes)
         if record.get("finished") and run.model.is_dir():
             say(f"{run.path} is finished: the model is in {run.model}")
             return run.model
         checkpoint = run.newest_checkpoint() if "starts" in record else None
-        step = 0 if checkpoint is None else checkpoints.step_of(checkpoint)
+        step = 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
         if step > config.steps:
             raise RunStopped(
                 f"{run.path} is at step {step} already, beyond the {config.steps} of --steps: ask for as many or more, "
@@ -206,10 +206,10 @@ def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> 
     set_seed(config.seed)
     model = SoftplusGPTForCausalLM(model_config(config, folder.index.vocabulary_size, folder.index.end_of_document))
     dataset = RepeatedDataset(sequences, config.steps * config.batch_size)
-    return trainer_of(config, arguments, model, dataset, validation)
+    return build_trainer(config, arguments, model, dataset, validation)
 
 
-def trainer_of(
+def build_trainer(
     config: TrainConfig,
     arguments: TrainingArguments,
     model: PreTrainedModel,
@@ -233,7 +233,7 @@ def trainer_of(
     if config.parallel == "fsdp" or config.sharing > 1:
         if distributed.world_size() == 1:
             raise ValueError("one process cannot share a model. Start several with torchrun, or pass `parallel` ddp")
-        mesh = distributed.mesh_of(arguments.device, config.context_parallel, config.tensor_parallel)
+        mesh = distributed.build_mesh(arguments.device, config.context_parallel, config.tensor_parallel)
     if config.tensor_parallel > 1:
         distributed.divide_heads(model, mesh["tensor"])
     if config.parallel == "fsdp" or config.tensor_parallel > 1:

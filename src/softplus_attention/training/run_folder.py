@@ -102,7 +102,7 @@ class RunFolder:
         if distributed.is_rank0():
             write_json(self.path / RUN, record)
 
-    def record_of(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
+    def load_record(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
         """The record of the run, new or found. Raises where the folder holds a run with other settings."""
         return distributed.broadcast_from_rank0(lambda: self.compare(config, data, allow_changes))
 
@@ -165,7 +165,7 @@ class RunFolder:
         if distributed.is_rank0():
             if checkpoint is None:
                 checkpoints.keep_beside_damaged(self.path, METRICS)
-            keep_until(self.path, 0 if checkpoint is None else checkpoints.step_of(checkpoint))
+            keep_until(self.path, 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint))
 
     # ---- the end
 

@@ -27,7 +27,7 @@ from softplus_attention.training.checkpoints import POSITION, SCHEDULER, TRAINER
 from softplus_attention.training.config import TrainConfig
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.metrics import Throughput
-from softplus_attention.training.optimizers import optimizer_of
+from softplus_attention.training.optimizers import build_optimizer
 from softplus_attention.training.schedules import PowerSchedule
 from softplus_attention.utils.files import write_json
 
@@ -71,7 +71,7 @@ class SoftplusTrainer(Trainer):
         if self.optimizer is None:
             config = self.config
             rate = config.learning_rate
-            self.optimizer = optimizer_of(
+            self.optimizer = build_optimizer(
                 config.optimizer,
                 self.model if model is None else model,
                 learning_rate=rate,
@@ -166,8 +166,8 @@ class SoftplusTrainer(Trainer):
         run = Path(self.args.output_dir)
         before = checkpoints.checkpoints(run)
         intact = (
-            f"the checkpoint of step {checkpoints.step_of(before[0])} is intact: to continue from it, run the same "
-            f"command with another --learning-rate (now {self.config.learning_rate:g}) or --clip, and "
+            f"the checkpoint of step {checkpoints.checkpoint_step(before[0])} is intact: to continue from it, run the "
+            f"same command with another --learning-rate (now {self.config.learning_rate:g}) or --clip, and "
             "--allow-config-changes"
             if before
             else f"no checkpoint was written yet: start again with a lower --learning-rate "

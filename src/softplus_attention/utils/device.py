@@ -7,7 +7,7 @@ import torch
 from softplus_attention.validation import fail
 
 
-def device_of(name: str | None) -> torch.device:
+def resolve_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -21,7 +21,7 @@ def device_of(name: str | None) -> torch.device:
 
 def check_device(name: str | None) -> None:
     """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
-    device = device_of(name)
+    device = resolve_device(name)
     try:
         torch.empty(1, device=device)
         there = device.type != "meta"  # has shapes and no numbers

@@ -34,7 +34,7 @@ def file_name(measure: str, name: str, variant: str = "") -> str:
     return f"{measure}--{words}{f'--{variant}' if variant else ''}.json"
 
 
-def path_of(folder: Path, result: Mapping[str, Any]) -> Path:
+def result_path(folder: Path, result: Mapping[str, Any]) -> Path:
     return folder / file_name(result["measure"], result["model"]["name"], result.get("variant", ""))
 
 
@@ -120,11 +120,11 @@ class ResultFile:
                 self.results["skipped"] = []
 
     def place_in(self, folder: Path) -> Path:
-        path = path_of(folder, self.frame)
+        path = result_path(folder, self.frame)
         if path.exists() and read(path)["settings"] != self.frame["settings"]:
             digest = hashlib.sha256(json.dumps(self.frame["settings"], sort_keys=True).encode()).hexdigest()[:8]
             self.frame["variant"] = "-".join(filter(None, (self.frame["variant"], digest)))
-        return path_of(folder, self.frame)
+        return result_path(folder, self.frame)
 
     def earlier(self, path: Path) -> dict[str, Any] | None:
         if not path.exists():

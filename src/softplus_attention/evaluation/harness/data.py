@@ -105,14 +105,14 @@ def local_data(
         known = known_task(name)
         if known is None or not known.in_local_files:
             continue
-        places = places_of(folder, name, known)
+        places = find_places(folder, name, known)
         for task, place in places.items():
             group = name if known.has_subjects else None
-            found[task] = files_of(task, group, known, place, shots or 0, lengths)
+            found[task] = find_files(task, group, known, place, shots or 0, lengths)
     return list(found.values())
 
 
-def places_of(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
+def find_places(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
     """The folder of each task that a name stands for."""
     if known.folder == "babilong" and known.has_subjects:
         chosen = BABILONG if name == "babilong" else BABILONG_WITH_LENGTHS
@@ -128,7 +128,7 @@ def places_of(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
     return places
 
 
-def files_of(
+def find_files(
     task: str, group: str | None, known: KnownTask, place: Path, shots: int, lengths: Sequence[int] = ()
 ) -> LocalData:
     # A set of babilong is of one length, and its files are named as the public ones.
@@ -174,7 +174,7 @@ def ruler_texts(folder: Path, names: Sequence[str]) -> ruler.Texts:
 def check_questions(path: Path, source: str) -> None:
     try:
         data = read_json(path, ruler.LARGEST)
-        questions, _ = ruler.questions_of(source, data)
+        questions, _ = ruler.read_questions(source, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fail(str(path), f"in the form of the public {source} file", f"{type(error).__name__}: {error}")
     if not questions:
@@ -184,7 +184,7 @@ def check_questions(path: Path, source: str) -> None:
 def check_fields(path: Path, fields: Sequence[str]) -> None:
     expected = f"records with the fields {', '.join(fields)}"
     count = 0
-    for count, record in enumerate(records_of(path, expected), 1):
+    for count, record in enumerate(read_records(path, expected), 1):
         missing = [field for field in fields if not isinstance(record, dict) or field not in record]
         if missing:
             fail(str(path), expected, f"record {count} without {', '.join(missing)}")
@@ -192,7 +192,7 @@ def check_fields(path: Path, fields: Sequence[str]) -> None:
         fail(str(path), expected, "an empty file")
 
 
-def records_of(path: Path, expected: str) -> Iterable[Any]:
+def read_records(path: Path, expected: str) -> Iterable[Any]:
     if path.suffix == ".parquet":
         import pyarrow.parquet
 

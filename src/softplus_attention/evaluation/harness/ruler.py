@@ -75,27 +75,27 @@ def write_overrides(folder: Path, built_in: Path, parts: Sequence[str], texts: T
         made |= {source: str(path) for source, path in (texts or Texts()).paths().items()}
         word = {"include": str(built_in / f"{PARTS[part]}.yaml"), "task": part, "dataset_kwargs": made}
         # A tag is the one thing here that JSON has no form for.
-        function = f'"custom_dataset": !function {__name__}.texts_of'
+        function = f'"custom_dataset": !function {__name__}.build_dataset'
         text = json.dumps(word, indent=1).rstrip("}").rstrip() + f",\n {function}\n}}\n"
         write_whole(folder / f"{part}.yaml", text)
 
 
-def texts_of(
+def build_dataset(
     *,
     part: str,
     samples: int,
     essays: str | None = None,
     squad: str | None = None,
     hotpotqa: str | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> Any:
-    """The dataset of a part; ``words`` are what the harness gives, among them the lengths and the tokenizer."""
-    words["max_seq_lengths"] = list(words.get("max_seq_lengths") or LENGTHS)
+    """The dataset of a part; ``kwargs`` are what the harness gives, among them the lengths and the tokenizer."""
+    kwargs["max_seq_lengths"] = list(kwargs.get("max_seq_lengths") or LENGTHS)
     if part.startswith("niah"):
-        return needles(part, samples, essays, words)
+        return needles(part, samples, essays, kwargs)
     if part in ("ruler_vt", "ruler_cwe", "ruler_fwe"):
-        return words_and_variables(part, samples, words)
-    return questions(part, samples, squad if part == "ruler_qa_squad" else hotpotqa, words)
+        return words_and_variables(part, samples, kwargs)
+    return questions(part, samples, squad if part == "ruler_qa_squad" else hotpotqa, kwargs)
 
 
 @contextlib.contextmanager
@@ -110,7 +110,7 @@ def replaced(module: Any, **values: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def needles(part: str, samples: int, essays: str | None, words: Mapping[str, Any]) -> Any:
+def needles(part: str, samples: int, essays: str | None, kwargs: Mapping[str, Any]) -> Any:
     prepare_niah = needle_module()
     from lm_eval.tasks.ruler import niah_utils
 
@@ -124,15 +124,15 @@ def needles(part: str, samples: int, essays: str | None, words: Mapping[str, Any
             return prepare_niah.get_haystack(type_haystack=type_haystack)
         found = prepare_niah.get_haystack(type_haystack="essay") if essays is None else essay_words(Path(essays))
         # It takes words by the 500, and where these do not fit it leaves one.
-        smallest = token_counter(words)(f"{niah_utils.TEMPLATE} {' '.join(found[:500])}") + 128 + 5 * MARGIN
-        check_room(part, words["max_seq_lengths"], lambda length: smallest)
+        smallest = token_counter(kwargs)(f"{niah_utils.TEMPLATE} {' '.join(found[:500])}") + 128 + 5 * MARGIN
+        check_room(part, kwargs["max_seq_lengths"], lambda length: smallest)
         return found
 
     changed = {"generate_samples": some, "get_haystack": haystack}
     may_fetch = part in SOURCES["essays"][1] and essays is None
     splitter = sentence_splitter(prepare_niah.nltk, may_fetch)
     with replaced(prepare_niah, sent_tokenize=splitter), replaced(niah_utils, **changed):
-        return getattr(niah_utils, part)(**words)
+        return getattr(niah_utils, part)(**kwargs)
 
 
 def essay_words(path: Path) -> list[str]:
@@ -158,32 +158,32 @@ def sentence_splitter(nltk: Any, may_fetch: bool) -> Any:
     return nltk.sent_tokenize
 
 
-def token_counter(words: Mapping[str, Any]) -> Callable[[str], int]:
+def token_counter(kwargs: Mapping[str, Any]) -> Callable[[str], int]:
     from lm_eval.tasks.ruler.common_utils import get_tokenizer, resolve_tokenizer_name
 
-    tokenizer = get_tokenizer(resolve_tokenizer_name(dict(words)))
+    tokenizer = get_tokenizer(resolve_tokenizer_name(dict(kwargs)))
     return lambda text: len(tokenizer(text).input_ids)
 
 
-def words_and_variables(part: str, samples: int, words: Mapping[str, Any]) -> Any:
+def words_and_variables(part: str, samples: int, kwargs: Mapping[str, Any]) -> Any:
     from lm_eval.tasks.ruler import cwe_utils, fwe_utils, vt_utils
 
-    count = token_counter(words)
+    count = token_counter(kwargs)
     if part == "ruler_fwe":
-        check_room(part, words["max_seq_lengths"], lambda length: count(fwe_utils.TEMPLATE) + MARGIN)
+        check_room(part, kwargs["max_seq_lengths"], lambda length: count(fwe_utils.TEMPLATE) + MARGIN)
         with replaced(fwe_utils, sys_kwext=partial(fwe_utils.sys_kwext, num_samples=samples)):
-            return fwe_utils.fwe_download(**words)
+            return fwe_utils.fwe_download(**kwargs)
     if part == "ruler_cwe":
 
         def shortest(length: int) -> int:
             example, text, _ = cwe_utils.generate_input_output(10, length)
             return count(f"{example}\n{text}") + 120 + 4 * MARGIN
 
-        check_room(part, words["max_seq_lengths"], shortest)
+        check_room(part, kwargs["max_seq_lengths"], shortest)
         generate = cwe_utils.sys_word_pair_random
         few = replaced(cwe_utils, sys_word_pair_random=lambda **given: generate(**{**given, "num_samples": samples}))
         with few:
-            return cwe_utils.get_cw_dataset(**words)
+            return cwe_utils.get_cw_dataset(**kwargs)
     example = max(EXAMPLE, count(vt_utils.generate_input_output(5, 1, 4, is_icl=True)[0]) + 30 + 2 * MARGIN)
     track = vt_utils.sys_vartrack_w_noise_random
 
@@ -193,26 +193,26 @@ def words_and_variables(part: str, samples: int, words: Mapping[str, Any]) -> An
         return track(**{**given, "num_samples": samples})
 
     smallest = count(vt_utils.generate_input_output(10, 1, 4)[0]) + 30 + example + 2 * MARGIN
-    check_room(part, words["max_seq_lengths"], lambda length: smallest)
+    check_room(part, kwargs["max_seq_lengths"], lambda length: smallest)
     # It prints what it tries, in the middle of our table.
     with contextlib.redirect_stdout(io.StringIO()), replaced(vt_utils, sys_vartrack_w_noise_random=some):
-        return vt_utils.get_vt_dataset(**words)
+        return vt_utils.get_vt_dataset(**kwargs)
 
 
 def check_room(part: str, lengths: Sequence[int], smallest: Callable[[int], int]) -> None:
     for length in lengths:
         need = smallest(length)
         if length < need:
-            words = f"{part} has no texts of {length} tokens with this tokenizer"
-            raise ValueError(f"{words}: the smallest that it makes have about {need}")
+            reason = f"{part} has no texts of {length} tokens with this tokenizer"
+            raise ValueError(f"{reason}: the smallest that it makes have about {need}")
 
 
-def questions(part: str, samples: int, path: str | None, words: Mapping[str, Any]) -> Any:
+def questions(part: str, samples: int, path: str | None, kwargs: Mapping[str, Any]) -> Any:
     from lm_eval.tasks.ruler import qa_utils
 
     source = "squad" if part == "ruler_qa_squad" else "hotpotqa"
     read = getattr(qa_utils, f"read_{source}")
-    asked, documents = read() if path is None else questions_of(source, read_json(Path(path), LARGEST))
+    asked, documents = read() if path is None else read_questions(source, read_json(Path(path), LARGEST))
     generate, one_text = qa_utils.generate_samples, qa_utils.generate_input_output
 
     def some(**given: Any) -> Any:
@@ -224,10 +224,10 @@ def questions(part: str, samples: int, path: str | None, words: Mapping[str, Any
 
     changed = {"generate_samples": some, "generate_input_output": one, f"read_{source}": lambda: (asked, documents)}
     with replaced(qa_utils, **changed):
-        return qa_utils.get_qa_dataset(source, **words)
+        return qa_utils.get_qa_dataset(source, **kwargs)
 
 
-def questions_of(source: str, data: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def read_questions(source: str, data: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """The harness's reading of a file that it would download."""
     from lm_eval.tasks.ruler import qa_utils
 

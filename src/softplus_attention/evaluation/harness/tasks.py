@@ -32,7 +32,7 @@ LONGEST_REASON = 240
 BOOTSTRAP_SAMPLES = 1000
 
 
-def parts_of(names: Sequence[str]) -> dict[str, str]:
+def split_parts(names: Sequence[str]) -> dict[str, str]:
     """What is run one after the other, and by which of the names: a part of ruler that fails leaves the others."""
     found: dict[str, str] = {}
     for name in names:
@@ -115,7 +115,7 @@ def measure_downstream(
     empty: dict[str, Any] = {"finished": [], "tasks": [], "skipped": []}
     file = files.ResultFile(output, MEASURE, loaded.description(), settings, loaded.model.device, empty)
     progress = Progress()
-    parts = parts_of(names)
+    parts = split_parts(names)
     left = [part for part in parts if part not in file.results["finished"]]
     if left:
         allowed = allowed_length(loaded, max_length, progress)
@@ -131,7 +131,7 @@ def measure_downstream(
                 try:
                     found = run_task(part, model, task_manager([part], [*include, *own], words), shots, records)
                 except Exception as error:
-                    reason = reason_of(error, part, parts[part])
+                    reason = explain_failure(error, part, parts[part])
                     progress.say(f"{loaded.spec.name}: {part} was left out: {reason}")
                     file.results["skipped"].append({"task": part, "reason": reason})
                 else:
@@ -154,7 +154,7 @@ def allowed_length(loaded: LoadedModel, max_length: int | None, progress: Progre
     return longest
 
 
-def reason_of(error: Exception, part: str, name: str) -> str:
+def explain_failure(error: Exception, part: str, name: str) -> str:
     """One line for the table: what failed, and what can be done where data could not be reached."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     words = lines[0][:LONGEST_REASON] if lines else "no message"
@@ -192,10 +192,10 @@ def run_task(name: str, model: Any, manager: Any, shots: int | None, limit: int 
         bootstrap_iters=BOOTSTRAP_SAMPLES,
         log_samples=True,  # says how many choices each question has
     )
-    return rows_of(found)
+    return collect_rows(found)
 
 
-def rows_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def collect_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per task (or group) and metric, in the harness's order."""
     rows, chances = [], chance_levels(found)
     for task, values in {**found["results"], **found.get("groups", {})}.items():
@@ -241,7 +241,7 @@ def chance_levels(found: Mapping[str, Any]) -> dict[str, float]:
     return {task: total / count for task, (total, count) in levels.items() if count}
 
 
-def quiet() -> None:
+def silence_harness() -> None:
     """Without a word from the harness about every request, and without looking for a hub where there are files."""
     import logging
 

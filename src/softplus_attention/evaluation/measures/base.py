@@ -89,7 +89,7 @@ class Measure:
         return outcome.status
 
     def finish(self, folder: Path, results: Results) -> None:
-        written = [files.path_of(folder, result) for result in results]
+        written = [files.result_path(folder, result) for result in results]
         written += [*self.write_tables(folder, results), *self.draw(folder, results)]
         print()
         for path in written:
@@ -125,7 +125,7 @@ class Measure:
                 for rows in self.csv.values():
                     rows([result])
             except (AttributeError, IndexError, KeyError, TypeError) as error:
-                path = files.path_of(folder, result) if "name" in result.get("model", {}) else folder
+                path = files.result_path(folder, result) if "name" in result.get("model", {}) else folder
                 fail("result file", f"one that holds what `evaluate {self.name}` measured", f"{str(path)!r}: {error!r}")
 
 
@@ -230,18 +230,18 @@ def check_output(path: Path) -> None:
 
 def resolve_models(options: argparse.Namespace) -> tuple[list[ModelSpec], int]:
     """The models and the length that all of them were trained at."""
-    from softplus_attention.evaluation.models import check_spec, parse_model_specs, training_length_of
-    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.evaluation.models import check_spec, parse_model_specs, read_training_length
+    from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.utils.device import check_device
 
-    quiet()
+    silence_transformers()
     check_output(options.output)
     check_device(options.device)
     common = {name: getattr(options, name) for name in ("power", "window", "rope")}
     specs = parse_model_specs(
         options.models, common | ({"reweight": ""} if options.reweight else {}), options.trust_remote_code
     )
-    found = {spec.name: training_length_of(spec) for spec in specs}
+    found = {spec.name: read_training_length(spec) for spec in specs}
     length = options.train_length
     if length is not None and length < 2:
         fail("--train-length", "at least 2", length)

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
     from softplus_attention.evaluation.harness import data, public_sets, tasks
 
-    tasks.quiet()
+    tasks.silence_harness()
     data.check_lengths(names, lengths, options.data is not None)
     settings |= {"data": [], "include": options.include_path}
     if str(options.data) == public_sets.PUBLIC and not options.data.is_dir():
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> Outcome:
         options.data = public_sets.public_sets(names)
     if options.data is not None:
         settings["data"] = data.local_data(options.data, names, options.shots, lengths)
-        settings["texts"] = data.ruler_texts(options.data, list(tasks.parts_of(names)))
+        settings["texts"] = data.ruler_texts(options.data, list(tasks.split_parts(names)))
     tasks.check_names(names, options.include_path, settings["data"])
     specs, training_length = resolve_models(options)
 

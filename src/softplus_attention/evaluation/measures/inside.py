@@ -31,8 +31,8 @@ from softplus_attention.evaluation.measures.base import (
 from softplus_attention.evaluation.measures.loaded import (
     LENGTH,
     LoadedResult,
-    base_of,
     by_length,
+    common_training_length,
     length_names,
     notes,
 )
@@ -127,7 +127,7 @@ def table(results: Results) -> str:
         for group in layers.layer_groups(entries):
             title = ", ".join(filter(None, (result["model"]["name"], group.words)))
             rows[title] = [
-                (e["length"], [layers.log_keys(e, group), *(layers.mean_of(e, group, name) for name in SHOWN)])
+                (e["length"], [layers.log_keys(e, group), *(layers.mean_over_heads(e, group, name) for name in SHOWN)])
                 for e in entries
             ]
     width = max(20, *(len(title) + 2 for title in rows))
@@ -145,7 +145,7 @@ def csv_rows(results: Results) -> CsvTable:
     for result in results:
         for entry in result["results"]["lengths"]:
             for head in entry["heads"]:
-                log_keys = layers.log_keys_of(entry, head)
+                log_keys = layers.head_log_keys(entry, head)
                 place = [result["model"]["name"], entry["length"], log_keys, head["layer"], head["head"]]
                 rows.append([*place, *(head[word] for word in QUANTITIES)])
     return ["model", "length", "log_keys", "layer", "head", *QUANTITIES], rows
@@ -203,14 +203,14 @@ class Part(NamedTuple):
         return self.member.label + (f", {self.group.words}" if self.group.words else "")
 
     def series(self, name: str, styles: SeriesStyles, words: str = "", is_share: bool = False) -> Series:
-        value = layers.share_of_log_keys if is_share else layers.mean_of
+        value = layers.share_of_log_keys if is_share else layers.mean_over_heads
         values = [value(row, self.group, name) for row in self.rows]
         band = None if words else layers.middle_half(self.rows, self.group, name, is_share)
         lengths, look = [row["length"] for row in self.rows], styles.of(self.member.name)
         return Series(self.name + words, lengths, values, None, look, dashed=bool(words), band=band)
 
     def has(self, name: str) -> bool:
-        return any(layers.mean_of(row, self.group, name) is not None for row in self.rows)
+        return any(layers.mean_over_heads(row, self.group, name) is not None for row in self.rows)
 
 
 def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
@@ -219,7 +219,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
         return [*notes(members)]
     parts = [[Part(m, layer_group) for layer_group in layers.layer_groups(m.content)] for m in measured]
     widest, narrower = [own[0] for own in parts], [part for own in parts for part in own[1:]]
-    base = base_of(measured)
+    base = common_training_length(measured)
     blocks = by_length_charts(widest, styles, f"{', global layers' if narrower else ''}{folder}", base)
     if narrower:
         blocks += by_length_charts(narrower, styles, f", local layers{folder}", base)
@@ -309,7 +309,7 @@ def steady_table(parts: Sequence[Part], folder: str) -> Table:
         if ends[0] is ends[1]:
             continue
         equal = [layers.log_keys(row, part.group) for row in ends]
-        entropies = [[layers.mean_of(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
+        entropies = [[layers.mean_over_heads(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
         shares = [[layers.share_of_log_keys(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
         changes = [grown(*pair) for pair in (equal, *entropies)]
         body.append([part.name, *(row["length"] for row in ends), *changes, *(both(*pair) for pair in shares)])
@@ -346,7 +346,7 @@ def one_layer(layer: int) -> LayerGroup:
 def series_by_layer(m: LoadedResult, name: str, styles: SeriesStyles, words: str = "") -> Series:
     row = m.content[-1]
     numbers = layer_numbers(row)
-    values = [layers.mean_of(row, one_layer(layer), name) for layer in numbers]
+    values = [layers.mean_over_heads(row, one_layer(layer), name) for layer in numbers]
     return Series(m.label + words, numbers, values, None, styles.of(m.name), dashed=bool(words))
 
 

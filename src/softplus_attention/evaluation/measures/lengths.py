@@ -30,7 +30,13 @@ from softplus_attention.evaluation.measures.base import (
     skipped_lines,
     split_by_feasibility,
 )
-from softplus_attention.evaluation.measures.loaded import LoadedResult, base_of, by_length, columns_by_length, notes
+from softplus_attention.evaluation.measures.loaded import (
+    LoadedResult,
+    by_length,
+    columns_by_length,
+    common_training_length,
+    notes,
+)
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
 from softplus_attention.utils.untrusted import count_of, mapping, number_of, numbers_of, rows_of
@@ -198,7 +204,7 @@ def read(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
-    base = base_of(members)
+    base = common_training_length(members)
     caption = "The same documents cut to each length; mean over all positions. "
     losses = [loss_series(m, styles) for m in members]
     blocks: list[Block] = [by_length(TITLE + folder, "mean loss (nats)", losses, caption + used_texts(members), base)]
@@ -218,7 +224,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
         blocks.append(replace(chart, x_label="position in the sequence", caption=caption))
     if gains:
         controls = [
-            [m.label, row["length"], *(number_of(row["control"], name) for name in CONTROL[:-2]), gain_of(row)]
+            [m.label, row["length"], *(number_of(row["control"], name) for name in CONTROL[:-2]), control_gain(row)]
             for m in members
             for row in controlled(m)
         ]
@@ -242,7 +248,11 @@ def differences(members: Sequence[LoadedResult], styles: SeriesStyles, folder: s
             series.append(Series(m.label, [row["length"] for row in shared], means, errors, styles.of(m.name)))
     caption = "Below 0 is better. Bars are standard errors of the differences, text by text."
     title = f"Loss less that of {reference.label}{folder}"
-    return [by_length(title, "difference (nats)", series, caption, base_of(members), baseline=0)] if series else []
+    return (
+        [by_length(title, "difference (nats)", series, caption, common_training_length(members), baseline=0)]
+        if series
+        else []
+    )
 
 
 def are_paired(m: LoadedResult, reference: LoadedResult, row: dict[str, Any], rows: dict[int, dict[str, Any]]) -> bool:
@@ -285,7 +295,7 @@ def verdict(m: LoadedResult) -> str:
     if len(holds) < len(rows) and rows[-1].get("loss") is not None:
         words += f", loses {rise(rows[-1], first)[0]:.2f} nats at {times(rows[-1], m)}"
     controls = controlled(m)
-    if controls and (gain := gain_of(controls[-1]))[0] is not None:
+    if controls and (gain := control_gain(controls[-1]))[0] is not None:
         error = f" ± {gain[1]:.3f}" if gain[1] is not None else ""
         words += f"; context beyond 1x worth {gain[0]:.3f}{error} nats at {times(controls[-1], m)}"
     return f"{words}."
@@ -311,7 +321,7 @@ def summary_row(m: LoadedResult) -> list[Cell]:
         None if first is None else number_of(first, "loss"),
         "" if last is None else times(last, m),
         None if last is None else number_of(last, "loss"),
-        gain_of(controls[-1]) if controls else None,
+        control_gain(controls[-1]) if controls else None,
     ]
 
 
@@ -328,13 +338,13 @@ def controlled(m: LoadedResult) -> list[dict[str, Any]]:
     return [row for row in m.content if row.get("control") is not None]
 
 
-def gain_of(row: dict[str, Any]) -> tuple[Number, Number]:
+def control_gain(row: dict[str, Any]) -> tuple[Number, Number]:
     return number_of(row["control"], "gain"), number_of(row["control"], "standard_error")
 
 
 def gain_series(m: LoadedResult, styles: SeriesStyles) -> Series:
     rows = controlled(m)
-    values, errors = ([gain_of(row)[place] for row in rows] for place in (0, 1))
+    values, errors = ([control_gain(row)[place] for row in rows] for place in (0, 1))
     return Series(m.label, [row["length"] for row in rows], values, errors, styles.of(m.name))
 
 

@@ -69,7 +69,7 @@ def tell_apart(members: Sequence[LoadedResult]) -> list[LoadedResult]:
     return found
 
 
-def base_of(members: Sequence[LoadedResult]) -> float | None:
+def common_training_length(members: Sequence[LoadedResult]) -> float | None:
     """The training length, where all have the same."""
     lengths = {member.training_length for member in members}
     return lengths.pop() if len(lengths) == 1 else None

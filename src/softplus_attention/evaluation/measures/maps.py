@@ -53,7 +53,7 @@ def measure_maps(loaded: LoadedModel, tokenizer: Any, text: str, folder: Path | 
 
     from softplus_attention.evaluation.inside import attention_maps
     from softplus_attention.evaluation.memory import sequences_at_once
-    from softplus_attention.evaluation.texts import check_ids, digest_of
+    from softplus_attention.evaluation.texts import check_ids, digest_tokens
 
     ids = torch.as_tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(ids) < 2:
@@ -62,7 +62,7 @@ def measure_maps(loaded: LoadedModel, tokenizer: Any, text: str, folder: Path | 
         fail("--text", f"at most {loaded.longest} tokens, for which {loaded.spec.name} has positions", len(ids))
     check_ids(int(ids.max()), loaded.model, "--tokenizer")
     sequences_at_once(loaded.model, len(ids))
-    settings = {"text": text, "size": size, "tokens": digest_of(ids.tolist())}
+    settings = {"text": text, "size": size, "tokens": digest_tokens(ids.tolist())}
     file = ResultFile(folder, "maps", loaded.description(), settings, loaded.model.device, {})
     if "maps" not in file.results:
         per_cell, maps = attention_maps(loaded.model, ids, size)

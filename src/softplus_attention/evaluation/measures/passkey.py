@@ -29,8 +29,8 @@ from softplus_attention.evaluation.measures.base import (
 from softplus_attention.evaluation.measures.loaded import (
     LENGTH,
     LoadedResult,
-    base_of,
     by_length,
+    common_training_length,
     length_names,
     notes,
 )
@@ -117,7 +117,7 @@ def measure_passkey(
         predict_keys,
         smallest_length,
     )
-    from softplus_attention.evaluation.texts import check_ids, check_vocabulary, digest_of
+    from softplus_attention.evaluation.texts import check_ids, check_vocabulary, digest_tokens
 
     progress = progress or Progress()
 
@@ -131,7 +131,7 @@ def measure_passkey(
     texts = [] if documents is None or prompt.filler else list(documents.at_least(1))
     filler = Filler(prompt, encode, texts)
     settings = {"prompt": dataclasses.asdict(prompt), "trials": trials, "seed": seed}
-    settings["tokens"] = digest_of(*(encode(part) for part in (prompt.needle, prompt.question, prompt.filler)))
+    settings["tokens"] = digest_tokens(*(encode(part) for part in (prompt.needle, prompt.question, prompt.filler)))
     settings["text"] = documents.source if documents is not None and not prompt.filler else None
     empty = {"prompt": dataclasses.asdict(prompt), "cells": [], "skipped": []}
     file = ResultFile(folder, "passkey", loaded.description(), settings, loaded.model.device, empty)
@@ -200,10 +200,10 @@ Cells = Mapping[tuple[int, float], Number]  # accuracy by length and depth
 
 
 def read(results: dict[str, Any]) -> Cells:
-    return cells_of(rows_of(results, "cells"), lambda cell: number_of(cell, "accuracy"))
+    return accuracy_cells(rows_of(results, "cells"), lambda cell: number_of(cell, "accuracy"))
 
 
-def cells_of(rows: Sequence[dict[str, Any]], accuracy: Any) -> Cells:
+def accuracy_cells(rows: Sequence[dict[str, Any]], accuracy: Any) -> Cells:
     cells: dict[tuple[int, float], Number] = {}
     for cell in rows:
         depth = number_of(cell, "depth")
@@ -218,7 +218,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
     if not lengths:
         return [*notes(members)]
     means = [mean_series(m.label, m.content, lengths, styles.of(m.name)) for m in members]
-    blocks: list[Block] = [means_chart(f"Passkeys found, by length{folder}", means, base_of(members))]
+    blocks: list[Block] = [means_chart(f"Passkeys found, by length{folder}", means, common_training_length(members))]
     maps = [(m.label, depth_map(m.label, m.content, lengths, m.training_length)) for m in members]
     blocks.append(HeatMaps(f"Passkeys found, by depth{folder}", maps, DEPTH_CAPTION))
     return blocks + notes(members)

@@ -25,7 +25,13 @@ from softplus_attention.evaluation.measures.base import (
     parse_lengths,
     skipped_lines,
 )
-from softplus_attention.evaluation.measures.loaded import LoadedResult, base_of, by_length, columns_by_length, notes
+from softplus_attention.evaluation.measures.loaded import (
+    LoadedResult,
+    by_length,
+    columns_by_length,
+    common_training_length,
+    notes,
+)
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
 from softplus_attention.utils.untrusted import count_of, number_of, rows_of, text_of
@@ -89,9 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Outcome:
     from softplus_attention.evaluation.synthetic import TASKS, make_task, training_config
-    from softplus_attention.huggingface.loading import quiet
+    from softplus_attention.huggingface.loading import silence_transformers
 
-    quiet()
+    silence_transformers()
     check_output(options.output)
     if options.preset not in PRESETS:
         fail_choice("--preset", PRESETS, options.preset)
@@ -210,7 +216,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
     forms = [task_label(m.content[0], m.settings) for m in members]
     for form in dict.fromkeys(forms):
         those = [m for m, own in zip(members, forms, strict=True) if own == form]
-        base = base_of(those) or trained_at(those)
+        base = common_training_length(those) or trained_at(those)
         for place, (_, title) in enumerate(QUANTITIES):
             columns = [columns_by_length(m.content[1], *(name for name, _ in QUANTITIES)) for m in those]
             series = [

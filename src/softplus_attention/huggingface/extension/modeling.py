@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 from softplus_attention import validation as check
 from softplus_attention.functional import softplus_attention
-from softplus_attention.huggingface.attention import REFUSED
+from softplus_attention.huggingface.attention import UNSUPPORTED_KWARGS
 from softplus_attention.huggingface.extension.attention import Reach, two_part_attention
 from softplus_attention.huggingface.extension.cache import ExtendedCache, ExtendedLayer, SinkBuffer, reaches_of
 from softplus_attention.huggingface.extension.settings import Extension
@@ -324,7 +324,7 @@ class ExtendedModel:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    for word, what in {**REFUSED, **dict.fromkeys(PACKING, "packed documents")}.items():
+    for word, what in {**UNSUPPORTED_KWARGS, **dict.fromkeys(PACKING, "packed documents")}.items():
         if options.get(word) is not None:
             check.fail(word, f"None: extended models do not have {what}", type(options[word]).__name__)
     if options.get("output_attentions"):
@@ -337,7 +337,7 @@ def starts_of(mask: Tensor | None, length: int, has_cache: bool) -> list[int] | 
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         check.fail(
-            "attention_mask", "2-D, 1 for the tokens of a text that is padded on the left", check.described(mask)
+            "attention_mask", "2-D, 1 for the tokens of a text that is padded on the left", check.describe_tensor(mask)
         )
     mask = mask[:, :length].bool()
     starts = length - mask.flip(1).to(torch.int32).cumprod(1).sum(1)

@@ -21,7 +21,7 @@ from softplus_attention.kernels.arguments import (
     aligned,
 )
 from softplus_attention.kernels.arguments import ROW_BLOCK as ROWS  # of a program, and the keys of a tile
-from softplus_attention.kernels.launch_cache import Scratch, addresses_of, current_stream, kinds, launch
+from softplus_attention.kernels.launch_cache import Scratch, collect_addresses, current_stream, kinds, launch
 
 WARPS = 4  # Triton's default: given by position it sets no option
 WIDTHS = (64, 128)
@@ -130,7 +130,7 @@ def launch_twice(
     from softplus_attention.kernels.hopper.tiles import Tiles
 
     device, both = tensors[0].device, (*[x for x, _ in tiled], *tensors)
-    addresses = addresses_of(both)
+    addresses = collect_addresses(both)
     stream, alike = current_stream(device), kinds(both, addresses, numbers)
     tiles = tuple([Tiles(x, rows) for x, rows in tiled])
     key = None if alike is None else (kernel.__name__, device, constants[0], alike)

@@ -21,13 +21,13 @@ from softplus_attention.kernels.arguments import (
 from softplus_attention.kernels.hopper import launch as hopper_launch
 from softplus_attention.kernels.launch_cache import (
     Scratch,
-    addresses_of,
+    collect_addresses,
     current_device,
     current_stream,
-    key_of,
     kinds,
     launch,
     replay,
+    replay_key,
 )
 from softplus_attention.kernels.triton import backward as bwd
 from softplus_attention.kernels.triton import forward as fwd
@@ -95,7 +95,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bo
 
     if saved.out.numel() and k.shape[2]:
         powers = options[POWER_ROWS]
-        key = key_of("forward", (q, k, v), powers, options) if direct else None
+        key = replay_key("forward", (q, k, v), powers, options) if direct else None
         with current_device(q):
             replay(key, (q, k, v, *saved, *(() if powers is None else (powers,))), launch_all)
     else:
@@ -127,7 +127,7 @@ def attention_backward(
         return backward(call, grad_out, saved, (dq, dk, dv), None if powers is None else d_power)
 
     if out.numel() and k.shape[2]:
-        key = key_of("backward", (grad_out, q, k, v, out), powers, options, saved[1:]) if direct else None
+        key = replay_key("backward", (grad_out, q, k, v, out), powers, options, saved[1:]) if direct else None
         with current_device(q):
             of_powers = () if powers is None else (powers, d_power)
             replay(key, (grad_out, q, k, v, *saved, dq, dk, dv, *of_powers), launch_all)
@@ -145,7 +145,7 @@ def key_norms(call: KernelArguments, norms: Tensor, equal_score_flags: Tensor) -
     by_token = k.stride(1) < k.stride(2)
     constants = (call.normalized_keys, by_token, call.d, padded(call.d), block)
     tensors = (k, norms, equal_score_flags)
-    addresses = addresses_of(tensors)
+    addresses = collect_addresses(tensors)
     alike = kinds(tensors, addresses, numbers)
     key = None if alike is None else ("key norms", k.device, constants, alike)
     arguments = (*numbers, *constants)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from softplus_attention.physics.laws.exponents import NAMES
-from softplus_attention.physics.laws.front import Candidate, described, pareto_front
+from softplus_attention.physics.laws.front import Candidate, describe_front, pareto_front
 from softplus_attention.physics.laws.operon import least_absolute_factor, prepared
 from softplus_attention.physics.orbits import Array
 
@@ -69,11 +69,11 @@ def enumerated(
     for length, level in levels.items():
         if not level.made:
             continue
-        errors = errors_of(level.values, target[chosen], scale)
+        errors = compute_errors(level.values, target[chosen], scale)
         for index in np.argsort(errors)[:KEPT]:
             if np.isfinite(errors[index]):
                 candidates.append(finished(levels, length, int(index), features, target, scale))
-    return described(pareto_front(candidates, spread), features, spread)
+    return describe_front(pareto_front(candidates, spread), features, spread)
 
 
 def grow(variables: Array, size: int, unary: tuple[str, ...]) -> dict[int, Level]:
@@ -121,7 +121,7 @@ def keys(values: Array) -> NDArray[np.int64]:
     return np.concatenate([digits, exponent], 1).astype(np.int64)
 
 
-def errors_of(values: Array, target: Array, scale: str) -> Array:
+def compute_errors(values: Array, target: Array, scale: str) -> Array:
     """The mean absolute error of each row with its best factor."""
     with np.errstate(all="ignore"):
         if scale == "ln_force":
@@ -140,7 +140,7 @@ def finished(
 ) -> Candidate:
     def evaluate(X: Array) -> Array:
         with np.errstate(all="ignore"):
-            return value_of(levels, length, index, X)
+            return evaluate_law(levels, length, index, X)
 
     values = evaluate(features)
     with np.errstate(all="ignore"):
@@ -149,22 +149,22 @@ def finished(
             error = float(np.abs(apart - np.median(apart)).mean())
         else:
             error = float(np.abs(least_absolute_factor(values, target) * values - target).mean())
-    return Candidate(text_of(levels, length, index), length, error, evaluate)
+    return Candidate(format_law(levels, length, index), length, error, evaluate)
 
 
-def value_of(levels: dict[int, Level], length: int, index: int, X: Array) -> Array:
+def evaluate_law(levels: dict[int, Level], length: int, index: int, X: Array) -> Array:
     operator, left, right = levels[length].made[index]
     if operator in NAMES:
         return X[:, NAMES.index(operator)]
     if operator in UNARY:
-        return UNARY[operator](value_of(levels, *left, X))
-    return BINARY[operator](value_of(levels, *left, X), value_of(levels, *right, X))
+        return UNARY[operator](evaluate_law(levels, *left, X))
+    return BINARY[operator](evaluate_law(levels, *left, X), evaluate_law(levels, *right, X))
 
 
-def text_of(levels: dict[int, Level], length: int, index: int) -> str:
+def format_law(levels: dict[int, Level], length: int, index: int) -> str:
     operator, left, right = levels[length].made[index]
     if operator in NAMES:
         return operator
     if operator in UNARY:
-        return f"{operator}({text_of(levels, *left)})"
-    return f"({text_of(levels, *left)} {operator} {text_of(levels, *right)})"
+        return f"{operator}({format_law(levels, *left)})"
+    return f"({format_law(levels, *left)} {operator} {format_law(levels, *right)})"

@@ -111,7 +111,7 @@ def law_name(exponents: dict[str, float] | None) -> str:
 NEWTON = "m1 m2 / r^2"
 
 
-def described(front: Sequence[Candidate], features: Array, spread: float) -> dict[str, Any]:
+def describe_front(front: Sequence[Candidate], features: Array, spread: float) -> dict[str, Any]:
     """The front and what each rule takes from it, as JSON has it."""
     points = features[:: max(1, len(features) // 100)]
     named = {id(c): law_name(power_law(c.evaluate, points)) for c in front}

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from softplus_attention.physics.laws.exponents import NAMES
-from softplus_attention.physics.laws.front import Candidate, Evaluate, described, pareto_front
+from softplus_attention.physics.laws.front import Candidate, Evaluate, describe_front, pareto_front
 from softplus_attention.physics.orbits import Array
 from softplus_attention.validation import fail
 
@@ -67,7 +67,7 @@ def search(
         engine.fit(features, target)
         candidates += [candidate(engine, found, features, target, scale) for found in engine.pareto_front_]
     spread = float(np.abs(target - np.median(target)).mean())
-    return described(pareto_front(candidates, spread), features, spread)
+    return describe_front(pareto_front(candidates, spread), features, spread)
 
 
 def candidate(engine: Any, found: dict[str, Any], features: Array, target: Array, scale: str) -> Candidate:

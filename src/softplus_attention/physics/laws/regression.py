@@ -11,7 +11,7 @@ from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.laws.enumeration import enumerated
 from softplus_attention.physics.laws.exponents import fitted_exponents
 from softplus_attention.physics.laws.operon import search
-from softplus_attention.physics.measure import quality, states_of
+from softplus_attention.physics.measure import orbit_states, quality
 from softplus_attention.physics.orbits import Array, simulate
 from softplus_attention.physics.presets import PUBLISHED_OPERATORS, Experiment
 from softplus_attention.physics.training import LABELS, stream
@@ -32,7 +32,7 @@ def law_settings(experiment: Experiment) -> dict[str, Any]:
     return {name: getattr(experiment, name) for name in names}
 
 
-def laws_of(
+def fit_laws(
     m1: Array, m2: Array, r: Array, force: Array, experiment: Experiment, *, enumerator: bool = True
 ) -> dict[str, Any]:
     """By scale of the error: the laws of each random sample of points, by genetic programming and by enumeration."""
@@ -73,7 +73,7 @@ def nearest_to_training(arrays: dict[str, Array], experiment: Experiment, labels
     systems = distribution(experiment.distribution).sample(labels, stream(seed, LABELS))
     orbits = simulate(systems, experiment.steps, velocities=True)
     assert orbits.velocities is not None
-    trained = states_of(systems, orbits.positions, orbits.velocities).reshape(-1, 6)
+    trained = orbit_states(systems, orbits.positions, orbits.velocities).reshape(-1, 6)
     distance, _ = cKDTree(trained).query(arrays["inside/state"], workers=-1)
     return np.argsort(distance)[: experiment.nearest_points]
 
@@ -101,7 +101,7 @@ def regress(arrays: dict[str, Array], experiment: Experiment, labels: int, seed:
         "settings": law_settings(experiment),
         "quality": measured,
         "exponents": exponents,
-        "laws": laws_of(points["m1"], points["m2"], points["r"], points["said"], experiment),
+        "laws": fit_laws(points["m1"], points["m2"], points["r"], points["said"], experiment),
     }
     noise = measured["inside"].get("ln_force_noise")
     if noise is not None:
@@ -116,7 +116,7 @@ def control(points: dict[str, Array], experiment: Experiment, noise: float) -> d
     return {
         "noise": noise,
         "exponents": fitted_exponents(*columns, system=points["system"].astype(np.int64)),
-        "laws": laws_of(*columns, experiment, enumerator=False),
+        "laws": fit_laws(*columns, experiment, enumerator=False),
     }
 
 

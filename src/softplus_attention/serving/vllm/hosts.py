@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.registry import ModelRegistry
 
 from softplus_attention.attentions import catalog
-from softplus_attention.huggingface.attention import attention_of, check_host
+from softplus_attention.huggingface.attention import attention_from_config, check_host_arguments
 from softplus_attention.serving.vllm.backend import SoftplusBackend, is_plain_softmax
 from softplus_attention.serving.vllm.plugin import HOSTS, PREFIX
 
@@ -25,7 +25,7 @@ class HostModel:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
         config = vllm_config.model_config.hf_config
-        chosen = attention_of(config, config._attn_implementation)
+        chosen = attention_from_config(config, config._attn_implementation)
         with attention_in_layers(chosen):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
         for module in self.modules():  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def attention_in_layers(chosen: catalog.Attention) -> Iterator[None]:
 
     def build_ours(self: Attention, *arguments: Any, **named: Any) -> None:
         build(self, *arguments, **{**named, **ours})
-        check_host(chosen, torch.empty(0, self.head_size), None, self.impl.scale, {})
+        check_host_arguments(chosen, torch.empty(0, self.head_size), None, self.impl.scale, {})
         self.softplus_attention = chosen
 
     Attention.__init__ = build_ours
