@@ -539,7 +539,7 @@ import resource, sys
 from pathlib import Path
 from evaluation_cases import open_saved
 from softplus_attention.evaluation.inside import look_inside
-from softplus_attention.evaluation.lengths import losses_of
+from softplus_attention.evaluation.lengths import token_losses
 import torch
 
 def peak():
@@ -548,10 +548,10 @@ def peak():
 torch.set_num_threads(1)
 model = open_saved(sys.argv[1]).model
 rows = torch.randint(0, 256, (1, 8192))
-losses_of(model, rows[:, :128])
+token_losses(model, rows[:, :128])
 look_inside(model, rows[:, :128], frozen_length=128)
 before = peak()
-losses_of(model, rows)
+token_losses(model, rows)
 look_inside(model, rows, frozen_length=128)
 print(peak() - before)
 """

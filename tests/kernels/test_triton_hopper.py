@@ -59,7 +59,7 @@ def test_info_says_which_kernels(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert info.kernels_of(torch.device("cuda"), *shape, dtype).startswith(words)
+    assert info.describe_kernels(torch.device("cuda"), *shape, dtype).startswith(words)
 
 
 def test_a_triton_that_the_kernels_were_not_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
