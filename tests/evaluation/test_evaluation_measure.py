@@ -24,7 +24,7 @@ from softplus_attention.evaluation.measures.lengths import csv_rows, measure_len
 from softplus_attention.evaluation.memory import TooLongError, in_batches, sequences_at_once
 from softplus_attention.evaluation.models import parse_model_spec, parse_model_specs, read_training_length
 from softplus_attention.evaluation.texts import check_same_tokenizer, folder_documents, raw_texts, text_documents
-from softplus_attention.huggingface.loading import load_tokenizer, require
+from softplus_attention.huggingface.loading import check_model_path, load_tokenizer
 from softplus_attention.power import PowerByLength
 from softplus_attention.utils.results import file_name, read, results_in, to_jsonable
 
@@ -467,12 +467,12 @@ class TestModels:
         (tmp_path / "runs" / "small-1" / "config.json").write_text("{}")
         (tmp_path / "runs" / "small-2").mkdir()  # holds no model
         monkeypatch.chdir(tmp_path)
-        require("MODEL", "runs/smal", "config.json")
+        check_model_path("MODEL", "runs/smal", "config.json")
         assert capsys.readouterr().err == (
             "there is no folder runs/smal here, but runs/small-1; looking for runs/smal on the hub\n"
         )
         for source in ("runs/other", "elsewhere/small-1", "small-1"):
-            require("MODEL", source, "config.json")
+            check_model_path("MODEL", source, "config.json")
         assert capsys.readouterr().err == ""
 
     def test_foreign(self, tmp_path, folder):
@@ -482,15 +482,15 @@ class TestModels:
             open_saved(tmp_path / "bert")
         (tmp_path / "odd").mkdir()
         (tmp_path / "odd" / "config.json").write_text('{"model_type": "no-such-model"}')
-        with pytest.raises(ValueError, match="`MODEL` must be a folder with a saved model"):
+        with pytest.raises(ValueError, match="model type `no-such-model`"):
             open_saved(tmp_path / "odd")
         shutil.copytree(folder, tmp_path / "cut")
         weights = tmp_path / "cut" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-100])
-        with pytest.raises(ValueError, match="`MODEL` must be"):
+        with pytest.raises(ValueError, match="cut off or damaged"):
             open_saved(tmp_path / "cut")
         (tmp_path / "cut" / "model.safetensors").unlink()
-        with pytest.raises(ValueError, match="`MODEL` must be a causal language model"):
+        with pytest.raises(ValueError, match="no file named model"):
             open_saved(tmp_path / "cut")
 
 

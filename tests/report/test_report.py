@@ -197,7 +197,7 @@ def test_problems_are_said_on_stderr(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "not shown: broken.json: not JSON" in captured.err
     assert "1 result files, 2 figures and tables" in captured.out
-    assert (tmp_path / "out-files" / "02-downstream-tasks.csv").read_text().startswith("task,metric,samples,a\n")
+    assert (tmp_path / "out-files" / "02-downstream-tasks.csv").read_text().startswith("task,metric,samples,chance,a\n")
 
 
 @pytest.mark.parametrize(("make", "words"), [(False, "a folder with results"), (True, "at least one result file")])

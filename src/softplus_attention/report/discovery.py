@@ -20,7 +20,7 @@ LARGEST_NUMBER = 1e100
 WORKING_FILES = re.compile(
     r"(generation_|adapter_|preprocessor_)?config\.json|(tokenizer|special_tokens|added_tokens|vocab|merges).*\.json"
     r"|(chat_template|.*\.index|trainer_state|index|plan|manifest|position)\.json"
-    r"|(experiment|pretrain|probes|tune|long|laws|seed\d+)\.json"
+    r"|(experiment|pretrain|probes|tune|long|laws|ranking|seed\d+)\.json"
 )
 
 
