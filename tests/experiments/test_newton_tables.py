@@ -70,7 +70,7 @@ EXPECTED = {
     "controls": """\
 | true F | 0.00 | 1 of 1 | 1 of 1 |
 | true F with the noise of each model of 50 labelled systems | 0.10 to 0.20 | 3 of 3 | 0 of 3 |
-| what the models of 50 labelled systems said | - | 1 of 3 | 0 of 3 |""",
+| predictions of the models of 50 labelled systems | - | 1 of 3 | 0 of 3 |""",
     "length": """\
 | error of the next place, AU: `lssar` | 0.001 (0.001 to 0.001) | 0.004 (0.003 to 0.005) |
 | roll-out, off the ellipse: `lssar` | - | 1.2e+02 (1.2e+02 to 1.2e+02) |

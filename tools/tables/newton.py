@@ -79,14 +79,14 @@ def force_table(found: Found) -> str:
 
 
 def controls_table(found: Found) -> str:
-    """The same regression on the true force, on the true force with each model's noise, and on what the models said."""
+    """The same regression on the true force, on the true force with each model's noise, and on the predicted force."""
     rows = [("true F", list(found["controls"].values()))]
     counts = sorted({cell["labels"] for cell in found["cells"]}, reverse=True)
     for labels in counts:
         cells = [cell for cell in found["cells"] if cell["labels"] == labels]
         noisy = [cell["control_with_noise"] for cell in cells if "control_with_noise" in cell]
         rows.append((f"true F with the noise of each model of {labels:,} labelled systems", noisy))
-        rows.append((f"what the models of {labels:,} labelled systems said", cells))
+        rows.append((f"predictions of the models of {labels:,} labelled systems", cells))
     noises = [[cell["noise"] for cell in cells if "noise" in cell] for _, cells in rows]
     ends = [dict.fromkeys(f"{end:.2f}" for end in (min(noise), max(noise))) if noise else "-" for noise in noises]
     columns = [[name for name, _ in rows], [" to ".join(words) for words in ends]]
@@ -164,7 +164,7 @@ def faithful_table(found: Found) -> str:
         )
     truth = [laws_found(list(found["controls"].values()), "force", engine, "score") for engine in ENGINES]
     rows.append(["true F", *["-"] * (len(rows[0]) - 1 - len(truth)), *truth])
-    head = ["arm", "loss of pre-training", "R^2 of F", "R^2 of ln F", "F said to be 0 or less, %"]
+    head = ["arm", "loss of pre-training", "R^2 of F", "R^2 of ln F", "F predicted as 0 or less, %"]
     head += [*(f"exponent of {word}" for word in EXPONENTS), f"law {LAW}: pyoperon", "enumerator"]
     return table(head, list(zip(*rows, strict=True)))
 
