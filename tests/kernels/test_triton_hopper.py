@@ -222,7 +222,7 @@ OUTPUT = """
 import re, sys, triton, instructions
 from triton.backends.compiler import GPUTarget
 for name in sys.argv[1:]:
-    blocks = instructions.blocks_of(name, 64, True)
+    blocks = instructions.kernel_blocks(name, 64, True)
     source = instructions.signature(name, 64, 15, True, blocks)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": blocks.warps})
     found = compiled.asm["ttgir"]
