@@ -286,7 +286,9 @@ class TestTheAttentionItself:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "softplus-gpt"])
+    @pytest.mark.parametrize(
+        "family", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "mistral")] + ["softplus-gpt"]
+    )
     def test_fullgraph(self, family):
         torch._dynamo.reset()
         model = small_model(family, layers=1)

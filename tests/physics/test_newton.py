@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared_folders import make_once
 
 from softplus_attention.cli import main
 from softplus_attention.cli.newton import NUMBERS, add_command, option_name
@@ -34,9 +35,10 @@ def newton(folder: Path, words: str = "", preset: str = "smoke") -> int:
 
 @pytest.fixture(scope="module")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("newton")
-    assert newton(folder) == 0
-    return folder
+    def make(folder: Path) -> None:
+        assert newton(folder) == 0
+
+    return make_once(tmp_path_factory, "newton", make)
 
 
 def results(folder: Path) -> dict:
