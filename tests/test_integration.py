@@ -347,7 +347,7 @@ class TestRefused:
         compiled = torch.compile(calls[way], backend="eager")
         if way != "dual from outside":
             with pytest.raises(
-                RuntimeError, match=r"softplus_attention: (forward-mode|torch\.func).* do not reach inside"
+                RuntimeError, match=r"softplus_attention: (forward-mode|torch\.func).* are not supported"
             ):
                 compiled(q)
             return

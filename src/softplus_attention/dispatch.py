@@ -106,7 +106,7 @@ def has_fused_kernel(x: Tensor) -> bool:
 
 
 def refuse_transforms(impl: str, *tensors: object) -> None:
-    """torch.func and forward-mode differentiation would pass a fused op by in silence."""
+    """torch.func and forward-mode differentiation would silently bypass a fused op."""
     compiling = torch.compiler.is_compiling()
     # A compiler does not show which tensors have tangents. It does know what vmap and grad are to do with an op.
     forward_mode = forward_ad._current_level >= 0 and (
@@ -115,7 +115,7 @@ def refuse_transforms(impl: str, *tensors: object) -> None:
     functional = not compiling and torch._C._are_functorch_transforms_active()
     if forward_mode or functional:
         what = "torch.func transforms" if functional else "forward-mode gradients"
-        raise RuntimeError(f"softplus_attention: {what} do not reach inside impl={impl!r}; use impl='reference'")
+        raise RuntimeError(f"softplus_attention: {what} are not supported by impl={impl!r}; use impl='reference'")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

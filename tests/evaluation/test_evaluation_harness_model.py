@@ -66,8 +66,8 @@ def test_a_maximum_length_beyond_a_table_of_positions(models, tmp_path, capsys):
     words = [*words_for(tmp_path / "data", tmp_path), "--tasks", "piqa", "--max-length", "1000"]
     assert main([*words, str(models["gpt2"]), str(models["short"])]) == 0
     said = capsys.readouterr().err
-    assert "gpt2: --max-length 1000 is cut to 128, the positions that the model has" in said
-    assert "gpt2: piqa: 2 texts were longer than the model's 128 tokens allow, and lost their beginning" in said
+    assert "gpt2: --max-length 1000 is reduced to 128, the model's last position" in said
+    assert "gpt2: piqa: 2 prompts longer than 128 tokens were truncated on the left" in said
     assert "short: piqa: " not in said
 
 

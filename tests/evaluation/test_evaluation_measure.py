@@ -152,7 +152,7 @@ class TestLengths:
         found = open_saved(folder)
         with torch.no_grad():
             found.model.get_input_embeddings().weight.fill_(torch.nan)
-        with pytest.raises(ValueError, match="`MODEL` must be one whose logits are numbers, got SoftplusGPT"):
+        with pytest.raises(ValueError, match="`MODEL` must be a model with finite logits, got SoftplusGPT"):
             measure_lengths(found, documents, [16, 64], tmp_path)
 
     def test_without_control(self, folder, documents, tmp_path):

@@ -215,14 +215,14 @@ class TestForeignModels:
         foreign(tmp_path / "bert", "bert")
         status, _, err = run("lengths", "bert", "--text", "text.txt", "--lengths", "32,64")
         assert status == 2
-        assert "`MODEL` must be a causal language model, got BertLMHeadModel, whose tokens see those after them" in err
+        assert "MODEL: BertLMHeadModel is not causal: later tokens change earlier logits" in err
 
     def test_one_of_several_that_fails(self, run, tmp_path):
         foreign(tmp_path / "bert", "bert")
         saved_model(tmp_path / "lssar", max_position_embeddings=64)
         status, out, err = run("lengths", "lssar", "bert", "--text", "text.txt", "--lengths", "32,64")
         assert status == 1
-        assert "bert was not measured: `MODEL` must be a causal language model" in err
+        assert "bert was not measured: MODEL: BertLMHeadModel is not causal" in err
         assert "lengths--lssar.json" in out
         assert (tmp_path / "evaluation" / "lengths.png").exists()
 

@@ -182,7 +182,7 @@ class TestMeasure:
         opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
         with torch.no_grad():
             opened.model.get_input_embeddings().weight.fill_(torch.nan)
-        with pytest.raises(ValueError, match=r"`MODEL` must be one whose logits are numbers, .* NaN at 640 tokens"):
+        with pytest.raises(ValueError, match=r"`MODEL` must be a model with finite logits, .* NaN at 640 tokens"):
             measure_passkey(opened, tokenizer, FORMS["sentences"], [640], [0.0], tmp_path)
 
 

@@ -120,7 +120,7 @@ def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: p
     BertLMHeadModel(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     assert main([*(word.format(folder) for word in words), "--device", "cpu"]) == 2
-    assert "must be a causal language model, got BertLMHeadModel, whose tokens see those" in capsys.readouterr().err
+    assert "BertLMHeadModel is not causal: later tokens change earlier logits" in capsys.readouterr().err
     assert not Path(f"{folder}-new").exists()
 
 
@@ -137,7 +137,7 @@ def test_rounding_is_no_foresight(leak: float, refused: bool) -> None:
             return SimpleNamespace(logits=own + leak * own[:, -1:])
 
     torch.manual_seed(0)
-    expected = pytest.raises(ValueError, match="`model` must be a causal language model, got Leaking")
+    expected = pytest.raises(ValueError, match="model: Leaking is not causal")
     with expected if refused else nullcontext():
         check_is_causal("model", Leaking(32, 32), torch.arange(4)[None])
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "convert",
-        help="swap another attention into a pretrained model",
+        help="replace the attention of a pretrained model",
         description="Swaps another attention into a pretrained causal language model and saves it. The weights are the "
         "same, so the loss rises, as --text shows: fine-tune the result with a power that rises from small to its "
         "target (docs/huggingface.md).",
@@ -33,12 +33,12 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help=f"the sharpening power to start with: {CONSTANT_FORMS} (default: the attention's own)",
     )
     parser.add_argument("--score-scale", type=float, help="replaces log(head dimension) in the scores")
-    parser.add_argument("--text", type=Path, help="a UTF-8 file: its loss before and after is printed")
+    parser.add_argument("--text", type=Path, help="a UTF-8 file, to print its loss before and after")
     parser.add_argument(
         "--length", type=int, default=512, help="tokens per sequence of the loss (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    parser.add_argument("--device", help="for example cpu or cuda:0 (default: cuda if available)")
     add_trust(parser)
     parser.set_defaults(run=run)
 

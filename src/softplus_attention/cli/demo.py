@@ -43,14 +43,14 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "same size, heads, steps and seed) on text that comes with the package, then measures each at 1 to 16 times "
         "the length it was trained at: a table, a figure and a page. Run again, it goes on where it was stopped.",
     )
-    parser.add_argument("--output", type=Path, default=Path("demo"), help="folder for it all (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=240, help="training steps of each model (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument(
-        "--texts", type=int, default=24, help="validation texts of the longest length (default: %(default)s)"
+        "--output", type=Path, default=Path("demo"), help="folder for everything (default: %(default)s)"
     )
+    parser.add_argument("--steps", type=int, default=240, help="training steps of each model (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
+    parser.add_argument("--texts", type=int, default=24, help="number of validation texts (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="delete what an earlier demo left in --output first")
+    parser.add_argument("--overwrite", action="store_true", help="first delete an earlier demo in --output")
     parser.add_argument("--again", dest="overwrite", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 

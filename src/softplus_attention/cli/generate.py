@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="text from a model, streamed",
+        help="generate text with a model, streamed",
         description="Continues a prompt with a saved model (ours or any causal language model of transformers), prints "
         "the tokens as they come, and the speed at the end. The prompt and what follows may be longer than the "
         "sequences the model was trained on.",
@@ -32,15 +32,18 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     prompt.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
     parser.add_argument("--tokenizer", help="default: the one saved with the model")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)"
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the most likely tokens with total probability P (default: 1)",
     )
-    parser.add_argument("--top-k", type=int, default=0, help="sample among the K likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="sample among the likeliest that hold P of the mass")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--power", metavar="P", help=f"another sharpening power than the model's own: {CONSTANT_FORMS}")
+    parser.add_argument("--power", metavar="P", help=f"replaces the model's sharpening power: {CONSTANT_FORMS}")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    parser.add_argument("--device", help="for example cpu or cuda:0 (default: cuda if available)")
     add_trust(parser)
     parser.set_defaults(run=run)
 

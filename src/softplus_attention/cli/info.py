@@ -32,7 +32,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "--shape", default="1,8,4096,64", help="batch, heads, tokens, head dimension (default: %(default)s)"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--device", help="such as cpu, cuda or cuda:1 (default: cuda where there is one, else cpu)")
+    parser.add_argument("--device", help="for example cpu, cuda or cuda:1 (default: cuda if available, else cpu)")
     parser.set_defaults(run=run)
 
 

@@ -31,13 +31,13 @@ NUMBERS = {
     "tune_updates": "optimizer steps of force tuning",
     "tune_batch": "labelled systems per step and process in force tuning",
     "test_systems": "systems on which the predicted force is tested",
-    "positions": "in a sequence: the time step, then each body's place step by step; odd where roll-outs follow",
-    "layers": "how many the model has",
-    "width": "of the model's hidden states, a multiple of --heads",
-    "heads": "of the attention in each layer",
-    "bins": "per coordinate, with --form tokens",
-    "law_seconds": "of each restart of the symbolic regression, at most",
-    "law_restarts": "of the symbolic regression; all of them make one front",
+    "positions": "positions of a sequence: the time step, then each body at every step; odd if roll-outs follow",
+    "layers": "layers of the model",
+    "width": "width of the hidden states, a multiple of --heads",
+    "heads": "attention heads of a layer",
+    "bins": "bins per coordinate, with --form tokens",
+    "law_seconds": "maximum seconds of each restart of the symbolic regression",
+    "law_restarts": "restarts of the symbolic regression, which share one front",
 }
 
 # What the options are called, where results files keep an older name.
@@ -47,39 +47,41 @@ RENAMED = {"pretrain_updates": "pretrain_steps", "tune_updates": "tune_steps"}
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "newton",
-        help="a GPT on orbits, its force, and the law that symbolic regression finds",
-        description="Trains a GPT on simulated orbits, tunes it to predict the force, and looks for the law by "
-        "symbolic regression, beside the controls. Every stage leaves files under --output and is not run again; the "
-        "stages laws and figures need nothing but those files.",
+        help="train a GPT on orbits, predict the force, and find its law by symbolic regression",
+        description="Trains a GPT on simulated orbits, tunes it to predict the force, and searches the law by "
+        "symbolic regression, with controls. A stage whose files exist under --output is not run again; the stages "
+        "laws and figures need only those files.",
     )
     parser.add_argument(
         "--preset",
         choices=PRESET_NAMES,
         default="cpu",
-        help="the sizes and settings; the options below replace single ones (default: %(default)s)",
+        help="sizes and settings; the options below override single settings (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for all files (default: newton-PRESET)")
     parser.add_argument("--out", type=Path, dest="output", help=argparse.SUPPRESS)
     parser.add_argument("--stages", default=",".join(STAGE_NAMES), help="some of %(default)s")
     parser.add_argument("--arms", help="attentions of the catalogue, or NAME-windowK for a window of K time steps")
-    parser.add_argument("--seeds", help="of weights and systems, each a run of its own, such as 0,1,2")
-    parser.add_argument("--labels", help="numbers of labelled systems, such as 50,200,2000")
+    parser.add_argument("--seeds", help="seeds of weights and systems, one run for each, for example 0,1,2")
+    parser.add_argument("--labels", help="numbers of labelled systems, for example 50,200,2000")
     parser.add_argument(
         "--target", choices=("ln_force", "force", "vector"), help="regression target of the force model"
     )
-    parser.add_argument("--distribution", choices=DISTRIBUTION_NAMES, help="from which systems are drawn")
+    parser.add_argument("--distribution", choices=DISTRIBUTION_NAMES, help="distribution of the systems")
     parser.add_argument("--form", choices=("continuous", "tokens"), help="how a model reads coordinates")
-    parser.add_argument("--context-noise", type=float, help="in AU, on what the model reads while it is pre-trained")
+    parser.add_argument("--context-noise", type=float, help="noise on the input in pre-training, in AU")
     parser.add_argument("--differences", choices=("yes", "no"), help="also feed the displacement since the last step")
-    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="of the arithmetic in training")
-    parser.add_argument("--without-pretraining", choices=("yes", "no"), help="whether that control is run too")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="arithmetic in training")
+    parser.add_argument(
+        "--without-pretraining", choices=("yes", "no"), help="also run the control without pre-training"
+    )
     for name, help_text in NUMBERS.items():
         parser.add_argument(option_name(name), dest=name, type=int, metavar="N", help=help_text)
         if name in RENAMED:
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name, type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--device", help="cpu or cuda (default: cuda where there is one)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if available)")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes that simulate (default: 2 with a GPU, else 0)"
+        "--workers", type=int, metavar="N", help="processes that simulate orbits (default: 2 with a GPU, else 0)"
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument(
@@ -87,7 +89,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="checkpoint every N steps, so that a call that was cut short goes on from there (default: never)",
+        help="checkpoint every N steps, from which a call that was stopped continues (default: never)",
     )
     parser.add_argument("--save-updates", type=int, dest="save_every", default=0, help=argparse.SUPPRESS)
     parser.add_argument("--commit", help="the commit to name in the results")

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "report",
-        help="one page from a folder of results",
+        help="make one page from a folder of results",
         description="Gathers every result file under a folder (of evaluate, demo, newton, the benchmarks and training "
         "runs) into one HTML page that needs nothing beside it: curves, heat maps, an attention explorer, tables and "
         "the settings of each run. Every figure is also written as PNG and SVG, and its numbers as CSV, into a folder "
         "beside the page.",
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="where the results are, at any depth")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder with results, at any depth")
     parser.add_argument("--output", metavar="FILE", type=Path, help="the page to write (default: DIR/report.html)")
     parser.set_defaults(run=run)
 

@@ -174,7 +174,7 @@ def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
     logits = logits[:, -count - 1 : -1]
     if bool(logits.isnan().any()):
         got = f"{type(model).__name__}, which gives NaN at {ids.shape[1]} tokens"
-        fail("MODEL", "one whose logits are numbers", got)
+        fail("MODEL", "a model with finite logits", got)
     return logits.argmax(-1)
 
 

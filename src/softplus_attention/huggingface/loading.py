@@ -30,7 +30,7 @@ DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 
 def silence_transformers() -> None:
-    """Without transformers' own warnings and bars: a command says what its users need to know."""
+    """Without transformers' warnings and progress bars: commands have their own messages."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -142,18 +142,18 @@ def check_layers(path: Path, tensors: int) -> None:
 
 @torch.no_grad()
 def check_is_causal(argument: str, model: Any, ids: Tensor) -> None:
-    """A bidirectional model would be measured on tokens that it has seen, and continues no text."""
+    """A bidirectional model sees the tokens that it is measured on, and cannot continue text."""
     if ids.shape[1] < 2:
         return
     other = ids.clone()
     other[:, -1] = (other[:, -1] + 1) % model.get_input_embeddings().num_embeddings
     before, after = (model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
     if not bool(before.isfinite().all()):
-        check.fail(argument, "one whose logits are numbers", f"{type(model).__name__}, which gives NaN or infinity")
+        check.fail(argument, "a model with finite logits", f"{type(model).__name__}, whose logits are NaN or infinite")
     # The same numbers in a causal model, up to rounding: experts share their sums with other tokens, and round anew.
     rounding = max(4 * torch.finfo(before.dtype).eps, ROUNDING) * before.abs().max().item()
     if not torch.allclose(before, after, rtol=0, atol=rounding):
-        check.fail(argument, "a causal language model", f"{type(model).__name__}, whose tokens see those after them")
+        raise ValueError(f"{argument}: {type(model).__name__} is not causal: later tokens change earlier logits")
 
 
 def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -164,8 +164,8 @@ def refuse_models_without_the_interface() -> None:
                 # Some of its attentions may compute by themselves, or say of themselves that they are not causal where
                 # they are: without a mask they would see what comes after a token.
                 raise ValueError(
-                    f"attn_implementation={requested_attention!r}: {type(self).__name__} takes neither 'sdpa' nor "
-                    "attentions from outside in transformers: not all of its attentions would be this one"
+                    f"attn_implementation={requested_attention!r}: {type(self).__name__} does not support custom "
+                    "attention functions in every layer"
                 )
             propagate_settings(self.config)
             attention_from_config(self.config, requested_attention)

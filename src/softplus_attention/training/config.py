@@ -83,18 +83,20 @@ class TrainConfig:
 
     attention: str = option(MODEL, "a name of the catalogue: lssar, lssa, softmax, softmax-qknorm-logn, ...", "lssar")
     layers: int = option(MODEL, "transformer blocks", 4)
-    width: int = option(MODEL, "of the residual stream", 128)
+    width: int = option(MODEL, "width of the residual stream", 128)
     heads: int = option(MODEL, "attention heads; a head is width / heads wide", 2)
-    sequence_length: int = option(MODEL, "tokens of a training sequence", 128)
+    sequence_length: int = option(MODEL, "training length in tokens", 128)
     vocab_size: int | None = option(MODEL, "default: the tokenizer's, padded to a multiple of 64", None)
     score_scale: float | None = option(MODEL, "replaces log(head width) in the scores", None)
-    window: int | None = option(MODEL, "each token sees itself and the window - 1 before it; 0: everything", None)
+    window: int | None = option(
+        MODEL, "each token sees itself and the window - 1 tokens before it; 0: all tokens", None
+    )
     global_every: int | None = option(
         MODEL,
-        "every n-th layer sees all tokens and has no rotary positions; the others keep to the window; 0: no layer does",
+        "every n-th layer is global, without rotary positions; the others see the window; 0: no layer is global",
         None,
     )
-    local_attention: str | None = option(MODEL, "of the layers that keep to the window; default: the same", None)
+    local_attention: str | None = option(MODEL, "attention of the local layers; default: the same", None)
     rope_theta: float = option(MODEL, "base of the rotary positions", 10000.0)
     bias: bool = option(MODEL, "biases in the linear layers and norms", False)
 
@@ -105,7 +107,9 @@ class TrainConfig:
         "attention's own",
         None,
     )
-    power_rounding: bool = option(POWER, "a ramp goes through integers only: torch.compile compiles each anew", True)
+    power_rounding: bool = option(
+        POWER, "round the powers of a ramp to integers; torch.compile compiles each new power", True
+    )
     power_growth: float | None = option(
         POWER,
         "the saved model's power grows by this for each factor e of visible keys beyond the training length",
@@ -115,18 +119,18 @@ class TrainConfig:
     steps: int = option(OPTIMISATION, "optimizer steps of the whole run", 400)
     batch_size: int = option(OPTIMISATION, "sequences per step, over all devices together", 32)
     optimizer: str = option(OPTIMISATION, "adamw, or muon (hidden matrices by Muon, the rest by AdamW)", "adamw")
-    learning_rate: float = option(OPTIMISATION, "AdamW's peak", 1e-3)
-    muon_learning_rate: float | None = option(OPTIMISATION, "Muon's peak; default: AdamW's", None)
+    learning_rate: float = option(OPTIMISATION, "peak learning rate of AdamW", 1e-3)
+    muon_learning_rate: float | None = option(OPTIMISATION, "peak learning rate of Muon; default: AdamW's", None)
     schedule: str = option(OPTIMISATION, "cosine, or wsd (warm-up, stable, decay)", "cosine")
-    warmup: float = option(OPTIMISATION, "steps of linear warm-up, or below 1 their fraction of all", 0.05)
-    decay: float = option(OPTIMISATION, "wsd: steps of the final decay, or below 1 their fraction of all", 0.2)
-    final_learning_rate: float = option(OPTIMISATION, "at the last step, as a fraction of the peak", 0.1)
-    weight_decay: float = option(OPTIMISATION, "of matrices; vectors do not decay", 0.1)
-    beta1: float = option(OPTIMISATION, "AdamW's", 0.9)
-    beta2: float = option(OPTIMISATION, "AdamW's", 0.95)
-    clip: float = option(OPTIMISATION, "largest norm of the gradient; 0: no clipping", 1.0)
-    document_mask: bool = option(OPTIMISATION, "tokens of packed sequences see their own document only", False)
-    seed: int = option(OPTIMISATION, "of the weights and of the order of the data", 0)
+    warmup: float = option(OPTIMISATION, "steps of linear warm-up; below 1: fraction of all steps", 0.05)
+    decay: float = option(OPTIMISATION, "wsd: steps of the final decay; below 1: fraction of all steps", 0.2)
+    final_learning_rate: float = option(OPTIMISATION, "learning rate at the last step, as a fraction of the peak", 0.1)
+    weight_decay: float = option(OPTIMISATION, "weight decay of matrices (vectors have none)", 0.1)
+    beta1: float = option(OPTIMISATION, "first beta of AdamW", 0.9)
+    beta2: float = option(OPTIMISATION, "second beta of AdamW", 0.95)
+    clip: float = option(OPTIMISATION, "clip the gradient to this norm; 0: no clipping", 1.0)
+    document_mask: bool = option(OPTIMISATION, "tokens of packed sequences see only their own document", False)
+    seed: int = option(OPTIMISATION, "seed of the weights and the order of the data", 0)
 
     device: str = option(SPEED, "auto, cpu or cuda", "auto", free=True)
     precision: str = option(
@@ -140,24 +144,29 @@ class TrainConfig:
         SPEED, "under torchrun: so many processes share the heads of each layer; the rest is as with fsdp", 1, free=True
     )
     micro_batch_size: int = option(
-        SPEED, "sequences on a device at a time, at most; gradients accumulate up to the batch", 32, free=True
+        SPEED,
+        "maximum number of sequences on a device at a time; gradients accumulate up to the batch size",
+        32,
+        free=True,
     )
     compile: bool = option(SPEED, "torch.compile the model", False, free=True)
     loss: str = option(
-        SPEED, "plain, chunked (logits of 4096 tokens at a time) or liger (where installed)", "plain", free=True
+        SPEED, "plain, chunked (logits of 4096 tokens at a time) or liger (if installed)", "plain", free=True
     )
     gradient_checkpointing: bool = option(SPEED, "recompute the blocks in the backward pass", False, free=True)
     workers: int = option(SPEED, "processes per device that read data; 0: none", 0, free=True)
-    peak_tflops: float | None = option(SPEED, "of a device, for MFU; default: known for common GPUs", None, free=True)
+    peak_tflops: float | None = option(
+        SPEED, "peak TFLOP/s of a device, for MFU; default: known for common GPUs", None, free=True
+    )
 
-    log_every: int = option(KEEPING, "steps", 10, free=True)
+    log_every: int = option(KEEPING, "steps between log entries", 10, free=True)
     evaluate_every: int = option(KEEPING, "steps between validation losses; 0: never", 0, free=True)
-    evaluate_sequences: int = option(KEEPING, "validation sequences, at most", 256, free=True)
+    evaluate_sequences: int = option(KEEPING, "maximum number of validation sequences", 256, free=True)
     save_every: int = option(KEEPING, "steps between checkpoints", 100, free=True)
-    keep: int = option(KEEPING, "checkpoints kept, the newest", 3, free=True)
+    keep: int = option(KEEPING, "number of newest checkpoints to keep", 3, free=True)
     report_to: str | None = option(
         KEEPING,
-        f"logged values go there too, one of {', '.join(REPORTERS)}; default: tensorboard where installed",
+        f"where to log too: {', '.join(REPORTERS)}; default: tensorboard if installed",
         None,
         free=True,
     )

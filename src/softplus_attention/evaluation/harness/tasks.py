@@ -132,12 +132,12 @@ def measure_downstream(
                     found = run_task(part, model, task_manager([part], [*include, *own], words), shots, records)
                 except Exception as error:
                     reason = explain_failure(error, part, parts[part])
-                    progress.say(f"{loaded.spec.name}: {part} was left out: {reason}")
+                    progress.say(f"{loaded.spec.name}: {part} was skipped: {reason}")
                     file.results["skipped"].append({"task": part, "reason": reason})
                 else:
                     if model.cut_texts:
-                        said = f"{model.cut_texts} texts were longer than the model's {model.max_length} tokens allow"
-                        progress.say(f"{loaded.spec.name}: {part}: {said}, and lost their beginning")
+                        cut = f"{model.cut_texts} prompts longer than {model.max_length} tokens"
+                        progress.say(f"{loaded.spec.name}: {part}: {cut} were truncated on the left")
                     file.results["tasks"] += [{**row, "asked": parts[part]} for row in found]
                     file.results["finished"].append(part)
                 file.save()
@@ -149,8 +149,7 @@ def allowed_length(loaded: LoadedModel, max_length: int | None, progress: Progre
     longest = loaded.longest
     if max_length is None or longest is None or max_length <= longest:
         return max_length
-    words = f"--max-length {max_length} is cut to {longest}, the positions that the model has"
-    progress.say(f"{loaded.spec.name}: {words}")
+    progress.say(f"{loaded.spec.name}: --max-length {max_length} is reduced to {longest}, the model's last position")
     return longest
 
 

@@ -136,7 +136,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL", help=MODEL_HELP)
     add_output(parser)
     parser.add_argument(
-        "--train-length", type=int, metavar="N", help="tokens the models were trained at (default: from their config)"
+        "--train-length", type=int, metavar="N", help="training length in tokens (default: from the config)"
     )
     parser.add_argument(
         "--dtype",
@@ -144,28 +144,32 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="mixed: float32 weights in bfloat16 arithmetic, as in training on a GPU (default: as saved)",
     )
-    parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
+    parser.add_argument("--device", help="for example cpu or cuda:0 (default: cuda if available)")
     change = parser.add_argument_group("changes at inference, for every model")
     change.add_argument("--power", metavar="P", help="another power: a number, grow:BASE,SLOPE, or log:FACTOR")
-    change.add_argument("--reweight", action="store_true", help="the second stage on weights trained without it")
-    change.add_argument("--window", metavar="N", help="each token sees itself and the N - 1 before it")
+    change.add_argument("--reweight", action="store_true", help="add the second stage to a model trained without it")
+    change.add_argument("--window", metavar="N", help="each token sees itself and the N - 1 tokens before it")
     change.add_argument("--rope", metavar="TYPE:FACTOR", help="linear:4, ntk:4 (dynamic NTK) or yarn:4")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=Path, default=Path("evaluation"), metavar="FOLDER", help="for results (default: %(default)s)"
+        "--output",
+        type=Path,
+        default=Path("evaluation"),
+        metavar="FOLDER",
+        help="folder for results (default: %(default)s)",
     )
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     texts = parser.add_mutually_exclusive_group(required=required)
-    texts.add_argument("--data", metavar="FOLDER", help="written by `softplus-attention data prepare`")
+    texts.add_argument("--data", metavar="FOLDER", help="folder written by `softplus-attention data prepare`")
     texts.add_argument(
         "--text", nargs="+", metavar="FILE", help=".txt or .jsonl files, or builtin: the validation text of the package"
     )
-    parser.add_argument("--split", default="validation", help="of --data (default: %(default)s)")
-    parser.add_argument("--tokenizer", help="for --text (default: the one saved with each model)")
+    parser.add_argument("--split", default="validation", help="split of --data (default: %(default)s)")
+    parser.add_argument("--tokenizer", help="tokenizer for --text (default: the one saved with each model)")
 
 
 def add_integer(parser: Any, name: str, help_text: str, default: int | None = None) -> None:

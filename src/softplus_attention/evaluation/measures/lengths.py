@@ -59,14 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the first is 1; each divides the longest (default: %(default)s)",
     )
     add_integer(parser, "--sequences", "documents cut to the longest length, at most", 32)
-    parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    parser.add_argument(
+        "--control",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="score the end of each text again without the long context (default: on)",
+    )
     parser.add_argument(
         "--control-fraction",
         dest="control_share",
         type=float,
         default=CONTROL_FRACTION,
         metavar="X",
-        help="last fraction of each sequence, scored again with 1x context only, half a training length at least "
+        help="last fraction of each sequence, scored again with only 1x context; at least half a training length "
         "(default: %(default)s)",
     )
     add_old_name(parser, "--control-share", type=float)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument("--text", help="the text itself")
-    text.add_argument("--file", type=Path, help="a UTF-8 file that holds it")
+    text.add_argument("--text", help="the text to map")
+    text.add_argument("--file", type=Path, help="a UTF-8 file with the text")
     parser.add_argument("--tokenizer", help="default: the one saved with each model")
     add_integer(parser, "--map-size", "cells each way, at most", 64)
 

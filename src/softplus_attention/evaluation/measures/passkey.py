@@ -50,7 +50,11 @@ SHOWN_WRONG = 3  # wrong answers that a result keeps of each cell
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_text_arguments(parser, required=False)
     parser.add_argument("--lengths", default="1,2,4,8", help="as in `evaluate lengths` (default: %(default)s)")
-    parser.add_argument("--depths", default="0,0.25,0.5,0.75,1", help="0 is the beginning (default: %(default)s)")
+    parser.add_argument(
+        "--depths",
+        default="0,0.25,0.5,0.75,1",
+        help="positions of the key, from 0 (beginning) to 1 (end) (default: %(default)s)",
+    )
     add_integer(parser, "--trials", "in each cell", 10)
     add_prompt_arguments(parser, "sentences")
 
@@ -62,9 +66,9 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, form: str) -> None:
         metavar="NAME",
         help="sentences (Mohtashami and Jaggi) or compact, which a small model can learn (default: %(default)s)",
     )
-    parser.add_argument("--prompt", type=Path, metavar="FILE", help="JSON whose texts replace those of the form")
-    parser.add_argument("--digits", type=int, metavar="N", help="of a passkey (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of keys and places (default: %(default)s)")
+    parser.add_argument("--prompt", type=Path, metavar="FILE", help="JSON file that replaces parts of the prompt")
+    parser.add_argument("--digits", type=int, metavar="N", help="digits of a passkey (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of keys and positions (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> Outcome:

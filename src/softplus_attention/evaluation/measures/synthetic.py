@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     replaced = parser.add_argument_group("in place of the preset's")
     for name in SIZES:
         add_integer(replaced, f"--{name.replace('_', '-')}", f"{name.replace('_', ' ')}, as in train")
-    replaced.add_argument("--learning-rate", type=float, metavar="X", help="the highest, as in train")
+    replaced.add_argument("--learning-rate", type=float, metavar="X", help="peak learning rate, as in train")
     replaced.add_argument("--optimizer", help="adamw or muon")
     add_integer(replaced, "--window", "with --global-every: what the local layers see")
     add_integer(replaced, "--global-every", "every n-th layer sees everything, without positions (see train)")
