@@ -3,14 +3,14 @@
     python benchmarks/extend.py --model DIR --ranking results/extend/ranking.json --output results/extend/cpu.json
 
 Decode steps are timed on caches that hold random keys and values, the models in turn, so that 64K needs no prefill.
-Each prefill runs in a process of its own, whose peak memory is taken.
+Each prefill runs in a process of its own, whose peak memory is taken. With one thread all times are processor time,
+which other work on the machine changes little. Rows are written as they come; the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from softplus_attention.extend.measuring import cache_bytes, time_decode
+from softplus_attention.extend.measuring import cache_bytes
 from softplus_attention.extend.methods import apply_method, parse_method
 from softplus_attention.extend.ranking import Ranking
 from softplus_attention.huggingface.extension.cache import ExtendedCache
@@ -31,25 +31,31 @@ from softplus_attention.utils.files import write_json
 
 def main() -> None:
     options = parse()
+    torch.set_num_threads(options.threads)
     if options.child:
         child(options)
         return
-    found: dict[str, Any] = {
+    found: dict[str, Any] = {"decode": {}, "prefill": {}}
+    if options.output.exists():
+        found |= json.loads(options.output.read_text())
+    found |= {
         "command": provenance.command("benchmarks/extend.py"),
         "commit": provenance.commit(),
         "machine": provenance.machine(torch.device("cpu")),
         "versions": provenance.versions(),
-        "threads": torch.get_num_threads(),
+        "threads": options.threads,
+        "time": "processor" if options.threads == 1 else "wall",
         "dtype": options.dtype,
-        "decode": {},
-        "prefill": {},
     }
     for length in options.lengths:
-        found["decode"][str(length)] = decode(options, length)
-        write_json(options.output, found)
+        if str(length) not in found["decode"]:
+            found["decode"][str(length)] = decode(options, length)
+            write_json(options.output, found)
     for length in options.prefill:
-        rows = found["prefill"][str(length)] = {}
+        rows = found["prefill"].setdefault(str(length), {})
         for name in options.methods:
+            if name in rows:
+                continue
             arguments = [*sys.argv[1:], "--child", name, "--lengths", str(length)]
             done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
             rows[name] = json.loads(done.stdout.splitlines()[-1])
@@ -62,14 +68,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--ranking", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
-    parser.add_argument("--methods", nargs="+", default=["original", "heads"])
+    parser.add_argument("--methods", nargs="+", default=["original", "heads:far=group,near=2048"])
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536], help="of decode")
-    parser.add_argument("--prefill", nargs="*", type=int, default=[4096, 16384, 32768])
+    parser.add_argument("--prefill", nargs="*", type=int, default=[4096, 16384, 32768, 65536])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def now(options: argparse.Namespace) -> float:
+    return time.process_time() if options.threads == 1 else time.perf_counter()
 
 
 def load(options: argparse.Namespace, name: str) -> Any:
@@ -78,12 +89,22 @@ def load(options: argparse.Namespace, name: str) -> Any:
     return apply_method(model, parse_method(name), ranking)
 
 
+def memory(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+@torch.inference_mode()
 def child(options: argparse.Namespace) -> None:
     model, (length,) = load(options, options.child), options.lengths
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    ids = torch.randint(1000, (length,), generator=torch.Generator().manual_seed(0)).tolist()
-    seconds, _ = time_decode(model, ids, 1)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model(torch.arange(64)[None])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts anew
+    before = memory("VmRSS")
+    ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
+    begun = now(options)
+    model(ids, use_cache=True, logits_to_keep=1)
+    seconds = now(options) - begun
+    peak = memory("VmHWM")
     print(json.dumps({"seconds": round(seconds, 3), "peak_bytes": peak, "peak_above_model_bytes": peak - before}))
 
 
@@ -119,10 +140,10 @@ def decode(options: argparse.Namespace, length: int) -> dict[str, Any]:
     for number in range(options.rounds + 1):
         for name, model in models.items():
             for _ in range(options.steps):
-                begun = time.perf_counter()
+                begun = now(options)
                 model(token, past_key_values=caches[name], use_cache=True)
                 if number:
-                    seconds[name].append(time.perf_counter() - begun)
+                    seconds[name].append(now(options) - begun)
     rows = {}
     for name, times in seconds.items():
         median = statistics.median(times)

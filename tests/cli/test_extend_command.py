@@ -125,6 +125,28 @@ def test_far_by_measurement(folder: Path, tmp_path: Path) -> None:
     assert (powers != 0.6).all()
 
 
+def test_tunes_for_minutes(folder: Path, tmp_path: Path) -> None:
+    words = ["--to", 512, "--heads", 2, "--text", folder / "text.txt", "--prompts", 1, "--measure", 400]
+    words += ["--documents", 1, "--minutes", 0.05, "--output", tmp_path / "out"]
+    done = run("extend", folder / "llama", *words)
+    assert done.status == 0, done.text
+    assert (
+        "tuning for 0.05 minutes, by sequences of 128 and of 512 tokens; Ctrl-C keeps the untuned folder" in done.text
+    )
+    state = json.loads((tmp_path / "out" / "extend.json").read_text())
+    assert state["tuned"]["steps"]["short"] > 0
+    names = AutoModelForCausalLM.from_pretrained(folder / "llama").state_dict()
+    moved = [
+        n
+        for n, x in AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict().items()
+        if (x != names[n]).any()
+    ]
+    assert bool(moved) == state["tuned"]["kept"]
+    assert all(".q_proj." in name or ".k_proj." in name for name in moved)
+    assert "It was tuned by" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out" / "tuning.pt").exists()
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "shorter": (["--to", "200"], "`--to` must be above the 256 tokens that the model was trained at, got 200"),
     "heads": (["--to", "512", "--heads", "5"], "`heads` must be from 0 to 4, the key heads of the model, got 5"),
@@ -133,6 +155,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "window": (["--to", "512", "--window", "300"], "`--window` must be below the 256 tokens"),
     "no fit": (["--to", "512", "--far", "lssar"], "`--fit` must be given with --far lssar, such as 15000"),
     "fit": (["--to", "512", "--fit", "5000"], "`--fit` must be at least 2048 tokens, with --far lssar or auto"),
+    "minutes": (["--to", "512", "--minutes", "-1"], "`--minutes` must be a number of minutes, 0 to leave"),
+    "minutes of rivals": (["--to", "512", "--minutes", "1", "--method", "yarn"], "0 with another --method"),
     "measure": (["--to", "512", "--measure", "far"], "`--measure` must be lengths of at least 2 tokens, or none"),
     "text": (["--to", "512", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     "short text": (

@@ -44,6 +44,16 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "(default: %(default)s)",
     )
     parser.add_argument("--fit", type=int, default=0, metavar="TOKENS", help="that --far lssar is fitted to")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="tune for so long: on the original's logits, and on text beyond the trained length (default: 0)",
+    )
+    parser.add_argument(
+        "--tune", choices=("far", "all"), default="far", help="weights to tune: of the far heads, or all (default: far)"
+    )
     parser.add_argument("--near", type=int, metavar="TOKENS", help="distance up to which their positions are exact")
     parser.add_argument("--window", type=int, metavar="TOKENS", help="of the other heads")
     parser.add_argument("--sink", type=int, default=4, metavar="TOKENS", help="first tokens that they keep")
@@ -57,7 +67,12 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--documents", type=int, default=2, help="to measure on (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="(default: as saved, bfloat16 of a GGUF file)",
+    )
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
     parser.set_defaults(run=run)
 
@@ -70,6 +85,10 @@ def run(options: argparse.Namespace) -> int:
         fail("--fit", "given with --far lssar, such as 15000: tokens that the heads are fitted to", "nothing")
     if options.fit and (options.fit < LEAST_FIT or options.far not in ("lssar", "auto")):
         fail("--fit", f"at least {LEAST_FIT} tokens, with --far lssar or auto", options.fit)
+    if not 0 <= options.minutes < float("inf"):
+        fail("--minutes", "a number of minutes, 0 to leave the weights as they are", options.minutes)
+    if options.minutes and (options.method != "heads" or options.heads == "0"):
+        fail("--minutes", "0 with another --method, or without far heads", options.minutes)
     heads, budget = heads_and_budget(options)
     from softplus_attention.extend.build import Build, Request
     from softplus_attention.extend.methods import METHODS as KINDS
@@ -105,6 +124,8 @@ def run(options: argparse.Namespace) -> int:
         ranking=RankingSettings(options.prompts, length, max(8, length // 6), options.sink, length // 3, options.seed),
         seed=options.seed,
         dtype=options.dtype,
+        minutes=options.minutes,
+        tune=options.tune,
     )
     Build(request, options.output, resolve_device(options.device)).run()
     return 0

@@ -24,6 +24,7 @@ from softplus_attention.extend.measuring import TARGETS, ask, context_losses, ti
 from softplus_attention.extend.methods import Method, apply_method, extension_of, trained_length
 from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
 from softplus_attention.extend.ranking import Ranking, RankingSettings, rank_heads
+from softplus_attention.extend.tuning import Tuner, TuneSettings, describe_tuning
 from softplus_attention.huggingface.extension.modeling import HOSTS
 from softplus_attention.huggingface.loading import check_model_path, load, load_tokenizer, load_weights
 from softplus_attention.huggingface.saving import save_trained
@@ -33,6 +34,7 @@ from softplus_attention.utils.progress import Progress, format_duration
 from softplus_attention.validation import fail
 
 STATE = "extend.json"
+TUNING = "tuning.pt"
 FORMAT = "softplus-attention extension"
 MOST_STATE = 16 * untrusted.MIB
 LETTERS_PER_TOKEN = 8  # no fewer tokens come of so many letters of ordinary text, in any vocabulary that is met
@@ -54,6 +56,8 @@ class Request:
     ranking: RankingSettings
     seed: int
     dtype: str
+    minutes: float = 0.0
+    tune: str = "far"
 
 
 class Reader:
@@ -112,6 +116,7 @@ class Build:
         }
         self.save()
         method, ranking = self.request.method, None
+        tuning = self.tuning() if self.request.minutes else None
         if method.kind == "heads" and method.heads != 0:
             ranking = self.rank()
             method = self.with_heads(method)
@@ -122,8 +127,16 @@ class Build:
         if method.kind == "heads":
             extension = extension_of(method, self.model.config, ranking)
             print(describe(extension))
-        self.write(extended, extension, ranking)
-        print(f"written: {self.output} after {format_duration(time.monotonic() - begun)}", flush=True)
+        if "tuned" in self.state:  # and stopped while it was measured
+            extended.load_state_dict(load_weights("model", str(self.output), "auto").state_dict(), assign=True)
+            extended.to(self.device).tie_weights()
+        else:
+            self.write(extended, extension, ranking)
+            print(f"written: {self.output} after {format_duration(time.monotonic() - begun)}", flush=True)
+            if tuning is not None:
+                tuned = self.tune(extended, *tuning)
+                self.write(extended, extension, ranking, tuned)
+                (self.output / TUNING).unlink(missing_ok=True)
         if self.request.measure:
             self.measure({"original": self.model, self.request.name: extended})
             print("\n".join(results_table(self.state["measured"])))
@@ -175,6 +188,30 @@ class Build:
         letters = LETTERS_PER_TOKEN * (method.fit // len(texts) + FitSettings().length)
         return [self.reader.encode(text[:letters]) for text in texts]
 
+    def tuning(self) -> tuple[TuneSettings, list[list[int]], list[list[int]]]:
+        """How to tune, documents to tune on, and held-back ones."""
+        request, method = self.request, self.request.method
+        short = min(self.trained, 2 * max(method.window, method.near))
+        long = min(request.to, 2 * self.trained)
+        settings = TuneSettings(request.minutes, short, long, self.trained, request.tune, seed=request.seed)
+        documents = []
+        for texts in self.texts():
+            encoded = [self.reader.encode(text[: long * LETTERS_PER_TOKEN]) for text in texts]
+            documents.append([ids for ids in encoded if len(ids) >= long])
+            if not documents[-1]:
+                fail("--text", f"documents of {long} tokens for --minutes, in both halves", max(map(len, encoded)))
+        return settings, documents[0], documents[1]
+
+    def tune(self, extended: Any, settings: TuneSettings, documents: Any, held: Any) -> dict[str, Any]:
+        print(
+            f"tuning for {settings.minutes:g} minutes, by sequences of {settings.short:,} and of {settings.long:,} "
+            f"tokens; Ctrl-C keeps the untuned folder, and the same command goes on",
+            flush=True,
+        )
+        found = Tuner(extended, self.model, settings).run(documents, held, self.output / TUNING)
+        print(describe_tuning(found), flush=True)
+        return found
+
     def with_far(self, method: Method, ranking: Ranking | None) -> Method:
         """The form with the least loss at twice the trained length, on text to rank by."""
         if (chosen := self.state.get("far")) is None:
@@ -214,8 +251,12 @@ class Build:
             )
         return replace(method, heads=min(count, total))
 
-    def write(self, extended: Any, extension: Any, ranking: Ranking | None) -> None:
+    def write(
+        self, extended: Any, extension: Any, ranking: Ranking | None, tuned: dict[str, Any] | None = None
+    ) -> None:
         save_trained(extended, self.output, self.tokenizer)
+        if tuned is not None:
+            self.state["tuned"] = tuned
         if extension is not None and ranking is not None:
             self.state["ranking"] = ranking.scores
             self.state["order"] = [list(head) for head in ranking.order(self.request.method.ranking)]
@@ -295,7 +336,7 @@ def load_source(source: str, dtype: str, device: torch.device) -> tuple[Any, Any
     from transformers import AutoTokenizer
 
     _, place, words = load_config(source)
-    dtype = "float32" if words and dtype == "auto" else dtype
+    dtype = "bfloat16" if words and dtype == "auto" else dtype  # more than a GGUF file's few bits hold
     model: Any = load_weights("model", place, dtype, **words).to(device).eval()
     if getattr(model.config, "quantization_config", None) is not None:
         if not words:

@@ -8,6 +8,7 @@ from typing import Any
 
 from softplus_attention.charts.model import HeatMap
 from softplus_attention.extend.ranking import Ranking
+from softplus_attention.extend.tuning import describe_tuning
 from softplus_attention.huggingface.extension.settings import Extension
 from softplus_attention.utils.files import clean_text, write_whole
 
@@ -86,7 +87,9 @@ def write_card(folder: Path, source: str, extension: Extension | None, method: s
     else:
         lines += [f"`{name}`, trained at {extension.trained:,} tokens, made to read {extension.length:,}."]
         lines += [describe(extension)]
-        if extension.far != "lssar":
+        if tuned := report.get("tuned"):
+            lines += [f"It was {describe_tuning(tuned)}."]
+        elif extension.far != "lssar":
             lines += ["The weights are unchanged, nothing was trained."]
         lines += ["", f"![heads]({PICTURE}.png)"] if (folder / f"{PICTURE}.png").exists() else []
     lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
