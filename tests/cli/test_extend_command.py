@@ -130,17 +130,11 @@ def test_tunes_for_minutes(folder: Path, tmp_path: Path) -> None:
     words += ["--documents", 1, "--minutes", 0.05, "--output", tmp_path / "out"]
     done = run("extend", folder / "llama", *words)
     assert done.status == 0, done.text
-    assert (
-        "tuning for 0.05 minutes, by sequences of 128 and of 512 tokens; Ctrl-C keeps the untuned folder" in done.text
-    )
+    assert "tuning for 0.05 minutes, by sequences of 128 and of 512 tokens; Ctrl-C keeps" in done.text
     state = json.loads((tmp_path / "out" / "extend.json").read_text())
     assert state["tuned"]["steps"]["short"] > 0
-    names = AutoModelForCausalLM.from_pretrained(folder / "llama").state_dict()
-    moved = [
-        n
-        for n, x in AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict().items()
-        if (x != names[n]).any()
-    ]
+    old, new = (AutoModelForCausalLM.from_pretrained(one) for one in (folder / "llama", tmp_path / "out"))
+    moved = [name for name, x in new.state_dict().items() if (x != old.state_dict()[name]).any()]
     assert bool(moved) == state["tuned"]["kept"]
     assert all(".q_proj." in name or ".k_proj." in name for name in moved)
     assert "It was tuned by" in (tmp_path / "out" / "README.md").read_text()

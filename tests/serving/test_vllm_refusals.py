@@ -12,6 +12,8 @@ from serving_cases import SIZE, ask, assert_as_in_transformers, engine, save_gpt
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.model_executor.layers.attention import Attention
 
+from softplus_attention.huggingface.extension.modeling import extended
+from softplus_attention.huggingface.extension.settings import Extension
 from softplus_attention.serving.vllm import plugin
 from softplus_attention.serving.vllm.backend import PagedBatchBuilder, SoftplusBackend
 
@@ -77,6 +79,14 @@ def test_stock_type_with_our_attention(tmp_path: Path) -> None:
     """As versions before the types of our own saved it: vLLM would take it for a Llama with softmax."""
     folder = llama(tmp_path, attn_implementation="lssar", softplus_attention={"power": 7})
     assert_refused(folder, "was trained with the attention 'lssar', and vLLM's LlamaForCausalLM would run softmax")
+
+
+def test_extended_model(tmp_path: Path) -> None:
+    """vLLM would take it for one of its Transformers backend."""
+    model = AutoModelForCausalLM.from_pretrained(llama(tmp_path))
+    settings = Extension(trained=128, length=512, far_heads=[[0]] * SIZE["num_hidden_layers"], window=16, near=32)
+    extended(model, settings).save_pretrained(tmp_path / "extended")
+    assert_refused(tmp_path / "extended", "vLLM has no cache for an extended model")
 
 
 def test_stock_models_are_left_alone(tmp_path: Path) -> None:

@@ -44,13 +44,18 @@ def register() -> None:
 
 def refuse_stock_architectures(config_class: Any) -> None:
     """A checkpoint of a stock type that was trained with an attention of ours: vLLM has a model of that type, reads
-    nothing of the attention, and would answer with softmax."""
+    nothing of the attention, and would answer with softmax. And extended models, which it cannot cache."""
     verify = config_class._try_verify_and_update_model_config
     if hasattr(verify, "knows_softplus_attention"):
         return
 
     @functools.wraps(verify)
     def verify_attention(self: Any) -> None:
+        if self.hf_config.model_type.startswith("softplus_extended_"):  # vLLM would try its Transformers backend
+            raise ValueError(
+                f"{self.model}: vLLM has no cache for an extended model, whose heads keep different parts of the "
+                "context; use generate() of transformers"
+            )
         if name := lost_attention(self.hf_config):
             raise ValueError(
                 f"{self.model}: this model was trained with the attention {name!r}, and vLLM's {self.architecture} "
