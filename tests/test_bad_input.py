@@ -177,7 +177,7 @@ def test_the_least_factor_of_log_n_runs(impl: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["softmax", "lssar", "sigmoid"])
-def test_attentions_of_the_catalogue_take_calls_of_sdpa(name: str) -> None:
+def test_catalogue_attentions_take_sdpa_arguments(name: str) -> None:
     q, k, v = (torch.randn(B, H, T, D) for _ in range(3))
     chosen = attention(name)
     mask = torch.ones(T, T, dtype=torch.bool).tril()
@@ -201,7 +201,7 @@ def test_a_scale_is_held_to_what_a_row_sees() -> None:
         softplus_attention(q, k, v, window=3000, **options)
 
 
-def test_options_that_sdpa_does_not_have_are_keywords_only() -> None:
+def test_our_options_are_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         softplus_attention(*tensors().values(), None, 0.0, True, 15)  # type: ignore[misc]
 
@@ -349,7 +349,7 @@ def test_raw_keys_called_normalised() -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
-def test_the_largest_score_scale_and_widest_head_are_accepted(impl: str) -> None:
+def test_largest_score_scale_and_widest_head(impl: str) -> None:
     q, k, v = (randn(1, 1, T, 256, seed=seed).requires_grad_() for seed in (1, 2, 3))
     out = softplus_attention(q, k, v, score_scale=80 / math.log(T) - 1e-6, impl=impl)
     grads = torch.autograd.grad(out.sum(), (q, k, v))

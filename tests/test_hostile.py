@@ -106,7 +106,7 @@ POWERS_AND_OFFSETS = pytest.mark.parametrize(("power", "offset"), [(None, True),
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
-def test_a_bad_number_reaches_only_the_rows_that_see_it(
+def test_bad_numbers_reach_only_the_rows_that_see_them(
     impl: str, setting: str, which: str, value: float, power: Any, offset: bool
 ) -> None:
     case = Poisoned(impl, setting, which, value, power, train=False, offset=offset)
@@ -129,7 +129,7 @@ def test_a_bad_number_reaches_only_the_rows_that_see_it(
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_gradients_of_clean_rows_and_their_keys_stay_clean(
+def test_clean_rows_and_keys_keep_clean_gradients(
     setting: str, which: str, value: float, power: Any, offset: bool
 ) -> None:
     case = Poisoned("chunked", setting, which, value, power, train=True, offset=offset)
@@ -145,7 +145,7 @@ def test_gradients_of_clean_rows_and_their_keys_stay_clean(
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
-def test_a_bad_number_among_normalised_keys_is_never_a_plausible_one(impl: str, value: float) -> None:
+def test_bad_unit_keys_never_give_plausible_output(impl: str, value: float) -> None:
     q, k, v = randn(1, 2, 8, D, seed=1), randn(1, 2, SHORT, D, seed=2), randn(1, 2, SHORT, D, seed=3)
     k = torch.nn.functional.normalize(k, dim=-1)
     k[0, 0, BAD, 3] = value

@@ -232,7 +232,7 @@ def test_equals_the_equations_in_plain_loops(mode: Mode, power: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 7), (2, 1, 1), (3, 1), (2, 3, 7), ()], ids=str)
-def test_tensor_power_belongs_to_heads_or_broadcasts_to_rows(shape: tuple[int, ...]) -> None:
+def test_tensor_power_is_per_head_or_broadcasts(shape: tuple[int, ...]) -> None:
     mode = Mode(lambda b, h, i, j: j <= i, {"is_causal": True}, batch=2, heads=3, kv_heads=3)
     q, k, v = mode.qkv(seed=8)
     power = 1 + 9 * randn(*shape, seed=1, dtype=torch.float64).abs()
@@ -300,7 +300,7 @@ class TestRowsToDefine:
         assert (weights == 0).any() == (n > 3)
 
     @pytest.mark.parametrize("power", [1, 2.5, 15])
-    def test_equal_keys_keep_the_weights_and_gradient_of_stage_one(self, power: float) -> None:
+    def test_equal_keys_keep_stage_one(self, power: float) -> None:
         q, k, v = Mode(lambda *_: True, t_k=6).qkv(seed=2)
         k = k[:, :, :1].expand_as(k).contiguous()
         results = []
@@ -313,7 +313,7 @@ class TestRowsToDefine:
             torch.testing.assert_close(sharpened, first_stage, rtol=1e-12, atol=1e-14)
 
     @pytest.mark.parametrize(("spread", "sharpens"), [(2e-5, False), (2e-2, True)])
-    def test_the_threshold_stands_between_equal_and_distinct_keys(self, spread: float, sharpens: bool) -> None:
+    def test_threshold_separates_equal_from_distinct_keys(self, spread: float, sharpens: bool) -> None:
         q, k, _ = Mode(lambda *_: True, t_k=6).qkv(seed=2)
         k = k[:, :, :1] + spread * randn(*k.shape, seed=5, dtype=torch.float64)
         first = attention_weights(q, k, power=None)
@@ -512,7 +512,7 @@ def test_a_call_of_sdpa_stands_as_it_is() -> None:
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_value_that_is_not_finite_leaves_no_plausible_gradient(impl: str, bad: float) -> None:
+def test_nonfinite_values_leave_no_plausible_gradient(impl: str, bad: float) -> None:
     """The rows that give it weight have NaN in the gradients of q and of the keys they see; others have none of it."""
     q, k, v = (randn(1, 1, 6, 4, seed=seed) for seed in range(3))
     v[0, 0, 2, 1] = bad

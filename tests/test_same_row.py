@@ -232,7 +232,7 @@ def test_the_same_row(impl: str, way: Callable[[Text], Tensor], options: dict[st
 
 @pytest.mark.parametrize("window", [T, T + 1, 10 * T])
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
-def test_a_window_that_covers_everything_changes_nothing(impl: str, window: int) -> None:
+def test_a_window_over_everything_changes_nothing(impl: str, window: int) -> None:
     text = Text(impl, {"power": 15})
     torch.testing.assert_close(text.attend(text.q, text.k, text.v, window=window), prefill(text), rtol=0, atol=0)
 
@@ -252,7 +252,7 @@ def test_cross_attention_counts_the_source(impl: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_gradients_of_a_packed_or_padded_text_are_its_own(options: dict[str, Any]) -> None:
+def test_gradients_of_packed_and_padded_sequences(options: dict[str, Any]) -> None:
     text = Text("chunked", options)
     weight = randn(1, HEADS, T, D, seed=9)
     grads = []

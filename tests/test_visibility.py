@@ -67,7 +67,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learned_powers_add_few_operations_to_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a launch on a GPU, in every layer and for every token; values of powers are looked at on a CPU only."""
     monkeypatch.setattr(validation, "readable", lambda x, validate: False)
     counts = {}
@@ -93,7 +93,7 @@ def test_a_learned_power_adds_few_operations_to_a_decode_step(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("window", [3, 2**31 - 1, sys.maxsize])
-def test_rows_before_the_first_key_see_nothing_however_wide_the_window(window: int) -> None:
+def test_rows_before_the_first_key_see_nothing(window: int) -> None:
     sight = Visibility(6, 3, CPU, True, window)
     assert torch.equal(sight.counts(), torch.tensor([[[0, 0, 0, 1, 2, 3]]]))
     start, end = sight.ranges()
@@ -103,7 +103,7 @@ def test_rows_before_the_first_key_see_nothing_however_wide_the_window(window: i
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("ranges", [False, True])
-def test_one_mask_for_all_rows_is_counted_without_a_dense_one(batch: int, window: int | None, ranges: bool) -> None:
+def test_a_mask_for_all_rows_needs_no_dense_count(batch: int, window: int | None, ranges: bool) -> None:
     torch.manual_seed(0)
     given = {"key_start": torch.randint(0, 5, (2, 5)), "key_end": torch.randint(0, 9, (2, 5))} if ranges else {}
     for heads in (1, 3):

@@ -228,7 +228,7 @@ class TestTokenizers:
             prepare([source], again, tokenizer=str(name), validation_fraction=0, workers=1)
             assert contents(again)["train-00000.npy"] == contents(tmp_path / "one")["train-00000.npy"]
 
-    def test_tokens_that_a_tokenizer_adds_are_left_out_by_who_reads_it_too(self, tmp_path: Path) -> None:
+    def test_added_tokens_are_left_out_by_every_reader(self, tmp_path: Path) -> None:
         """As of RoBERTa and T5: with their `</s>` at its end a prompt would be a document that is over."""
         from tokenizers import Tokenizer, processors
         from transformers import AutoTokenizer

@@ -208,7 +208,7 @@ class TestBuiltinText:
         assert readme.count("| train |") + readme.count("| validation |") == sum(map(len, builtin_text()))
 
 
-def test_reading_needs_torch_and_numpy_only_and_the_command_line_neither(tmp_path: Path) -> None:
+def test_reading_needs_only_torch_and_numpy(tmp_path: Path) -> None:
     folder = prepared(tmp_path, [20, 30])
     code = (
         "import sys\n"

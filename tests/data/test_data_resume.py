@@ -264,7 +264,7 @@ def test_options_may_change_before_any_work(tmp_path: Path) -> None:
     assert index.splits["train"].tokens == 5
 
 
-def test_options_may_change_before_anything_was_written(tmp_path: Path) -> None:
+def test_options_may_change_before_the_first_write(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"txt": "one"}\n{"txt": "two"}\n')
     words: dict[str, Any] = {"sources": [source], "output": tmp_path / "out", "workers": 1}

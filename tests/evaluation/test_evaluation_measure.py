@@ -159,7 +159,7 @@ class TestLengths:
         entries = measure_lengths(open_saved(folder), documents, [64], tmp_path, control=False)["results"]["lengths"]
         assert entries[0]["control"] is None
 
-    def test_another_share_of_the_control_is_measured_again(self, folder, documents, tmp_path):
+    def test_another_control_fraction_is_measured_again(self, folder, documents, tmp_path):
         found = open_saved(folder)
         targets = [
             measure_lengths(found, documents, [64], tmp_path, control_share=share)["results"]["lengths"][0]["control"][
@@ -462,7 +462,7 @@ class TestModels:
         with pytest.raises(ValueError, match="which has none"):
             open_saved(tmp_path)
 
-    def test_a_slip_in_a_folder_is_named_before_the_hub_is_asked(self, tmp_path, monkeypatch, capsys):
+    def test_similar_folders_are_named_before_the_hub(self, tmp_path, monkeypatch, capsys):
         (tmp_path / "runs" / "small-1").mkdir(parents=True)
         (tmp_path / "runs" / "small-1" / "config.json").write_text("{}")
         (tmp_path / "runs" / "small-2").mkdir()  # holds no model

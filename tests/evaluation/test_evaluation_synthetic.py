@@ -260,7 +260,7 @@ def test_forms_of_a_task(task, settings, words):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn"])
-def test_the_mixed_preset_recalls_at_64_times_the_length(attention, tmp_path):
+def test_mixed_preset_recalls_at_64_times_the_length(attention, tmp_path):
     task = make_task("recall")
     settings = dict(measure.PRESETS["mixed"])
     config = training.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")

@@ -60,7 +60,7 @@ def test_the_line_weighs_seeds() -> None:
     assert sizes.slope_at(study, 1).value == pytest.approx(expected)
 
 
-def test_no_line_and_no_error_without_the_runs_for_them() -> None:
+def test_missing_runs_give_no_line_and_no_error() -> None:
     two = [made("10m", [4.01], [4.0]), made("25m", [3.03], [3.0])]
     assert sizes.slope_at(two, 1) is None
     three = [*two, made("85m", [2.05], [2.0])]

@@ -261,7 +261,7 @@ class TestTheAttentionItself:
         assert (growing - three)[:, 9:].abs().max() > 1e-3
         assert model.config.softplus_attention == {"power": {"base": 3, "slope": 2, "n0": 8}}
 
-    def test_swapping_by_name_is_the_same_as_building_by_name(self):
+    def test_swapping_by_name_equals_building_by_name(self):
         built = small_model("qwen3", "lssar")
         swapped = small_model("qwen3", "sdpa")
         ids = token_rows(1, LONG)

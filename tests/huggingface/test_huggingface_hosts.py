@@ -38,7 +38,7 @@ def built(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", HALF_CONVERTED)
-def test_a_model_that_would_be_half_converted_is_refused(name: str) -> None:
+def test_a_partly_convertible_model_is_an_error(name: str) -> None:
     built(name, HALF_CONVERTED[name])
     with pytest.raises(ValueError, match=f"attn_implementation='lssar': {name} takes neither 'sdpa' nor"):
         built(name, HALF_CONVERTED[name], attn_implementation="lssar")
@@ -113,7 +113,7 @@ def names(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: getattr(config, key)._attn_implementation for key in config.sub_configs}
 
 
-def test_a_part_that_goes_back_to_a_stock_attention_is_saved_so(tmp_path: Path) -> None:
+def test_a_part_set_back_to_stock_attention_is_saved(tmp_path: Path) -> None:
     model = llava()
     ours.use_attention(model, "lssar", power=3)
     model.set_attn_implementation({"vision_config": "sdpa"})

@@ -74,7 +74,7 @@ class TestComposite:
             model.config.softplus_attention = {"power": 2}
             return model, ids, before, model(ids).logits
 
-    def test_settings_that_change_later_reach_the_part_and_come_back(self, tmp_path):
+    def test_later_changes_of_settings_reach_the_parts(self, tmp_path):
         from transformers import LlavaForConditionalGeneration
 
         model, ids, before, after = self.changed_at_the_top()
@@ -97,7 +97,7 @@ class TestComposite:
         model.set_attn_implementation("lssar")
         assert dict(model.config.text_config.softplus_attention) == {"power": 15}
 
-    def test_set_power_and_the_swap_keep_parts_with_the_whole(self):
+    def test_set_power_and_swap_apply_to_all_parts(self):
         model, ids, before, after = self.changed_at_the_top()
         set_power(model, 15)
         with torch.no_grad():
@@ -118,7 +118,7 @@ class TestComposite:
         assert dict(config.text_config.softplus_attention) == {"power": 5}
         assert dict(model.config.text_config.softplus_attention) == {"power": 2}
 
-    def test_a_copy_of_the_model_is_not_moved_by_the_original(self):
+    def test_a_copied_model_keeps_its_own_settings(self):
         model, ids, before, after = self.changed_at_the_top()
         twin = copy.deepcopy(model)
         set_power(model, 15)
@@ -151,7 +151,7 @@ class TestComposite:
 
 
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-def test_a_scale_is_held_to_the_window_of_padded_and_packed_rows(family: str) -> None:
+def test_scale_limit_in_padded_and_packed_rows(family: str) -> None:
     """30 log 8 is below 80, and 30 log 40 is not."""
     if family == "llama":
         model = small_model(family)
@@ -168,7 +168,7 @@ def test_a_scale_is_held_to_the_window_of_padded_and_packed_rows(family: str) ->
     torch.testing.assert_close(padded, alone, rtol=1e-3, atol=1e-3)
 
 
-def test_a_compiled_model_whose_power_changes_by_fractions() -> None:
+def test_compiled_model_with_fractional_power_changes() -> None:
     model, ids = small_model("llama"), token_rows(1, 12)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -178,7 +178,7 @@ def test_a_compiled_model_whose_power_changes_by_fractions() -> None:
             torch.testing.assert_close(compiled(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_settings_that_hold_a_power_by_length_are_saved(tmp_path) -> None:
+def test_settings_with_a_power_by_length_are_saved(tmp_path) -> None:
     model = small_model("llama")
     model.config.softplus_attention = {"power": PowerByLength(3, 1, 8)}
     model.save_pretrained(tmp_path)
@@ -214,7 +214,7 @@ def test_packing_arguments_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("score_scale", [-1, 0, float("nan"), "log"])
-def test_a_score_scale_is_called_what_the_config_calls_it(score_scale: object) -> None:
+def test_errors_name_score_scale_as_the_config_does(score_scale: object) -> None:
     config = LlamaConfig()
     config.softplus_attention = {"score_scale": score_scale}
     with pytest.raises((ValueError, TypeError), match="`score_scale` must be"):

@@ -121,7 +121,7 @@ class TestModel:
         with pytest.raises(ValueError, match="learned"):
             model.set_power(3)
 
-    def test_kinds_of_learned_powers_are_not_taken_for_each_other(self, tmp_path):
+    def test_kinds_of_learned_powers_are_not_confused(self, tmp_path):
         tiny(power="learned").save_pretrained(tmp_path)
         other = AutoModelForCausalLM.from_pretrained(tmp_path, power="learned-log")
         factors = other.model.layers[0].self_attn.attention_parameters()["power_per_log"]
@@ -300,7 +300,7 @@ class TestSaved:
         assert sharper.config.power == 31
         torch.testing.assert_close(logits(sharper), logits(tiny(power=31)))
 
-    def test_another_attention_is_refused_unless_it_is_meant(self, tmp_path):
+    def test_another_attention_must_be_requested(self, tmp_path):
         tiny().save_pretrained(tmp_path)
         for name in ("lssa", "sdpa", "eager"):
             with pytest.raises(ValueError, match=rf"`attn_implementation` must be None or 'lssar'.*{name}"):
@@ -442,7 +442,7 @@ def test_loaded_with_its_code_and_saved_again(family, tmp_path):
 
 
 class TestPipeline:
-    def test_generation_beyond_the_training_length_warns_of_nothing(self, caplog):
+    def test_no_warning_beyond_the_training_length(self, caplog):
         """Its own warning is transformers', for models whose positions end there."""
         torch.manual_seed(0)
         model = SoftplusGPTForCausalLM(

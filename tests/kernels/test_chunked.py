@@ -230,7 +230,7 @@ def test_decode_steps(window: int | None, normalized: bool) -> None:
         assert_equal_in_float64(softplus_attention_decode, q, k, v, impl="chunked", power=power, **options)
 
 
-def test_equal_keys_and_zero_vectors_equal_the_reference() -> None:
+def test_equal_keys_and_zero_vectors_match_reference() -> None:
     q, k, v = (randn(2, 2, 40, 16, seed=s) for s in (1, 2, 3))
     k[0] = k[0, :, :1]
     q[1, 0, 20] = 0
@@ -315,7 +315,7 @@ class TestThreads:
             softplus_attention(q, k, v, impl="chunked") if out is None else out.sum().backward()
         assert torch.get_num_threads() == 2
 
-    def test_every_piece_runs_once_and_on_more_than_one_thread(self) -> None:
+    def test_every_piece_runs_once_on_several_threads(self) -> None:
         seen: list[tuple[int, int]] = []
         meeting = threading.Barrier(2, timeout=10)
 
@@ -433,7 +433,7 @@ def test_a_huge_power_is_the_argmax(power: Any) -> None:
     torch.testing.assert_close(step, expected[:, :, -1:].detach())
 
 
-def test_learned_powers_under_padding_take_linear_memory() -> None:
+def test_learned_powers_with_padding_use_linear_memory() -> None:
     peaks = []
     for t in (1024, 4096):
         module = SoftplusAttention(16, 1, power="learned-log")

@@ -142,7 +142,7 @@ def test_gradients_take_the_general_way():
     assert q.grad.abs().max() > 0
 
 
-def test_exported_without_gradients_and_called_with_them():
+def test_export_without_gradients_called_with_them():
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()

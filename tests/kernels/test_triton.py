@@ -172,7 +172,7 @@ def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> Non
 @interpreted
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("power", [15, "learned"])
-def test_a_value_without_weight_reaches_no_gradient_of_a_row(power: Any, bad: float) -> None:
+def test_a_value_without_weight_affects_no_gradient(power: Any, bad: float) -> None:
     """One value is not finite: the rows that give it no weight have the output and the gradient of q and of their power
     that they have with any other value there."""
     results = []
@@ -270,7 +270,7 @@ def test_a_bad_number_without_the_offset() -> None:
 
 @interpreted
 @pytest.mark.slow
-def test_a_crowd_of_equal_keys_below_the_average_has_no_weight() -> None:
+def test_equal_keys_below_the_average_have_no_weight() -> None:
     assert_no_weight_for_a_crowd(48, -0.3)
 
 
@@ -325,7 +325,7 @@ class TestWithoutTheDispatcher:
         (found,) = torch.autograd.grad(out, (q,), directions, is_grads_batched=True, retain_graph=True)
         assert torch.equal(found, torch.stack(expected))
 
-    def test_a_graph_that_is_kept_gives_the_same_gradients_twice(self) -> None:
+    def test_a_retained_graph_gives_equal_gradients(self) -> None:
         q, k, v = (randn(1, 1, 70, 16, seed=seed).requires_grad_() for seed in range(3))
         out = softplus_attention(q, k, v, is_causal=True, impl="triton").sum()
         first = torch.autograd.grad(out, (q, k, v), retain_graph=True)

@@ -426,7 +426,7 @@ def test_unit_vectors() -> None:
 class TestLaunch:
     """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
 
-    def test_the_binary_of_a_key_is_kept_and_takes_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_cached_binary_takes_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
         kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)

@@ -62,12 +62,12 @@ def test_info_says_which_kernels(
     assert info.describe_kernels(torch.device("cuda"), *shape, dtype).startswith(words)
 
 
-def test_a_triton_that_the_kernels_were_not_compiled_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_triton_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch.triton, "__version__", "3.9.0")
     assert hopper_launch.unsupported_device_reason((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
 
 
-def test_taken_are_plain_causal_or_full_heads_of_64_or_128(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_calls_the_hopper_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hopper_launch.fits(problem())  # on a CPU
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     assert hopper_launch.fits(problem())
@@ -94,7 +94,7 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
     assert hopper_launch.fits(problem())
 
 
-def test_grids_that_are_too_large_are_left_to_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_grids_use_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     many = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16).expand(2, 24_000, 70, 64)
     assert not hopper_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
@@ -108,7 +108,7 @@ def test_grids_that_are_too_large_are_left_to_the_plain_kernels(monkeypatch: pyt
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096), st.integers(1, 1 << 34))
-def test_a_grid_has_heads_together_that_read_about_what_the_cache_holds(heads: int, length: int, size: int) -> None:
+def test_heads_of_a_grid_fit_the_cache(heads: int, length: int, size: int) -> None:
     together, blocks, rest = hopper_launch.grid_of(length, heads, size)
     assert together * rest == heads
     assert (blocks - 1) * 64 < length <= blocks * 64
@@ -136,7 +136,7 @@ def test_a_product_in_place_of_a_division(numbers: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
-def test_the_short_polynomial_is_for_bfloat16_and_powers_that_do_not_show_it(power: int) -> None:
+def test_where_the_short_polynomial_is_used(power: int) -> None:
     assert needs_long_polynomial(power, torch.float16)
     short = not needs_long_polynomial(power, torch.bfloat16)
     assert hopper_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)

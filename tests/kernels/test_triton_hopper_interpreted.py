@@ -232,7 +232,7 @@ def places_kernel(Places, heads, inverse, num_warps: gl.constexpr):
 
 
 @pytest.mark.parametrize("together", [1, 2, 6, 12])
-def test_programs_start_with_the_longest_blocks_of_heads_that_are_together(together: int) -> None:
+def test_programs_start_with_the_longest_blocks(together: int) -> None:
     heads, batch, blocks = 4, 3, 2
     grid = (together, blocks, heads * batch // together)
     places = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
@@ -290,7 +290,7 @@ def test_heads_in_another_order(
 
 @pytest.mark.parametrize("above", [False, True])
 @pytest.mark.usefixtures("late_kernels")
-def test_the_largest_score_lies_below_zero_in_a_full_tile(above: bool) -> None:
+def test_largest_score_below_zero_in_a_full_tile(above: bool) -> None:
     """That of the tile at the edge, which is known, is not the row's; where one of it is above 0 it would be."""
     cosines = torch.linspace(-0.05, -0.017, 130)
     cosines[[5, 40, 70]] = torch.tensor([-0.004, -0.006, -0.008])
@@ -392,7 +392,7 @@ def test_the_sum_of_many_tiles(launches: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("late_kernels")
-def test_a_crowd_of_equal_keys_below_the_average_has_no_weight() -> None:
+def test_equal_keys_below_the_average_have_no_weight() -> None:
     """Their sum must not be off: by 1e-5 of it each would have a weight, and 65,536 of them 3% of the output."""
     assert_no_weight_for_a_crowd(64, -0.26)
 
@@ -517,7 +517,7 @@ def test_documents(is_causal: bool) -> None:
     assert_within_yardstick(softplus_attention, q, k, v, impl="triton", power=15, is_causal=is_causal, **documents(300))
 
 
-def test_a_bad_query_of_a_document_leaves_the_keys_of_another_alone(late_kernels: list[InterpretedKernel]) -> None:
+def test_a_bad_query_affects_no_other_document(late_kernels: list[InterpretedKernel]) -> None:
     q, k, v = (randn(2, 1, 130, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
 
     def gradients(q: Tensor) -> tuple[Tensor, ...]:

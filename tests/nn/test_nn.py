@@ -39,7 +39,7 @@ def step_by_step(layer: SoftplusAttention, x: Tensor, cache: KeyValueCache, pref
     return torch.cat([layer(part, cache=cache) for part in parts], 1)
 
 
-def test_the_plain_forward_is_projections_around_the_op() -> None:
+def test_forward_is_projections_around_the_op() -> None:
     layer, x = module(power=7, rope=None), tokens()
     q, k, v = (p(x).view(B, T, HEADS, -1).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     out = softplus_attention(q, k, v, power=7, is_causal=True)
@@ -60,7 +60,7 @@ def test_cached_steps_are_the_full_forward(name: str, kv_heads: int) -> None:
 
 
 @torch.no_grad()
-def test_cached_steps_with_a_window_and_a_power_by_length() -> None:
+def test_cached_steps_with_window_and_power_by_length() -> None:
     layer, x = module(LSSAR.but(power=PowerByLength(3, 2, 4)), window=5), tokens()
     assert_close(step_by_step(layer, x, KeyValueCache(), 3), layer(x))
     assert (layer(x) - module(LSSAR.but(power=3))(x)).abs().max() > 1e-4
@@ -82,7 +82,7 @@ def test_left_padding(name: str) -> None:
 
 
 @torch.no_grad()
-def test_left_padded_positions_count_from_the_first_real_token() -> None:
+def test_left_padded_positions_skip_the_padding() -> None:
     cache = KeyValueCache(starts=torch.tensor([2, 0], dtype=torch.int32))
     assert cache.positions(B, 4, torch.device("cpu")).tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
     module()(tokens(length=4), cache=cache)
@@ -132,7 +132,7 @@ def test_cross_attention(name: str) -> None:
     assert (layer(x, longer) - out).abs().max() > 1e-4
 
 
-def test_self_attention_is_causal_unless_told_otherwise() -> None:
+def test_self_attention_is_causal_by_default() -> None:
     layer, x = module(), tokens()
     assert_close(layer(x[:, :6]), layer(x)[:, :6])
     assert (layer(x[:, :6], is_causal=False) - layer(x, is_causal=False)[:, :6]).abs().max() > 1e-4
@@ -480,9 +480,7 @@ BAD_COUNTS: dict[str, tuple[Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize(("counts", "kind", "words"), BAD_COUNTS.values(), ids=BAD_COUNTS)
 @torch.no_grad()
-def test_bad_token_counts_are_refused_before_the_cache_takes_anything(
-    counts: Any, kind: type[Exception], words: str
-) -> None:
+def test_bad_token_counts_leave_the_cache_unchanged(counts: Any, kind: type[Exception], words: str) -> None:
     layer, x, cache = module(), tokens(length=8), KeyValueCache()
     with pytest.raises(kind, match=f"`token_counts` must be {words}"):
         layer(x[:, :7], cache=cache, token_counts=counts)
@@ -495,7 +493,7 @@ def test_bad_token_counts_are_refused_before_the_cache_takes_anything(
 
 
 @torch.no_grad()
-def test_a_sequence_may_have_none_or_all_of_the_new_tokens() -> None:
+def test_a_sequence_may_have_no_or_all_new_tokens() -> None:
     layer, x, cache = module(), tokens(), KeyValueCache()
     layer(x[:, :4], cache=cache, token_counts=torch.tensor([0, 4]))
     out = layer(torch.stack([x[0, 0], x[1, 4]])[:, None], cache=cache)
@@ -530,7 +528,7 @@ def test_positions_that_are_no_tensor_are_refused() -> None:
 
 
 @pytest.mark.parametrize("new", [1, 100], ids=["room", "growing"])
-def test_a_cache_refuses_other_keys_and_values_before_it_changes(new: int) -> None:
+def test_wrong_keys_and_values_leave_the_cache(new: int) -> None:
     def vectors(batch: int, t: int, dtype: torch.dtype = torch.float32, width: int = 8) -> Tensor:
         return torch.randn(batch, 2, t, width).to(dtype)
 

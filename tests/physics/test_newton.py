@@ -125,7 +125,7 @@ def test_damaged_files_are_named(
     assert str(path) in said
 
 
-def test_stopped_training_continues_to_the_same_weights(tmp_path: Path) -> None:
+def test_stopped_training_reaches_the_same_weights(tmp_path: Path) -> None:
     """The run folder is locked meanwhile; its checkpoints go once the model is saved."""
     words = "--stages pretrain --pretrain-updates 30 --save-updates 5"  # the old names
     assert newton(tmp_path / "whole", words) == 0

@@ -379,7 +379,7 @@ def test_heat_maps_lie_side_by_side_on_one_scale(tmp_path):
     assert "<h4>a</h4>" in page
 
 
-def test_each_model_has_the_equal_weights_of_its_own_keys(tmp_path):
+def test_equal_weights_are_those_of_each_model(tmp_path):
     """One line per distinct log N, named; layers that see less are in charts of their own."""
     window = report_results.mixed_inside(64)
     for row in window["lengths"]:
@@ -454,7 +454,7 @@ def test_settings_that_matter(tmp_path):
     assert write(steps=300) == ["Measured with different settings (training: steps): compare with care."]
 
 
-def test_results_of_this_repository_differ_in_attention_alone():
+def test_synthetic_results_differ_only_in_attention():
     notes = [block for block in blocks_of(REPOSITORY / "results" / "synthetic") if isinstance(block, str)]
     assert notes == []
 
