@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from softplus_attention import reference
 from softplus_attention import validation as check
 from softplus_attention.kernels import ops
-from softplus_attention.kernels.dtensor import attend_dtensors, is_dtensor
+from softplus_attention.kernels.dtensor import CONTEXT_PARALLEL, attend_dtensors, is_dtensor
 from softplus_attention.power import Power, check_power, power_record
 from softplus_attention.reference import reference_attention, without_autocast
 from softplus_attention.visibility import Visibility
@@ -61,6 +63,7 @@ def attend(
     """The one dispatch behind the public functions, prefill and decode; shapes are already checked."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
+    refuse_context_parallel()
     if is_dtensor(q) or is_dtensor(k):
         kwargs: dict[str, Any] = {"offset": offset, "validate": validate, "normalized_keys": normalized_keys}
         own = partial(attend, score_scale=score_scale, impl=impl, **kwargs)
@@ -87,6 +90,18 @@ def attend(
     if new_rows == 1:
         return ops.chunked_decode(q, k, v, *visibility.ranges(), *options)
     return ops.chunked(q, k, v, *visibility.ranges(), visibility.mask, *options, gradients=gradients)
+
+
+def refuse_context_parallel() -> None:
+    """torch's context parallel cuts the sequence and replaces SDPA alone: here each rank would see its own part."""
+    if torch.compiler.is_compiling():
+        return
+    module = sys.modules.get(CONTEXT_PARALLEL)
+    if module is not None and F.scaled_dot_product_attention in getattr(module, "_replaced_functions", ()):
+        raise RuntimeError(
+            "inside torch's context_parallel each rank would attend to its own part of the sequence alone; use "
+            "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
+        )
 
 
 def unit_keys(k: Tensor) -> Tensor:

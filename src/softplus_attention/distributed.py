@@ -32,6 +32,7 @@ MODES = ("gather", "ulysses")
 IGNORED = -100  # a label that is no target
 LARGEST_BLOCK = 128  # tokens that stay together: a block of the kernels' rows
 BLOCKS_EACH = 8  # at least so many blocks for each process, where the sequence is long enough
+TURNS = 2  # parts of the heads that are gathered one behind the other: the second while the first is attended to
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,14 @@ class ContextParallel:
         """The whole tensor on every process, in the order of the sequence; gradients are summed over the processes."""
         if x.shape[dim] != self.rows:
             check.fail("x", f"the {self.rows} rows of this process along dim {dim}", check.describe_tensor(x))
-        gathered = Gather.apply(x.movedim(dim, 0), self.group)
-        return gathered.index_select(0, self.place.to(x.device)).movedim(0, dim)
+        return self.in_order(self.gathering(x, dim), dim)
+
+    def gathering(self, x: Tensor, dim: int) -> Gathering:
+        return Gathering(x.movedim(dim, 0), self.group)
+
+    def in_order(self, gathering: Gathering, dim: int) -> Tensor:
+        gathered = gathering.end()
+        return gathered.index_select(0, self.place.to(gathered.device)).movedim(0, dim)
 
     def visibility(self, rows: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
         """What the rows at these positions see of the whole sequence; None for every row in order."""
@@ -189,21 +196,29 @@ def deal(start: Tensor, world: int) -> Tensor:
 # ---- what is sent
 
 
-def all_gather(x: Tensor, group: Any) -> Tensor:
+class Transfer:
+    """A collective under way: ``out`` is not to be read before ``wait``. ``sent`` is kept alive until then."""
+
+    def __init__(self, send: Callable[..., Any], out: Tensor, sent: Tensor, group: Any) -> None:
+        self.out, self.sent = out, sent
+        self.work = send(out, sent, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.out
+
+
+def all_gather(x: Tensor, group: Any) -> Transfer:
     """(n, ...) of each process -> (processes * n, ...)."""
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    send: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    send(out, x.contiguous(), group=group)
-    return out
+    return Transfer(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, x.contiguous(), group)
 
 
-def reduce_scatter(x: Tensor, group: Any) -> Tensor:
+def reduce_scatter(x: Tensor, group: Any) -> Transfer:
     """(processes * n, ...) -> (n, ...), summed; halves are summed in float32."""
     exact = x.to(reference.compute_dtype(x.dtype)).contiguous()
     out = exact.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    send: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    send(out, exact, group=group)
-    return out.to(x.dtype)
+    return Transfer(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, out, exact, group)
 
 
 def all_to_all(x: Tensor, group: Any) -> Tensor:
@@ -213,15 +228,54 @@ def all_to_all(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-class Gather(torch.autograd.Function):
+class Gathering:
+    """Rows (n, ...) of each process on their way to all of them.
+
+    ``begun`` and ``ended`` are two nodes of the graph. Backwards they change places: what is summed over the processes
+    is sent at the second and awaited at the first, so that work between the two hides the transfer both ways.
+    """
+
+    def __init__(self, x: Tensor, group: Any) -> None:
+        self.group = group
+        self.transfer: Transfer | None = None
+        self.gathered = Begun.apply(x, self)
+
+    def end(self) -> Tensor:
+        gathered, self.gathered = Ended.apply(self.gathered, self), None
+        return gathered
+
+    def begin(self, send: Callable[[Tensor, Any], Transfer], x: Tensor) -> Tensor:
+        self.transfer = send(x, self.group)
+        return self.transfer.out
+
+    def wait(self) -> Tensor:
+        assert self.transfer is not None
+        transfer, self.transfer = self.transfer, None
+        return transfer.wait()
+
+
+class Begun(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return all_gather(x, group)
+    def forward(ctx: Any, x: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering, ctx.dtype = gathering, x.dtype
+        return gathering.begin(all_gather, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradients[0], ctx.group), None
+        return ctx.gathering.wait().to(ctx.dtype), None
+
+
+class Ended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathering: Gathering) -> Tensor:
+        ctx.gathering = gathering
+        gathering.wait()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.gathering.begin(reduce_scatter, gradients[0])
+        return gradients[0], None  # of the right shape: nobody reads it
 
 
 class Exchange(torch.autograd.Function):
@@ -255,6 +309,8 @@ def context_parallel_attention(
     ``Attention``: a tensor (H,) is the same on every process and its gradient a part of the whole's, summed over the
     group like that of any weight; a power of rows has the rows of this process. Padding rows give 0.
     """
+    global _attended
+    _attended += 1
     chosen = named(attention)
     q, k, v = dispatch.autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, rows, D)", enable_gqa=True, names=("q", "k", "v"))
@@ -263,9 +319,40 @@ def context_parallel_attention(
     window = chosen.window(window)
     if record.mode == "ulysses":
         return ulysses(chosen, q, k, v, record, parameters or {}, is_causal, window)
-    both = record.unshard(torch.cat([k, v], -1), 2)
-    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
-    return chosen.attend(q, k, v, record.visibility(record.positions, is_causal, window), "auto", parameters, False)
+    return gather(chosen, q, k, v, record, parameters or {}, is_causal, window)
+
+
+def gather(
+    chosen: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    record: ContextParallel,
+    parameters: Mapping[str, Tensor],
+    is_causal: bool,
+    window: int | None,
+) -> Tensor:
+    turns = TURNS if k.shape[1] % TURNS == 0 and not has_slopes(chosen) else 1
+    visibility = record.visibility(record.positions, is_causal, window)
+    widths = [k.shape[-1], v.shape[-1]]
+    under_way = [record.gathering(both, 2) for both in torch.cat([k, v], -1).chunk(turns, 1)]
+    found = []
+    for turn, (queries, gathering) in enumerate(zip(q.chunk(turns, 1), under_way, strict=True)):
+        keys, values = record.in_order(gathering, 2).split(widths, -1)
+        mine = {name: of_heads(value, turn, turns) for name, value in parameters.items()}
+        found.append(chosen.attend(queries, keys, values, visibility, "auto", mine, False))
+    return found[0] if turns == 1 else torch.cat(found, 1)
+
+
+def has_slopes(chosen: Attention) -> bool:
+    """ALiBi's depend on the number of a head among all of them."""
+    return chosen.spec.positions == "alibi"
+
+
+def of_heads(value: Tensor, part: int, parts: int) -> Tensor:
+    """One of equal parts of a parameter (H,) or (B|1, H|1, rows)."""
+    dim = 0 if value.dim() == 1 else 1
+    return value if parts == 1 or value.shape[dim] == 1 else value.chunk(parts, dim)[part]
 
 
 def ulysses(
@@ -282,7 +369,7 @@ def ulysses(
     if heads % world:
         what = f'mode="ulysses" needs query heads divisible by the {world} processes, got {heads}; use mode="gather"'
         raise ValueError(what)
-    if chosen.spec.positions == "alibi":
+    if has_slopes(chosen):
         raise ValueError(f'mode="ulysses" gives {chosen.name} the slopes of other heads; use mode="gather"')
     if k.shape[1] % world:
         k, v = (reference.expand_kv_heads(x, math.lcm(k.shape[1], world)) for x in (k, v))
@@ -290,7 +377,7 @@ def ulysses(
     mine = {}
     for name, value in parameters.items():
         if value.dim() == 1:
-            mine[name] = value.chunk(world)[rank]
+            mine[name] = of_heads(value, rank, world)
         else:  # of rows: goes the way of the queries
             mine[name] = to_heads(value.expand(*q.shape[:3])[..., None], record)[..., 0]
     q, k, v = (to_heads(x, record) for x in (q, k, v))
@@ -315,7 +402,9 @@ def to_rows(x: Tensor, record: ContextParallel) -> Tensor:
 
 # ---- models: what is attended inside this context lies on several processes
 
-_active: ContextParallel | None = None  # not a ContextVar: a backward pass recomputes layers in threads of its own
+# Not ContextVars: a backward pass recomputes layers in threads of its own.
+_active: ContextParallel | None = None
+_attended = 0  # layers, in the active record
 
 
 @contextmanager
@@ -325,12 +414,24 @@ def sharded(record: ContextParallel) -> Iterator[ContextParallel]:
     Forward and backward both belong inside where layers are recomputed (gradient checkpointing). Inputs are sharded by
     ``record.shard``; ``position_ids`` are ``record.positions`` within their documents; masks are the record's.
     """
-    global _active
-    before, _active = _active, record
+    global _active, _attended
+    before, _active, _attended = (_active, _attended), record, 0
     try:
         yield record
+        check_attended(1)
     finally:
-        _active = before
+        _active, _attended = before
+
+
+def check_attended(layers: int) -> None:
+    """Inside ``sharded``: another attention than ours takes the rows of one process for all, in silence."""
+    if _attended < layers:
+        each = "a layer at least" if layers == 1 else f"each of {layers} layers"
+        raise ValueError(
+            f"context parallel needs an attention of softplus_attention in {each}, got {_attended}: any other sees the "
+            "tokens of one process alone. Load the model with attn_implementation='lssar' or another name of its "
+            "catalogue"
+        )
 
 
 def shard_batch(
@@ -386,12 +487,12 @@ def softplus_attention_decode_sharded(
     offset: bool = True,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """Decode over a cache whose keys lie on several processes, in two all-reduces: (B, H, T_q, D_v) on each of them.
+    """Decode over a cache whose keys lie on several processes, in two collectives: (B, H, T_q, D_v) on each of them.
 
     q (B, H, T_q, D) is the same everywhere; k and v (B, H_kv, T_here, D) are this process's part of the cache, which
     may be empty, at the places ``key_positions`` (T_here,) of the whole. Row i sees the keys from ``start`` to ``end``,
-    both (B or 1, T_q): N_i is their difference, whichever process holds them. The first all-reduce adds the sums of
-    stage 1 (its maximum is a second, small one); the second the weighted values and their sum.
+    both (B or 1, T_q): N_i is their difference, whichever process holds them. The first collective brings the sums and
+    the largest scores of stage 1; the second adds the weighted values and their sum.
     """
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("q", "k", "v"))
     if key_positions.shape != (k.shape[2],):
@@ -408,8 +509,8 @@ def softplus_attention_decode_sharded(
     f = torch.where(visible, f, 0)
     total = f.sum(-1, keepdim=True)
     largest = f.amax(-1, keepdim=True) if f.shape[-1] else torch.zeros_like(total)
-    dist.all_reduce(total, group=group)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    totals, maxima = all_gather(torch.cat([total, largest], -1)[None], group).wait().split(1, -1)
+    total, largest = totals.sum(0), maxima.amax(0)
     weights = f
     if power is not None:
         per_key = counts[..., None] / torch.where(total == 0, 1, total)

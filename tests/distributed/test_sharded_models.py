@@ -1,24 +1,13 @@
 """Models over a sequence that lies on several processes, and with their heads divided: real processes over gloo."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-PROGRAM = Path(__file__).parents[1] / "support" / "sharded_models.py"
+from several import together
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(request.param)]
-    command += [str(PROGRAM), str(tmp_path_factory.mktemp("models"))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1]) | {"processes": request.param}
+    folder = tmp_path_factory.mktemp("models")
+    return together("sharded_models", request.param, folder) | {"processes": request.param}
 
 
 def test_gradients_of_a_sharded_sequence(found: dict) -> None:
@@ -36,7 +25,7 @@ def test_losses_of_sharded_sequences(found: dict) -> None:
 
 def test_divided_heads_give_the_same(found: dict) -> None:
     models = {name: one for name, one in found["heads"].items() if name != "refused"}
-    assert len(models) == 3
+    assert len(models) == 4
     for name, one in models.items():
         assert one["logits"] < 1e-12, name
         assert one["gradients"] < 1e-11, name
@@ -52,3 +41,17 @@ def test_no_cache_and_no_weights(found: dict) -> None:
     cache, weights = "use_cache=False", "output_attentions must be False"
     for said, words in zip(found["refused"], [cache, weights] * 2, strict=True):
         assert words in said
+
+
+def test_what_sees_one_process_alone_raises(found: dict) -> None:
+    """An attention that does not look at the record."""
+    words = {"module": "context_parallel_attention", "loss by length": "in each of 3 layers"}
+    assert found["one process"].keys() == {"softmax", "module", "nothing", "loss by length"}
+    for name, said in found["one process"].items():
+        assert words.get(name, "needs an attention of softplus_attention") in said, name
+
+
+def test_context_parallel_of_transformers_raises(found: dict) -> None:
+    assert set(found["trainer"]) == {"SoftplusGPT", "Llama"}
+    for name, said in found["trainer"].items():
+        assert "inside torch's context_parallel each rank would attend to its own part" in said, name

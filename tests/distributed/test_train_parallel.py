@@ -1,6 +1,7 @@
 """``train`` with the sequence or the heads of each layer divided over processes: the losses of one process."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -8,8 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import Process
+from several import free_port, place_of
 from training_runs import TINY, Run, text_folder
 
 STEPS = 20
@@ -45,6 +49,54 @@ def test_a_sequence_on_two_processes(run: Run, alone: Run) -> None:
 
 def test_heads_on_two_processes(run: Run, alone: Run) -> None:
     assert_same(run.finish(processes=2, tensor_parallel=2), alone)
+
+
+def test_a_lost_process_is_one_line(run: Run) -> None:
+    """The others say what to do, and do not wait."""
+    run.start(processes=2, context_parallel=2)
+    assert run.wait_until(lambda: run.last_step() >= 2)
+    run.processes[1].kill()
+    assert run.processes[0].wait(30) == 1
+    (said,) = [line for line in run.words().splitlines() if line.startswith("softplus-attention: ")]
+    assert "another process was killed or cannot be reached" in said
+    assert "Traceback" not in run.words()
+    run.finish(processes=2, context_parallel=2)
+    assert len(run.losses()) == STEPS
+
+
+class TestEvaluate:
+    def evaluate(self, measure: str, model: Path, data: Path, output: Path, processes: int) -> list[Process]:
+        words = ["evaluate", measure, model, "--data", data, "--lengths", "1,2", "--output", output, "--device", "cpu"]
+        port, log = free_port(), output.with_suffix(".log")
+        log.write_text("")
+        places = [place_of(rank, processes, port) if processes > 1 else {} for rank in range(processes)]
+        return [Process.start(*words, log=log, environment=place) for place in places]
+
+    def results(self, model: Path, data: Path, output: Path, processes: int) -> dict[str, Any]:
+        running = self.evaluate("lengths", model, data, output, processes)
+        statuses = [process.wait() for process in running]
+        assert statuses == [0] * processes, running[0].text
+        assert running[0].text.count("written: ") == 5
+        (path,) = output.glob("lengths--*.json")
+        return json.loads(path.read_text())
+
+    def test_sequences_on_two_processes(self, alone: Run, data: Path, tmp_path: Path) -> None:
+        one, two = (self.results(alone.output / "model", data, tmp_path / str(n), n) for n in (1, 2))
+        assert one["settings"] == two["settings"]
+        assert [entry["length"] for entry in two["results"]["lengths"]] == [61, 122]
+        for a, b in zip(one["results"]["lengths"], two["results"]["lengths"], strict=True):
+            assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
+            assert b["by_text"] == pytest.approx(a["by_text"], abs=2e-5)  # of five digits
+            assert (a["control"] is None) == (b["control"] is None)
+            if a["control"]:
+                assert b["control"]["gain"] == pytest.approx(a["control"]["gain"], abs=1e-5)
+        again = self.results(alone.output / "model", data, tmp_path / "2", 2)
+        assert again["results"] == two["results"]
+
+    def test_other_measures_run_alone(self, alone: Run, data: Path, tmp_path: Path) -> None:
+        running = self.evaluate("inside", alone.output / "model", data, tmp_path / "out", 2)
+        assert [process.wait() for process in running] == [2, 2]
+        assert "`evaluate inside` runs in one process: start it without torchrun" in running[0].text
 
 
 @pytest.mark.slow

@@ -19,6 +19,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import AttentionInterface, AutoModelForCausalLM, DistributedConfig, LlamaConfig
 
 from softplus_attention import softplus_attention
+from softplus_attention.attentions.catalog import attention
+from softplus_attention.huggingface.extension.modeling import extended
+from softplus_attention.huggingface.extension.settings import Extension
 
 ULYSSES = """
 import os, sys, torch
@@ -62,6 +65,16 @@ def test_torch_context_parallel(family: str) -> None:
     assert model(rows).logits.equal(want)
 
 
+@pytest.mark.parametrize("attend", [softplus_attention, attention("sigmoid"), attention("softmax")], ids=str)
+@pytest.mark.usefixtures("one_process")
+def test_torch_context_parallel_of_an_op(attend: Any) -> None:
+    rows = torch.randn(1, 2, 8, 16)
+    inside = context_parallel(init_device_mesh("cpu", (1,)), buffers=[rows], buffer_seq_dims=[2])
+    with inside, pytest.raises(RuntimeError, match="context_parallel each rank"):
+        attend(rows, rows, rows, is_causal=True)
+    attend(rows, rows, rows, is_causal=True)
+
+
 def test_deepspeed_sequence_parallel_of_our_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = types.SimpleNamespace(_SEQUENCE_PARALLEL_GROUP=object())
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.sequence_parallel.parallel_state_sp", groups)
@@ -93,6 +106,23 @@ def test_heads_that_cannot_be_divided(family: str, processes: int, tmp_path: Pat
     word = "num_attention_heads" if processes == 3 else "num_key_value_heads"
     with pytest.raises(ValueError, match=f"`tp_size` must be a divisor of `{word}`"):
         kind.maybe_distribute_model(small_model(family), DistributedConfig(tp_size=processes), None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "extended"])
+def test_no_plan_to_divide_by(family: str, tmp_path: Path) -> None:
+    """Where transformers would load the whole model into each process, or divide what cannot be divided."""
+    if family == "extended":
+        model = extended(
+            small_model("llama", attention="sdpa"),
+            Extension(trained=32, length=64, far_heads=[[0], [1]], window=9, near=12, group=5),
+        )
+        said = "the heads of an extended model are not divided"
+    else:
+        small_model(family).save_pretrained(tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        said = "has no tensor parallel plan"
+    with pytest.raises(ValueError, match=said):
+        type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2), None)
 
 
 class TestSharedConfig:

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Limits:
     memory: int | None = None  # bytes that it may add to what it has
 
 
-def child(arguments: list[str], log: str, given: str, environment: dict[str, str], limits: Limits) -> None:
+def child(target: Any, arguments: Any, log: str, given: str, environment: dict[str, str], limits: Limits) -> None:
     """The process of a command: what it prints goes to a file, the text ``given`` is its input."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
@@ -52,14 +53,18 @@ def child(arguments: list[str], log: str, given: str, environment: dict[str, str
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_size, limits.file_size))
     import torch
 
-    from softplus_attention.cli import main
-
     torch.set_num_threads(1)
     if limits.memory is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limits.memory,) * 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground, wherever the tests run
-    sys.exit(main(arguments))
+    sys.exit(target(*arguments))
+
+
+def command(*words: str) -> int:
+    from softplus_attention.cli import main
+
+    return main(list(words))
 
 
 @dataclass
@@ -82,9 +87,21 @@ class Process:
             handle, name = tempfile.mkstemp(suffix=".log")
             os.close(handle)
             log = Path(name)
-        process = SERVER.Process(
-            target=child, args=([str(word) for word in words], str(log), given, environment or {}, limits or Limits())
-        )
+        return cls.of(command, [str(word) for word in words], log, given, environment, limits)
+
+    @classmethod
+    def of(
+        cls,
+        target: Any,
+        arguments: Sequence[Any],
+        log: Path,
+        given: str = "",
+        environment: dict[str, str] | None = None,
+        limits: Limits | None = None,
+    ) -> Process:
+        """A function of a module, which returns its exit status."""
+        words = (target, arguments, str(log), given, environment or {}, limits or Limits())
+        process = SERVER.Process(target=child, args=words)
         process.start()
         return cls(log, process)
 

@@ -1,12 +1,30 @@
-"""Run by torchrun: attention over a sharded sequence on gloo against one process; prints one JSON line of errors."""
+"""Attention over a sharded sequence against one process: ``main`` returns the errors. On a GPU that two processes share
 
-import json
+    PYTHONPATH=src:tests/support torchrun --nproc-per-node 2 tests/support/sharded_attention.py cuda
+
+prints how far bfloat16 is from what the yardstick allows (1), with the kernels of that GPU.
+"""
+
+import os
+import socket
+import struct
+import sys
+import time
 
 import torch
 import torch.distributed as dist
+from helpers import doubtful_rows, largest_error, run, unit_in_the_last_place
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental._context_parallel import (
+    _context_parallel_shard,
+    _ContextParallel,
+    _HeadTailLoadBalancer,
+)
+from torch.distributed.tensor.parallel import parallelize_module
 
-from softplus_attention import softplus_attention, softplus_attention_decode
-from softplus_attention.attentions.catalog import attention
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
+from softplus_attention.attentions.catalog import ATTENTIONS, attention
 from softplus_attention.distributed import (
     bytes_of_a_layer,
     context_parallel,
@@ -24,9 +42,9 @@ CASES = [  # length, heads, key heads, window, documents, causal
     (50, 12, 12, None, [0, 20, 50], False),
     (61, 12, 2, 4, None, True),  # row 8 sees four equal keys
     (5, 12, 2, None, None, True),
+    (3, 12, 3, None, [0, 0, 1, 1, 3], True),  # fewer tokens than processes, documents of none
+    (1, 12, 1, None, None, True),
 ]
-ATTENTIONS = ["lssar", "lssa", "softmax", "softmax-alibi", "ssmax"]
-RECEIVED = 0
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -69,7 +87,7 @@ def compare(name: str, kind: str, mode: str, case: tuple) -> float:
 
     if bounds is None:
         record = context_parallel(length, mode=mode)
-    elif length % 2:
+    elif length % 2:  # both ways to name documents
         record = context_parallel(cu_seqlens=cu, mode=mode)
     else:
         document = cu[torch.bucketize(torch.arange(length), cu, right=True) - 1]
@@ -114,21 +132,26 @@ def decode_errors() -> dict[str, float]:
                 options |= {"window": window, "enable_gqa": True}
                 wanted = softplus_attention_decode(q, k, v, seqlens, **options)
                 found[f"window {window}, power {name}, offset {offset}"] = relative(got, wanted)
-    # All keys on the first process: the others have none.
-    mine = slice(None) if dist.get_rank() == 0 else slice(0, 0)
-    got = softplus_attention_decode_sharded(
-        q, k[:, :, mine], v[:, :, mine], torch.arange(length)[mine], torch.zeros_like(end), end
-    )
-    seqlens = torch.full((2,), length, dtype=torch.int32)
-    found["empty parts"] = relative(got, softplus_attention_decode(q, k, v, seqlens, enable_gqa=True))
+    # Out of order and uneven; all keys on the first process, the others have none. A sequence of no keys gives 0.
+    rank, world = dist.get_rank(), dist.get_world_size()
+    order = torch.randperm(length)
+    cuts = [0, *(length * (i + 1) ** 3 // world**3 for i in range(world))]
+    parts = {"uneven parts": order[cuts[rank] : cuts[rank + 1]], "empty parts": order if rank == 0 else order[:0]}
+    lengths = torch.tensor([length, length], dtype=torch.int32)
+    end = torch.stack([end[0], torch.zeros_like(end[0])])
+    keys = torch.nn.functional.normalize(k, dim=-1)
+    for name, mine in parts.items():
+        for normalized in (False, True):
+            part = ((keys if normalized else k)[:, :, mine], v[:, :, mine], mine, torch.zeros_like(end), end)
+            got = softplus_attention_decode_sharded(q, *part, power=PowerByLength(3, 2, 16), normalized_keys=normalized)
+            wanted = softplus_attention_decode(q, k, v, lengths, enable_gqa=True, power=PowerByLength(3, 2, 16))
+            assert not got[1].any()
+            found[f"{name}, normalized {normalized}"] = relative(got[:1], wanted[:1])
     return found
 
 
 def dtensor_errors() -> dict[str, float]:
     """The op called with DTensors, in every sharding, against the op itself; with gradients."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
     world = dist.get_world_size()
     meshes = {"": init_device_mesh("cpu", (world,))}
     if world == 4:
@@ -181,42 +204,118 @@ def dtensor_errors() -> dict[str, float]:
                 found_all = [getattr(x, "full_tensor", lambda x=x: x)() for x in found_all]
                 errors = [relative(x, y) for x, y in zip(found_all, wanted, strict=True)]
                 found[f"{prefix}{way}, {name}"] = max(errors)
+    cu = torch.tensor([0, 9, 20, length], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 11, "max_seqlen_k": 11, "is_causal": True}
+    torch.manual_seed(0)
+    whole = [torch.randn(length, h, WIDTH).double() for h in (heads, 2, 2)]
+    caches = [torch.randn(batch, h, t, WIDTH).double() for h, t in ((heads, 2), (2, length), (2, length))]
+    for way, dim in (("rows", 0), ("heads", 1)):
+        given = [distribute_tensor(x, meshes[""], [Shard(dim)]) for x in whole]
+        out = softplus_attention_varlen(*given, **packed, enable_gqa=True)
+        wanted = softplus_attention_varlen(*whole, **packed, enable_gqa=True)
+        found[f"{way}, varlen"] = relative(out.full_tensor(), wanted)
+    for way, dim in (("batch", 0), ("heads", 1), ("keys", 2)):
+        given = [distribute_tensor(x, meshes[""], [Shard(dim)]) for x in caches]
+        out = softplus_attention_decode(*given, lengths, enable_gqa=True, window=20)
+        wanted = softplus_attention_decode(*caches, lengths, enable_gqa=True, window=20)
+        found[f"{way}, decode"] = relative(out.full_tensor(), wanted)
     return found
 
 
+def received() -> int:
+    """Bytes that came in over this process's connections, as the kernel counts them."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as one:
+                info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += struct.unpack_from("Q", info, 128)[0]  # tcpi_bytes_received
+        except OSError:  # no connection
+            continue
+    return total
+
+
 def count_received() -> dict[str, list[float]]:
-    """Bytes that the collectives brought in from other processes, against the formula."""
-    global RECEIVED
-    world = dist.get_world_size()
-    import softplus_attention.distributed as module
-
-    gather, scatter, exchange = module.all_gather, module.reduce_scatter, module.all_to_all
-
-    def counted(collective, share):
-        def run(x, group):
-            global RECEIVED
-            out = collective(x, group)
-            RECEIVED += share(x, out)
-            return out
-
-        return run
-
-    size = lambda x: x.numel() * x.element_size()  # noqa: E731
-    module.all_gather = counted(gather, lambda x, out: size(out) * (world - 1) // world)
-    module.reduce_scatter = counted(scatter, lambda x, out: max(4, x.element_size()) * out.numel() * (world - 1))
-    module.all_to_all = counted(exchange, lambda x, out: size(out) * (world - 1) // world)
+    """What a layer brings in from other processes, forward and backward, in parts of what the formula says."""
+    heads, kv_heads, length = 12, 2, 3000
     found = {}
-    heads, kv_heads, length = 12, 2, 96
+
+    def settled() -> int:
+        dist.barrier()
+        time.sleep(0.05)
+        return received()
+
     for mode in ("gather", "ulysses"):
         record = context_parallel(length, mode=mode)
         q, k, v = (torch.randn(1, h, record.rows, WIDTH).requires_grad_() for h in (heads, kv_heads, kv_heads))
-        RECEIVED = 0
-        out = context_parallel_attention(q, k, v, record)
-        forward, RECEIVED = RECEIVED, 0
+        before = settled()
+        out = context_parallel_attention(q, k, v, record, window=16)
+        forward = settled()
         out.sum().backward()
-        said = bytes_of_a_layer(mode, world, 1, record.rows, heads, kv_heads, WIDTH, 4)
-        found[mode] = [forward / said["forward"], RECEIVED / said["backward"]]
-    module.all_gather, module.reduce_scatter, module.all_to_all = gather, scatter, exchange
+        said = bytes_of_a_layer(mode, record.processes, 1, record.rows, heads, kv_heads, WIDTH, 4)
+        found[mode] = [(forward - before) / said["forward"], (settled() - forward) / said["backward"]]
+    return found
+
+
+def yardstick(device: str, width: int, length: int) -> dict[str, float]:
+    """bfloat16 over all processes: its error against float64, in parts of what the low-precision reference may have."""
+    found = {}
+    torch.manual_seed(1)
+    heads, world = 12, dist.get_world_size()
+    q, k, v = (torch.randn(2, h, length, width).to(device, torch.bfloat16) for h in (heads, 2, 2))
+    call = {"is_causal": True, "enable_gqa": True}
+    clear = ~doubtful_rows(softplus_attention, q, k, **call)[..., None]
+    grad = torch.randn(2, heads, length, width).to(device, torch.bfloat16) * clear
+    power = torch.linspace(1.5, 15, heads, device=device)
+    options = {"impl": "reference", "power": power, "grad_out": grad, **call}
+    theirs = run(softplus_attention, q, k, v, **options)
+    truth = run(softplus_attention, q, k, v, dtype=torch.float64, **options)
+    for mode in ("gather", "ulysses"):
+        record = context_parallel(length, mode=mode, device=device)
+        mine = [record.shard(x, 2).requires_grad_() for x in (q, k, v)] + [power.clone().requires_grad_()]
+        out = context_parallel_attention(*mine[:3], record, parameters={"power": mine[3]})
+        gradients = torch.autograd.grad(out, mine, record.shard(grad, 2))
+        ours = dict(zip(("dq", "dk", "dv"), gradients, strict=False)) | {"out": out.detach()}
+        ours = {name: record.unshard(x, 2) for name, x in ours.items()} | {"dpower": gradients[3].clone()}
+        dist.all_reduce(ours["dpower"])
+        for name, exact in truth.items():
+            given, wanted = (x * clear if name == "out" else x for x in (ours[name], exact))
+            reference = theirs[name] * clear if name == "out" else theirs[name]
+            budget = 2 * largest_error(reference, wanted) + unit_in_the_last_place(wanted, given.dtype)
+            found[f"{mode} {name}, {world} processes"] = largest_error(given, wanted) / budget
+    return found
+
+
+class Core(torch.nn.Module):
+    def forward(self, query, key, value, start=None, end=None):
+        words = {"is_causal": True} if start is None else {"key_start": start, "key_end": end}
+        return softplus_attention(query, key, value, enable_gqa=True, **words)
+
+
+def torch_plans() -> dict[str, object]:
+    """A module of ours under the plans of torch's own context parallel."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    mesh, length = init_device_mesh("cpu", (world,)), 12 * world
+    torch.manual_seed(0)
+    whole = [torch.randn(2, h, length, WIDTH).double() for h in (4, 2, 2)]
+    wanted = Core()(*whole)
+    ends = torch.arange(1, length + 1, dtype=torch.int32).expand(2, -1).contiguous()
+    found: dict[str, object] = {}
+    kinds = _ContextParallel.AttentionType
+    for balancer in (None, _HeadTailLoadBalancer(length, world, "cpu")):
+        order = torch.arange(length) if balancer is None else balancer._generate_indices()[0].long()
+        mine = _context_parallel_shard(mesh, [*whole, torch.zeros_like(ends), ends], [2] * 3 + [1] * 2, balancer)
+        for kind in (kinds.FLEX, kinds.SDPA):
+            core = parallelize_module(Core(), mesh, _ContextParallel(seq_dim=2, attention_type=kind))
+            name = f"{kind.name}, {'in order' if balancer is None else 'balanced'}"
+            if kind is kinds.FLEX and balancer is not None:
+                continue  # keys come in the balancer's order: the module has to undo it
+            try:
+                out = core(*mine, *()) if kind is kinds.FLEX else core(*mine[:3])
+                out = out.to_local() if isinstance(out, DTensor) else out
+                found[name] = relative(out, wanted[:, :, order.chunk(world)[rank]])
+            except RuntimeError as error:
+                found[name] = str(error)
     return found
 
 
@@ -244,11 +343,11 @@ def refusals() -> list[str]:
     return found
 
 
-def main() -> None:
+def main() -> dict[str, object]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found: dict[str, object] = {"attention": {}}
+    found: dict[str, object] = {}
     world = dist.get_world_size()
+    errors = {}
     for mode in ("gather", "ulysses"):
         for case in CASES:
             if mode == "ulysses" and case[1] % world:
@@ -256,17 +355,24 @@ def main() -> None:
             kinds = [("lssar", "per head"), ("lssar", "number")]
             if case is CASES[3]:
                 kinds = [("lssar", "per head"), ("lssar", "per log"), ("lssar", "per row")]
-                kinds += [(name, "number") for name in ATTENTIONS if (mode, name) != ("ulysses", "softmax-alibi")]
+                names = [name for name, spec in ATTENTIONS.items() if spec.window is None]
+                kinds += [(name, "number") for name in names if (mode, name) != ("ulysses", "softmax-alibi")]
             for name, kind in kinds:
-                found["attention"][f"{mode} {name} {kind} {case}"] = compare(name, kind, mode, case)
+                errors[f"{mode} {name} {kind} {case}"] = compare(name, kind, mode, case)
+    found["attention"] = errors
+    found["yardstick"] = yardstick("cpu", width=32, length=150)
     found["decode"] = decode_errors()
     found["dtensor"] = dtensor_errors()
+    found["plans"] = torch_plans()
     found["bytes"] = count_received()
     found["refused"] = refusals()
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")
+    for size in (64, 128):
+        told = yardstick(sys.argv[1], width=size, length=2000)
+        if dist.get_rank() == 0:
+            print(size, *(f"{name}: {value:.2f}" for name, value in told.items()), sep="\n  ")
+    dist.destroy_process_group()

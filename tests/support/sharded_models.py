@@ -1,20 +1,28 @@
-"""Run by torchrun: whole models over a sharded sequence, or with their heads divided, against one process."""
+"""Whole models over a sharded sequence, or with their heads divided, against one process."""
 
 import copy
-import json
 import os
-import sys
-import warnings
+import tempfile
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
 
 from softplus_attention.distributed import context_parallel, sharded
 from softplus_attention.evaluation.lengths import cut_documents, loss_by_length
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
+from softplus_attention.nn import SoftplusAttention
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3, "initializer_range": 0.2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
@@ -30,7 +38,7 @@ def softplus_gpt(**changes: Any) -> PreTrainedModel:
 
 
 def host(model_class: Any, config_class: Any, **changes: Any) -> PreTrainedModel:
-    config = config_class(**SIZES, **HEADS, intermediate_size=64, **changes)
+    config = config_class(**SIZES, **HEADS | {"intermediate_size": 64} | changes)
     return model_class._from_config(config, attn_implementation="lssar")
 
 
@@ -96,21 +104,54 @@ def losses_by_length() -> dict[str, float]:
     return found
 
 
+def trainer_of_transformers() -> dict[str, str]:
+    """transformers' own Trainer with its context parallel, whose check of the attention DDP hides the model from."""
+    from accelerate.parallelism_config import ParallelismConfig
+
+    ParallelismConfig._validate_accelerator = lambda *_: None  # it asks for GPUs
+    found = {}
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (8, 48))]
+    for name in ("SoftplusGPT", "Llama"):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder,
+                max_steps=1,
+                use_cpu=True,
+                report_to=[],
+                disable_tqdm=True,
+                save_strategy="no",
+                parallelism_config=ParallelismConfig(cp_size=dist.get_world_size(), dp_shard_size=1),
+            )
+            try:
+                Trainer(MODELS[name](), arguments, train_dataset=rows).train()
+                found[name] = ""
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
 def divided_heads(folder: str) -> dict[str, Any]:
     """Tensor parallel as ``from_pretrained`` does it: logits, gradients, generation; numbers held by each process."""
     found: dict[str, Any] = {}
     processes = dist.get_world_size()
-    for name in ("SoftplusGPT", "SoftplusGPT, power by log", "SoftplusGPT, learned scale"):
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6 if processes == 3 else 2}
+    models = {
+        "SoftplusGPT": lambda: softplus_gpt(power="learned", **heads),
+        "SoftplusGPT, power by log": lambda: softplus_gpt(power="learned-log", **heads),
+        "SoftplusGPT, learned scale": lambda: softplus_gpt(attention="ssmax", **heads),
+        "Llama": lambda: host(LlamaForCausalLM, LlamaConfig, **heads, intermediate_size=66),
+    }
+    for name, make in models.items():
         torch.manual_seed(0)
         place = os.path.join(folder, name)
-        heads = {"num_attention_heads": 6, "num_key_value_heads": 6 if processes == 3 else 2}
-        model = MODELS[name](**heads) if name in MODELS else softplus_gpt(attention="ssmax", **heads)
+        model = make()
         if dist.get_rank() == 0:
             model.save_pretrained(place)
         dist.barrier()
-        model = SoftplusGPTForCausalLM.from_pretrained(place, dtype=torch.float64).eval()
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64).eval()
         config = DistributedConfig(tp_size=processes)
-        divided = SoftplusGPTForCausalLM.from_pretrained(place, dtype=torch.float64, distributed_config=config).eval()
+        divided = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, distributed_config=config).eval()
+        assert type(divided) is type(model)
         tokens = torch.randint(0, 64, (2, 40))
         wanted, got = (one(input_ids=tokens, labels=tokens) for one in (model, divided))
         wanted.loss.backward()
@@ -154,20 +195,42 @@ def refusals() -> list[str]:
     return found
 
 
-def main() -> None:
+def seen_by_one_process() -> dict[str, str]:
+    """Inside ``sharded``: what would attend to its own rows alone."""
+    record = context_parallel(32)
+    tokens = record.shard(torch.randint(0, 64, (1, 32)), 1)
+    softmax = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, intermediate_size=64))
+    module, x = SoftplusAttention(48, 6), torch.randn(1, record.rows, 48)
+    texts = cut_documents([torch.randint(0, 64, (64,))], 32)
+    tries = {
+        "softmax": lambda: softmax(input_ids=tokens, use_cache=False),
+        "module": lambda: module(x),
+        "nothing": lambda: None,
+    }
+    found = {}
+    for name, attempt in tries.items():
+        try:
+            with sharded(record):
+                attempt()
+            found[name] = ""
+        except (RuntimeError, ValueError) as error:
+            found[name] = str(error)
+    try:
+        loss_by_length(softmax, texts, [32], group=dist.group.WORLD)
+        found["loss by length"] = ""
+    except ValueError as error:
+        found["loss by length"] = str(error)
+    return found
+
+
+def main(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo")
     found: dict[str, Any] = {"sequences": {}}
     for mode in ("gather", "ulysses"):
         found["sequences"] |= sharded_sequences(mode)
     found["lengths"] = losses_by_length()
-    found["heads"] = divided_heads(sys.argv[1])
+    found["heads"] = divided_heads(folder)
     found["refused"] = refusals()
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    found["one process"] = seen_by_one_process()
+    found["trainer"] = trainer_of_transformers()
+    return found

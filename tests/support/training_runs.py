@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import Limits, Process
+from several import free_port, place_of
 
 import softplus_attention.data
 
@@ -70,9 +70,9 @@ class Run:
     ) -> None:
         self.log.write_text("")
         self.processes = []
-        together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+        port = free_port()
         for rank in range(processes):
-            place = {**together, "RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            place = place_of(rank, processes, port) if processes > 1 else {}
             words = ["train", *self.arguments(list(extra), **changes)]
             limits = Limits(file_size, memory)
             self.processes.append(Process.start(*words, log=self.log, environment=place, limits=limits))
@@ -133,12 +133,6 @@ class Run:
 
     def checkpoints(self) -> list[int]:
         return sorted(int(path.name.split("-")[1]) for path in self.output.glob("checkpoint-*") if "." not in path.name)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @contextlib.contextmanager

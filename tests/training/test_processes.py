@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from commands import SERVER, Process
-from training_runs import TINY, Run, free_port, running
+from several import free_port, place_of
+from training_runs import TINY, Run, running
 
 TOLERANCE = 1e-4
 SETTINGS = {**TINY, "steps": 12, "micro_batch_size": 2, "evaluate_every": 6}
@@ -44,8 +45,7 @@ def test_two_processes_learn_what_one_does(run: Run, alone: Run, parallel: str) 
 
 def sharded_parameters(rank: int, port: int, arguments: list[str], found: str) -> None:
     """In a process of its own: the very trainer that the command builds, its parameters and optimizer looked at."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= place_of(rank, 2, port)
     import argparse
 
     import torch

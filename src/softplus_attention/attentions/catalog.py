@@ -304,6 +304,7 @@ def attend_composed(
     if impl == "sdpa" and not spec.is_softmax:
         check.fail("impl", f"'auto' or 'reference': this attention is no softmax ({spec})", "'sdpa'")
     check_parameters(spec, parameters, q, validate)
+    dispatch.refuse_context_parallel()
     run = composed_attention if impl == "reference" or not spec.is_softmax else sdpa_attention
     with without_autocast(q.device):
         return run(spec, q, k, v, visibility, parameters, normalized_keys)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
+import re
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,12 +100,25 @@ def explain(error: Exception, options: argparse.Namespace) -> str | None:
     # torch has an error of its own for a GPU, and none for the CPU.
     if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
         return " ".join(["not enough memory.", *str(error).split()])
+    # gloo has no error of its own: "[pair.cc:537] Read error [127.0.0.1]:11187: Connection reset by peer. This is ..."
+    lost = re.match(r"\[[^]]*gloo[^]]*\] ([^\n]*)", str(error))
+    if lost is not None or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistError"):
+        first = str(error).splitlines()[0] if lost is None else lost[1].partition(". This is typically")[0]
+        again = "run the same command again, it continues"
+        return f"another process was killed or cannot be reached ({first}): {again}"
     return None
 
 
 def complain(sentence: str) -> None:
-    """Names in it may come from files of others."""
-    print(f"softplus-attention: {clean_text(sentence)}", file=sys.stderr)
+    """Names in it may come from files of others. Under torchrun its summary ends with the sentence, and what all
+    processes would say is said once: it ends the others as soon as the first one has ended."""
+    line = f"softplus-attention: {clean_text(sentence)}"
+    if int(os.environ.get("RANK", 0)):
+        time.sleep(3)
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
+    print(line, file=sys.stderr, flush=True)
 
 
 def where_from(path: object, options: argparse.Namespace) -> str:

@@ -107,10 +107,10 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
             warnings.simplefilter("always", RunWarning)
             warnings.showwarning = show
             train(config, accept_changes=options.allow_config_changes)
-    except RunStopped as stopped:
-        if distributed.is_rank0():
-            print(f"softplus-attention: {clean_text(str(stopped))}", file=sys.stderr)
+    except RunStopped as stopped:  # on all processes: one says so
         distributed.destroy_process_group()
+        if distributed.is_rank0():
+            raise
         return stopped.exit_status
     # Not after other errors: the processes may wait for each other in the middle of something.
     distributed.destroy_process_group()

@@ -69,7 +69,10 @@ def token_losses(
             progress(done * rows.shape[1], rows.numel())
         return found
 
-    return in_batches(rows, max(1, batch_tokens // rows.shape[1]), run)
+    at_once = max(1, batch_tokens // rows.shape[1])
+    if getattr(token_loss, "group", None) is not None:  # no process alone may go on with fewer
+        return torch.cat([run(batch).cpu() for batch in rows.split(at_once)])
+    return in_batches(rows, at_once, run)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ class LengthEvaluator:
 
     def losses(self, rows: Tensor, progress: Report | None) -> Tensor:
         length = rows.shape[1]
-        tokens = self.batch_tokens or sequences_at_once(self.model, length) * length
+        tokens = self.batch_tokens or sequences_at_once(self.model, length, group=self.token_loss.group) * length
         return token_losses(self.model, rows, batch_tokens=tokens, progress=progress, losses=self.token_loss)
 
 

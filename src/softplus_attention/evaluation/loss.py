@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softplus_attention.distributed import shard_batch, sharded
+from softplus_attention.distributed import check_attended, shard_batch, sharded
 from softplus_attention.huggingface.loading import check_is_causal
 
 # Elements of the float32 logits that exist at a time: 256 MB.
@@ -46,9 +46,11 @@ class TokenLoss:
     def of_sharded(self, ids: Tensor) -> Tensor:
         if not self.in_pieces:
             raise ValueError(f"the logits of {type(self.model).__name__} are not its output layer's: use one process")
+        layers = self.model.config.get_text_config().num_hidden_layers
         record, mine = shard_batch({"input_ids": ids, "labels": ids}, self.group)
         with sharded(record):
             hidden = self.hidden_states(mine["input_ids"], position_ids=mine["position_ids"])
+            check_attended(layers)
         targets = mine["shift_labels"]  # where one is ignored, the loss is 0
         return record.unshard(self.of_hidden(hidden, targets), 1)[:, :-1]
 

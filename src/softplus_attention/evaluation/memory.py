@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from softplus_attention.attentions.catalog import KNOWN
@@ -77,17 +79,33 @@ def weights_bytes(config: Any, length: int, device: torch.device) -> int:
     return 0 if is_fused else DENSE_COPIES * 4 * min(most, heads * length * length)
 
 
-def sequences_at_once(model: Any, length: int, most_tokens: int = 16384) -> int:
-    """At least 1, and about ``most_tokens`` tokens at most; raises TooLongError where not even one fits."""
+def sequences_at_once(model: Any, length: int, most_tokens: int = 16384, group: Any = None) -> int:
+    """At least 1, and about ``most_tokens`` tokens at most; raises TooLongError where not even one fits.
+
+    With a ``group`` of processes that share each sequence the answer is that of the process with the least room.
+    """
+    processes = 1 if group is None else dist.get_world_size(group)
+    rows = -(-length // processes)
     free = free_bytes(model.device)
-    need = sequence_bytes(model, length)
-    logits = 3 * LOGITS * 4 if model.device.type == "cuda" else 3 * 4 * min(LOGITS, length * model.config.vocab_size)
-    room = SHARE * (free - logits)
-    if need > room:
+    if model.device.type == "cpu":
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # they have one memory
+    need = sequence_bytes(model, rows)
+    if processes > 1:  # whole keys and values of a layer, as they come and in order
+        need += 4 * length * model.config.hidden_size * next(model.parameters()).element_size()
+    logits = 3 * LOGITS * 4 if model.device.type == "cuda" else 3 * 4 * min(LOGITS, rows * model.config.vocab_size)
+    found = [(SHARE * (free - logits) / need, free)]
+    if processes > 1:
+        others: list[Any] = [None] * processes
+        dist.all_gather_object(others, found[0], group=group)
+        found = others
+    fitting, free = min(found)
+    if fitting < 1:
+        where = "" if processes == 1 else f" on each of {processes} processes"
         raise TooLongError(
-            f"one sequence of {length} tokens needs about {gigabytes(need + logits)}, and {gigabytes(free)} are free"
+            f"one sequence of {length} tokens needs about {gigabytes(need + logits)}{where}, and {gigabytes(free)} are "
+            "free"
         )
-    return max(1, min(int(room // need), most_tokens // length))
+    return max(1, min(int(fitting), most_tokens // length))
 
 
 def gigabytes(size: float) -> str:

@@ -8,12 +8,10 @@ is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that o
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.utils import output_capturing
@@ -212,16 +210,6 @@ def with_window(chosen: Attention, window: int | None, keys: int) -> Attention:
     return chosen.but(window=window)
 
 
-def refuse_context_parallel() -> None:
-    """torch's context parallel cuts the sequence and replaces SDPA alone: here each rank would see its own part."""
-    module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
-    if module is not None and F.scaled_dot_product_attention in getattr(module, "_replaced_functions", ()):
-        raise RuntimeError(
-            "inside torch's context_parallel each rank would attend to its own part of the sequence alone; use "
-            "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
-        )
-
-
 def attentions_are_recorded() -> bool:
     """Some models (GPT-2) do not pass ``output_attentions`` on: transformers then only records what comes back."""
     recorded = output_capturing._active_collector.get()
@@ -324,8 +312,6 @@ def attend(
     """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
     if distributed.active() is not None:
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
-    if not torch.compiler.is_compiling():
-        refuse_context_parallel()
     visibility = build_visibility(query, key, mask, is_causal, chosen.window(None))
     query, key, value = dispatch.autocast(query, key, value)
     check.check_qkv(query, key, value, layout="(B, H, T, D)", enable_gqa=True, names=("query", "key", "value"))

@@ -64,7 +64,7 @@ class HostModel:
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
-        check_tensor_parallel(model.config.get_text_config(), distributed_config)
+        check_tensor_parallel(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *rest)  # type: ignore[misc]
 
     @classmethod
@@ -77,9 +77,14 @@ class HostModel:
         return False
 
 
-def check_tensor_parallel(config: PreTrainedConfig, distributed_config: Any) -> None:
+def check_tensor_parallel(model: Any, distributed_config: Any) -> None:
     """transformers divides the heads: what it cannot divide would be replicated or wrong."""
     processes = getattr(distributed_config, "tp_size", 1) or 1
+    config, plan = model.config.get_text_config(), getattr(distributed_config, "tp_plan", None)
+    plan = plan if isinstance(plan, Mapping) else getattr(model, "tp_plan", {})
+    if processes > 1 and not any("*" in name for name in plan):  # of each layer
+        what = f"1: {type(model).__name__} has no tensor parallel plan, so each process would hold all of it"
+        check.fail("tp_size", what, processes)
     for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, word, None)
         if isinstance(number, int) and number % processes:

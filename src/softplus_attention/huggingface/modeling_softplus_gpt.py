@@ -221,7 +221,7 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
-        check_tensor_parallel(model.config, distributed_config)
+        check_tensor_parallel(model, distributed_config)
         return super().maybe_distribute_model(model, distributed_config, *rest)
 
     @torch.no_grad()

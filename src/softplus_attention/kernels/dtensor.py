@@ -5,6 +5,7 @@ Any implementation runs on the local parts. Rows keep the ranges that they have 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from softplus_attention.power import Power, broadcast_power
 from softplus_attention.visibility import Visibility
+
+CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def is_dtensor(x: object) -> bool:
@@ -47,6 +50,8 @@ def attend_dtensors(
         dim = placement.dim if isinstance(placement, Shard) else None
         heads = [x.shape[1] % (size * parts(wanted, mesh, 1)) for x in (q, k)]
         wanted.append(placement if dim in (0, 2) or (dim == 1 and not any(heads)) else Replicate())
+    if any(getattr(one, "dim", None) == 2 for one in wanted):
+        refuse_other_orders()
     by_rows = [isinstance(one, Shard) and one.dim == 2 for one in wanted]
     keys = [Replicate() if rows else one for one, rows in zip(wanted, by_rows, strict=True)]
     # Each process has a part of the gradient of what all of them read.
@@ -64,6 +69,18 @@ def attend_dtensors(
     out = attend(local[0], *keys_seen, seen, power).contiguous()
     like = torch.empty(*q.shape[:3], v.shape[3], device="meta")
     return DTensor.from_local(out, mesh, wanted, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def refuse_other_orders() -> None:
+    """torch's context parallel with a load balancer: rows and keys in an order that no DTensor tells."""
+    module: Any = sys.modules.get(CONTEXT_PARALLEL)
+    options = getattr(module, "_cp_options", None)
+    mode = getattr(getattr(module, "_dispatch_mode", None), "name", "")
+    if mode == "MODULE_WRAPPER" and getattr(options, "enable_load_balance", False):
+        raise RuntimeError(
+            "softplus_attention: torch's context parallel has put the tokens into another order; shard them with "
+            "load_balancer=None, or use softplus_attention.distributed, which deals them out evenly"
+        )
 
 
 def parts(placements: Sequence[Any], mesh: Any, dim: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from softplus_attention import distributed
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.attentions.spec import AttentionSpec
@@ -127,6 +128,9 @@ class SoftplusAttention(LearnedParameters):
         right-padded x.
         """
         check_sequence("x", x, "B", self.dim)
+        if distributed.active() is not None:
+            what = "inside `sharded` this module would attend to the tokens of one process alone"
+            raise RuntimeError(f"SoftplusAttention: {what}; give q, k, v and the record to context_parallel_attention")
         if source is not None:
             check_sequence("source", source, x.shape[0], self.source_dim)
         if cache is not None and cache.starts is not None and cache.starts.shape[0] != x.shape[0]:

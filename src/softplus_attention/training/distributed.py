@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -29,6 +30,11 @@ def world_size() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def everybody() -> Any:
+    """The group of all processes; None for one alone."""
+    return dist.group.WORLD if dist.is_initialized() and world_size() > 1 else None
 
 
 def is_rank0() -> bool:
@@ -114,6 +120,8 @@ def matching(model: nn.Module, pattern: str) -> list[str]:
 
 def norm_of_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
     """Of parameters that are divided in different ways, which torch's own function refuses."""
+    # It warns of two all-reduces of one number each.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     return torch.linalg.vector_norm(torch.stack(whole))

@@ -24,17 +24,22 @@ class Progress:
         initial: int = 0,
         unit: str = "",
         seconds: float = SECONDS_BETWEEN_LINES,
+        silent: bool = False,
     ) -> None:
         """``unit`` names what is counted; without it lines give a percentage. ``seconds`` is the least time between
-        plain lines; 0 writes every update that has a text."""
+        plain lines; 0 writes every update that has a text. ``silent`` shows nothing: of several processes one speaks.
+        """
         self.title, self.total, self.initial, self.unit, self.seconds = clean_text(title), total, initial, unit, seconds
         self.done = initial
         self.begun = self.last = time.monotonic()
         self.bar: Any = None
-        self.has_bar = has_bars()
+        self.silent = silent
+        self.has_bar = has_bars() and not silent
 
     def say(self, line: str) -> None:
         """Writes a line that stays."""
+        if self.silent:
+            return
         if self.bar is None:
             print(clean_text(line), file=sys.stderr, flush=True)
         else:
@@ -47,7 +52,7 @@ class Progress:
         if self.has_bar:
             self.update_bar(text)
             return
-        if not text and (self.total is None or not self.seconds):
+        if self.silent or (not text and (self.total is None or not self.seconds)):
             return
         now = time.monotonic()
         if now - self.last >= self.seconds or self.done == self.total:

@@ -65,6 +65,7 @@ class Measure:
     charts: Callable[[Sequence[LoadedResult], SeriesStyles, str], list[Block]]
     drawn: Callable[[Block], bool] = lambda block: True  # what `evaluate` draws; a report draws everything
     needs_model: bool = True
+    shares_sequences: bool = False  # among the processes that torchrun starts
 
     def add_parser(self, actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
         parser = actions.add_parser(self.name, help=self.help, description=f"{self.description} {RESUME}")
@@ -76,16 +77,26 @@ class Measure:
 
     def command(self, options: argparse.Namespace) -> int:
         """Measures, prints the table, and writes CSV files and figures beside the results."""
+        from softplus_attention.training import distributed
+        from softplus_attention.utils.device import resolve_device
+
+        if distributed.world_size() > 1 and not self.shares_sequences:
+            raise ValueError(f"`evaluate {self.name}` runs in one process: start it without torchrun")
+        if distributed.world_size() > 1:
+            distributed.start(resolve_device(options.device).type)
         try:
             with warnings.catch_warnings():
                 # Of torch and transformers, about how they are used here: nothing that the user could change.
                 warnings.simplefilter("ignore")
                 outcome = self.run(options)
-                print(self.table(outcome.results))
-                self.finish(options.output, outcome.results)
+                if distributed.is_rank0():
+                    print(self.table(outcome.results))
+                    self.finish(options.output, outcome.results)
         except KeyboardInterrupt:
-            print("\nstopped; the same command continues where it was", file=sys.stderr)
+            if distributed.is_rank0():
+                print("\nstopped; the same command continues where it was", file=sys.stderr)
             return 130
+        distributed.destroy_process_group()
         return outcome.status
 
     def finish(self, folder: Path, results: Results) -> None:
@@ -266,8 +277,10 @@ def measure_each(
     training_length: int,
     measure: Callable[[LoadedModel], Result],
 ) -> Outcome:
-    """One model in memory at a time. If one of several fails, it is reported and the others are measured."""
+    """One model in memory at a time. If one of several fails, it is reported and the others are measured, but not by
+    several processes, which would wait for the one that failed."""
     from softplus_attention.evaluation.models import load_for_evaluation
+    from softplus_attention.training import distributed
 
     outcome = Outcome([])
     for spec in specs:
@@ -275,7 +288,7 @@ def measure_each(
             loaded = load_for_evaluation(spec, training_length, dtype=options.dtype, device=options.device)
             outcome.results.append(measure(loaded))
         except Exception as error:
-            if len(specs) == 1:
+            if len(specs) == 1 or distributed.world_size() > 1:
                 raise
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             print(f"{spec.name} was not measured: {kind}{error}", file=sys.stderr)

@@ -78,11 +78,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
+    from softplus_attention.training import distributed
+
     check_at_least(options, sequences=1)
     check_fraction("--control-fraction", options.control_share)
     specs, training_length = resolve_models(options)
     lengths = parse_lengths(options.lengths, training_length)
     settings = {name: getattr(options, name) for name in ("sequences", "control", "control_share")}
+    settings["group"] = distributed.everybody()
 
     def measure(loaded: LoadedModel) -> Result:
         return measure_lengths(loaded, documents_for(options, loaded), lengths, options.output, **settings)
@@ -105,29 +108,44 @@ def measure_lengths(
     control: bool = True,
     control_share: float = CONTROL_FRACTION,
     progress: Progress | None = None,
+    group: Any = None,
 ) -> Result:
-    """The result file's content; lengths that an earlier run finished with the same settings are not run again."""
+    """The result file's content; lengths that an earlier run finished with the same settings are not run again.
+
+    With a ``group`` each sequence lies on all its processes, which all call this; the first one writes.
+    """
     from softplus_attention.evaluation.lengths import LengthEvaluator, cut_documents
     from softplus_attention.evaluation.loss import TokenLoss
     from softplus_attention.evaluation.memory import TooLongError
     from softplus_attention.evaluation.texts import check_vocabulary
+    from softplus_attention.training import distributed
 
     check_fraction("control_share", control_share)
-    progress = progress or Progress()
+    writes = group is None or distributed.is_rank0()
+    progress = progress or Progress(silent=not writes)
     model = loaded.model
     check_vocabulary(documents, model)
     found, skipped, longest = split_by_feasibility(lengths, documents.longest, loaded.longest)
     texts = cut_documents(documents.at_least(longest), longest, sequences)
     settings = {"data": documents.source, "longest": longest, "sequences": len(texts.rows), "control": control}
     settings |= {"first_length": found[0], "control_share": control_share}
-    file = ResultFile(folder, "lengths", loaded.description(), settings, model.device, {"lengths": [], "skipped": []})
+    file = ResultFile(
+        folder if writes else None,
+        "lengths",
+        loaded.description(),
+        settings,
+        model.device,
+        {"lengths": [], "skipped": []},
+    )
+    if group is not None:
+        file.results |= distributed.broadcast_from_rank0(lambda: file.results)
     file.results |= {
         "documents": [{"length": length, "long_enough": documents.long_enough(length)} for length in lengths],
         "used": {"documents": texts.documents, "sequences": len(texts.rows), "longest": texts.longest},
         "skipped": skipped,
     }
     evaluator = LengthEvaluator(
-        model, TokenLoss(model), texts, found[0], loaded.training_length, control, control_share
+        model, TokenLoss(model, group), texts, found[0], loaded.training_length, control, control_share
     )
 
     def measure(length: int, title: str) -> Result:
@@ -388,4 +406,5 @@ MEASURE = Measure(
     title=TITLE,
     read=read,
     charts=charts,
+    shares_sequences=True,
 )

@@ -29,7 +29,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import rotate_half
 
+from softplus_attention import distributed
 from softplus_attention import validation as check
+from softplus_attention.dispatch import refuse_context_parallel
 from softplus_attention.functional import softplus_attention
 from softplus_attention.huggingface.attention import UNSUPPORTED_KWARGS
 from softplus_attention.huggingface.extension.attention import Reach, two_part_attention
@@ -265,7 +267,16 @@ def attend_padded(
     return out
 
 
-class ExtendedModel:
+class OneProcess:
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *others: Any) -> Any:
+        """The plan of the host would divide heads that are of two kinds."""
+        if (getattr(distributed_config, "tp_size", 1) or 1) > 1:
+            check.fail("tp_size", "1: the heads of an extended model are not divided", distributed_config.tp_size)
+        return super().maybe_distribute_model(model, distributed_config, *others)  # type: ignore[misc]
+
+
+class ExtendedModel(OneProcess):
     """Mixed into a host's decoder: its layers' attention is replaced, its cache is ours."""
 
     attention_class: type[Any]
@@ -293,6 +304,9 @@ class ExtendedModel:
         **options: Any,
     ) -> Any:
         refuse_options(options)
+        refuse_context_parallel()
+        if distributed.active() is not None:
+            raise RuntimeError("inside `sharded` an extended model would attend to the tokens of one process alone")
         if self.training and self.config.attention_dropout:
             check.fail("attention_dropout of the config", "0: extended models have no dropout", "another")
         if (input_ids is None) == (inputs_embeds is None):
@@ -356,7 +370,7 @@ def refuse_packed(position_ids: Tensor, starts: list[int] | None, seen: int) -> 
             check.fail("position_ids", "one step per token: extended models do not have packed documents", "others")
 
 
-class ExtendedForCausalLM:
+class ExtendedForCausalLM(OneProcess):
     """Mixed into a host's causal language model."""
 
     config: Any
