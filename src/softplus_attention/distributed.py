@@ -466,6 +466,28 @@ def shard_batch(
     return record, shared
 
 
+def parallelize_heads(module: Any, mesh: Any) -> None:
+    """Tensor parallel of a ``SoftplusAttention``, in place: a share of its heads to each process of ``mesh``.
+
+    By torch's ``parallelize_module`` for the projections, and with what the module learns per head. Input and output
+    are whole on every process, as those of the same call on the MLP beside it.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    processes = mesh.size()
+    for name in ("num_heads", "num_kv_heads"):
+        if getattr(module, name) % processes:
+            check.fail(name, f"a multiple of the {processes} processes", getattr(module, name))
+    if processes > 1 and has_slopes(module.attention):
+        check.fail("attention", "one without ALiBi, whose slopes depend on all heads", module.attention.name)
+    plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")}
+    parallelize_module(module, mesh, {**plan, "o_proj": RowwiseParallel()})
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = distribute_tensor(parameter.data, mesh, [Shard(0)])
+        module.register_parameter(name, torch.nn.Parameter(part, parameter.requires_grad))
+
+
 def active() -> ContextParallel | None:
     return _active
 

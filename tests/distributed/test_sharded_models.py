@@ -37,6 +37,13 @@ def test_heads_that_cannot_be_divided(found: dict) -> None:
     assert "`tp_size` must be a divisor of `num_key_value_heads`, 1" in found["heads"]["refused"]
 
 
+def test_module_with_divided_heads(found: dict) -> None:
+    module = found["module"]
+    assert ["`num_kv_heads` must be a multiple" in module["refused"][0], "ALiBi" in module["refused"][1]] == [True] * 2
+    assert len(module) == 4
+    assert max(module[power] for power in ("learned", "learned-log", "15")) < 1e-6  # raw powers are float32
+
+
 def test_no_cache_and_no_weights(found: dict) -> None:
     cache, weights = "use_cache=False", "output_attentions must be False"
     for said, words in zip(found["refused"], [cache, weights] * 2, strict=True):

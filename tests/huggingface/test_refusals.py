@@ -108,6 +108,12 @@ def test_heads_that_cannot_be_divided(family: str, processes: int, tmp_path: Pat
         kind.maybe_distribute_model(small_model(family), DistributedConfig(tp_size=processes), None)
 
 
+def test_slopes_of_all_heads() -> None:
+    model = small_model("softplus-gpt", attention="softmax-alibi")
+    with pytest.raises(ValueError, match="ALiBi's slopes"):
+        type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2), None)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "extended"])
 def test_no_plan_to_divide_by(family: str, tmp_path: Path) -> None:
     """Where transformers would load the whole model into each process, or divide what cannot be divided."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -19,7 +20,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from softplus_attention.distributed import context_parallel, sharded
+from softplus_attention.distributed import context_parallel, parallelize_heads, sharded
 from softplus_attention.evaluation.lengths import cut_documents, loss_by_length
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 from softplus_attention.nn import SoftplusAttention
@@ -179,6 +180,32 @@ def divided_heads(folder: str) -> dict[str, Any]:
     return found
 
 
+def module_with_divided_heads() -> dict[str, Any]:
+    """``parallelize_heads`` of a module of ours: output and every gradient."""
+    processes = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (processes,))
+    found: dict[str, Any] = {}
+    for power in ("learned", "learned-log", 15):
+        torch.manual_seed(0)
+        one = SoftplusAttention(48, 6, num_kv_heads=3 if processes == 3 else 2, power=power, bias=True).double()
+        if isinstance(power, str):
+            one.raw_parameter.data += torch.arange(6.0) / 2
+        divided, x = copy.deepcopy(one), torch.randn(2, 20, 48, dtype=torch.float64)
+        parallelize_heads(divided, mesh)
+        wanted, got = one(x), divided(x)
+        wanted.square().sum().backward()
+        got.square().sum().backward()
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(divided).items()}
+        found[str(power)] = max(largest_error({"": got}, {"": wanted}), largest_error(whole, gradients(one)))
+    found["refused"] = []
+    for bad in (SoftplusAttention(48, 6, num_kv_heads=1), SoftplusAttention(48, 6, attention="softmax-alibi")):
+        try:
+            parallelize_heads(bad, mesh)
+        except ValueError as error:
+            found["refused"].append(str(error))
+    return found
+
+
 def refusals() -> list[str]:
     record, model, found = context_parallel(32), softplus_gpt(), []
     tokens = record.shard(torch.randint(0, 64, (1, 32)), 1)
@@ -230,6 +257,7 @@ def main(folder: str) -> dict[str, Any]:
         found["sequences"] |= sharded_sequences(mode)
     found["lengths"] = losses_by_length()
     found["heads"] = divided_heads(folder)
+    found["module"] = module_with_divided_heads()
     found["refused"] = refusals()
     found["one process"] = seen_by_one_process()
     found["trainer"] = trainer_of_transformers()

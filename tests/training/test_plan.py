@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from softplus_attention.cli import main
-from softplus_attention.training.plan import MEASURED, MFU, SHAPES, Cluster, longest, memory_gb, plan
+from softplus_attention.training.plan import MEASURED, MFU, SHAPES, Cluster, longest, memory_gb, plan, plans
 
 RESULTS = Path(__file__).parents[2] / "results"
+GPUS, LENGTHS = (1, 8, 64, 512), [32_768, 131_072, 524_288, 1_048_576]
 NAMES = {"lssar": "lssar p=15", "lssar-learned": "lssar learned", "lssa": "lssa", "softmax-flash": "sdpa flash"}
 NAMES |= {"softmax-cudnn": "sdpa cudnn"}
 
@@ -38,17 +39,33 @@ def test_sizes_and_bytes_by_hand() -> None:
     found = plan(eight, 8, 131_072, 8, "lssar", Cluster())
     # A layer's keys and values in bfloat16, twice forward, and their gradients in float32: 7 of 8 parts of each.
     sent = 32 * 2 * 8 * 131_072 * 128 * (7 / 8) * (2 * 2 + 4)
-    assert found.context_s == pytest.approx(sent / 300e9)
+    assert found.context_s == pytest.approx(sent / 300e9 / 2), "one half goes on behind the attention of the other"
+    few = plan(SHAPES["8b"], 16, 4096, 16, "lssar", Cluster())
+    sent = 32 * 2 * 8 * 4096 * 128 * (15 / 16) * (2 * 2 + 4)
+    assert found.attention_s > few.context_s > 0.9 * sent / 40e9, "little attention hides little"
     assert found.attention_s == pytest.approx(plan(eight, 8, 131_072, 1, "lssar", Cluster()).attention_s / 8)
 
 
 def test_the_words_of_the_page() -> None:
+    """Every row of every table, and the sentence on the exchange."""
     words = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    for name in SHAPES:
+        for gpus in GPUS:
+            for length, found in plans(SHAPES[name], gpus, LENGTHS, "lssar", Cluster()):
+                row = f"| {gpus} | {length:,} | does not fit | | | | |"
+                if found is not None:
+                    parts = f"{found.attention_s / found.step_s:.0%} | {found.context_s / found.step_s:.1%}"
+                    row = f"| {gpus} | {length:,} | {found.context} | {found.memory_gb:.0f} | "
+                    row += f"{found.tokens_per_second:,.0f} | {parts} |"
+                assert words.count(row) >= 1, row
+    for gpus in GPUS:
+        most = [longest(SHAPES[name], gpus, Cluster()) for name in ("8b", "1b")]
+        assert (
+            f"| {gpus} | " + " | ".join(f"{one:,}" if one else "not even the weights" for one in most) + " |" in words
+        )
     parts = [plan(SHAPES[name], 64, 131_072, 8, "lssar", Cluster()) for name in ("8b", "1b")]
-    shares = [f"{100 * one.context_s / one.step_s:.1f}%" for one in parts]
-    assert f"{shares[0]} of a step of the larger model, {shares[1]} of the smaller" in words
-    found = plan(SHAPES["8b"], 8, 131_072, 1, "lssar", Cluster())
-    assert f"| 8 | 131,072 | 1 | {found.memory_gb:.0f} | {found.tokens_per_second:,.0f} |" in words
+    shares = [f"{one.context_s / one.step_s:.1%}" for one in parts]
+    assert f"{shares[0]} of a step of the larger model and {shares[1]} of the smaller" in words
 
 
 def test_more_gpus_hold_longer_sequences() -> None:

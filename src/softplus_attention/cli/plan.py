@@ -47,7 +47,8 @@ def run(options: argparse.Namespace) -> int:
     cluster = changed(Cluster(), **{name: getattr(options, name) for name in CLUSTER})
     lengths = positive("--lengths", options.lengths)
     print(f"{shape.parameters / 1e9:.1f} billion parameters, {options.attention}, predicted from one H200's times")
-    print(f"{'GPUs':>5}{'tokens':>10}{'sharing one':>12}{'GB each':>9}{'tokens/s':>12}{'step s':>9}{'attention':>11}")
+    head = {"GPUs": 5, "tokens": 10, "sharing one": 12, "GB each": 9, "tokens/s": 12, "step s": 9}
+    print("".join(f"{name:>{width}}" for name, width in {**head, "attention": 11, "exchange": 10}.items()))
     for gpus in positive("--gpus", options.gpus):
         context = options.context_parallel
         if context is not None and (context < 1 or gpus % context):
@@ -56,10 +57,10 @@ def run(options: argparse.Namespace) -> int:
             if found is None:
                 print(f"{gpus:>5}{length:>10,}{'does not fit':>12}")
                 continue
-            part = found.attention_s / found.step_s
+            parts = found.attention_s / found.step_s, found.context_s / found.step_s
             print(
                 f"{gpus:>5}{length:>10,}{found.context:>12}{found.memory_gb:>9.0f}"
-                f"{found.tokens_per_second:>12,.0f}{found.step_s:>9.1f}{part:>11.0%}"
+                f"{found.tokens_per_second:>12,.0f}{found.step_s:>9.1f}{parts[0]:>11.0%}{parts[1]:>10.1%}"
             )
         most = longest(shape, gpus, cluster)
         print(f"{gpus:>5} GPUs hold " + (f"a sequence of at most {most:,} tokens" if most else "not even the weights"))

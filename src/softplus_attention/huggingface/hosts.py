@@ -19,6 +19,7 @@ from transformers.models.auto import auto_factory, configuration_auto, modeling_
 
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
+from softplus_attention.distributed import has_slopes
 
 PREFIX, CLASS_PREFIX = "softplus_", "Softplus"
 INTERNAL = "_attn_implementation_internal"
@@ -85,6 +86,8 @@ def check_tensor_parallel(model: Any, distributed_config: Any) -> None:
     if processes > 1 and not any("*" in name for name in plan):  # of each layer
         what = f"1: {type(model).__name__} has no tensor parallel plan, so each process would hold all of it"
         check.fail("tp_size", what, processes)
+    if processes > 1 and any(has_slopes(one.attention) for one in model.modules() if hasattr(one, "learned_kind")):
+        check.fail("tp_size", "1: ALiBi's slopes depend on all heads", processes)
     for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         number = getattr(config, word, None)
         if isinstance(number, int) and number % processes:

@@ -208,6 +208,13 @@ class TrainConfig:
     def check_parallel(self) -> None:
         if self.heads % self.tensor_parallel:
             fail("tensor_parallel", f"a divisor of the {self.heads} heads", self.tensor_parallel)
+        names = (self.attention, self.local_attention or self.attention)
+        if self.tensor_parallel > 1 and any(attention(name).spec.positions == "alibi" for name in names):
+            fail(
+                "tensor_parallel",
+                "1: ALiBi's slopes depend on the number of a head among all of them",
+                self.tensor_parallel,
+            )
         if self.tensor_parallel > 1 and self.loss != "plain":
             fail("loss", "plain with tensor_parallel, which divides the vocabulary", repr(self.loss))
         if self.tensor_parallel > 1 and self.optimizer != "adamw":

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
-from softplus_attention.distributed import bytes_of_a_layer
+from softplus_attention.distributed import TURNS, bytes_of_a_layer
 from softplus_attention.validation import fail
 
 # ms of forward and backward of B 2, H 16, D 128 and T 16,384, causal, bfloat16: results/attention-h200.json.
@@ -87,7 +87,7 @@ class Plan:
     memory_gb: float
     products_s: float
     attention_s: float
-    context_s: float  # keys and values gathered, their gradients scattered
+    context_s: float  # keys and values gathered, their gradients scattered: what attention does not hide
     weights_s: float  # gathered and scattered behind the products and the attention
 
     @property
@@ -108,12 +108,23 @@ def plan(shape: Shape, gpus: int, length: int, context: int, attention: str, clu
     products = 8 * (shape.parameters - shape.vocabulary * shape.hidden) * rows
     products_s = products / (cluster.mfu * cluster.peak_tflops * 1e12)
     sent = bytes_of_a_layer("gather", context, 1, rows, shape.heads, shape.kv_heads, shape.head_dim, 2)
-    context_s = shape.layers * (2 * sent["forward"] + sent["backward"]) / cluster.bandwidth(context)
+    turns = TURNS if shape.kv_heads % TURNS == 0 else 1
+    per_layer = [
+        times * exposed(sent[way] / cluster.bandwidth(context), share * measured, turns)
+        for times, way, measured in ((2, "forward", forward), (1, "backward", backward))
+    ]
+    context_s = shape.layers * sum(per_layer)
     others = (gpus - 1) / gpus
     weights_s = others * shape.parameters * (2 + 2 + 4) / cluster.bandwidth(gpus)
     return Plan(
         gpus, context, length, memory_gb(shape, gpus, rows, length), products_s, attention_s, context_s, weights_s
     )
+
+
+def exposed(transfer_s: float, attention_s: float, turns: int) -> float:
+    """What is left of a transfer in parts, each of which goes on behind the attention of the part before it."""
+    last = transfer_s / turns
+    return last + max(0.0, (transfer_s - last) - attention_s * (turns - 1) / turns)
 
 
 def memory_gb(shape: Shape, gpus: int, rows: int, length: int) -> float:
@@ -123,7 +134,7 @@ def memory_gb(shape: Shape, gpus: int, rows: int, length: int) -> float:
     kept = 2 * shape.layers * rows * shape.hidden  # the inputs of each block
     width = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     block = 2 * rows * (4 * shape.hidden + 2 * width + 4 * shape.mlp)  # of the block that is recomputed
-    keys = 2 * length * shape.kv_heads * shape.head_dim * (2 + 4)  # whole keys and values, and their gradients
+    keys = 2 * length * shape.kv_heads * shape.head_dim * (2 + 1 + 4)  # whole, half on their way, and their gradients
     logits = 3 * 4 * min(rows, 4096) * shape.vocabulary
     return (state + gathered + kept + block + keys + logits) / 1e9
 
