@@ -440,7 +440,8 @@ def shard_batch(
     """The record of a causal language model's batch, and what its forward takes on this process inside ``sharded``.
 
     "input_ids" and "labels" (B, length) are the same on every process of the group; "position_ids", where they start
-    anew, begin documents. The labels are shifted here, since a row's next token may be elsewhere: "shift_labels".
+    anew, begin documents. The labels are shifted here, since a row's next token may be elsewhere: "shift_labels". By
+    "num_items_in_batch" a process's loss is its part of the mean over the targets of all of them.
     """
     tokens = inputs["input_ids"]
     left = sorted(set(inputs) - {"input_ids", "labels", "position_ids", "shift_labels"})
@@ -463,6 +464,7 @@ def shard_batch(
         if shifted is None:
             shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         shared |= {"labels": record.shard(labels, 1, IGNORED), "shift_labels": record.shard(shifted, 1, IGNORED)}
+        shared["num_items_in_batch"] = (shifted != IGNORED).sum()
     return record, shared
 
 

@@ -1,6 +1,6 @@
 """Attention over a sharded sequence against one process: ``main`` returns the errors. On a GPU that two processes share
 
-    PYTHONPATH=src:tests/support torchrun --nproc-per-node 2 tests/support/sharded_attention.py cuda
+    PYTHONPATH=src:tests/support torchrun --nproc-per-node 2 tests/support/sharded_attention.py cuda 2000
 
 prints how far bfloat16 is from what the yardstick allows (1), with the kernels of that GPU.
 """
@@ -372,7 +372,7 @@ def main() -> dict[str, object]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for size in (64, 128):
-        told = yardstick(sys.argv[1], width=size, length=2000)
+        told = yardstick(sys.argv[1], width=size, length=int(sys.argv[2]))
         if dist.get_rank() == 0:
             print(size, *(f"{name}: {value:.2f}" for name, value in told.items()), sep="\n  ")
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
-from softplus_attention.distributed import context_parallel, parallelize_heads, sharded
+from softplus_attention.distributed import context_parallel, parallelize_heads, shard_batch, sharded
 from softplus_attention.evaluation.lengths import cut_documents, loss_by_length
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 from softplus_attention.nn import SoftplusAttention
@@ -90,6 +90,26 @@ def sharded_sequences(mode: str) -> dict[str, float]:
                 gradients(model), gradients(twin)
             )
     return found
+
+
+def batch_with_few_targets() -> float:
+    """``shard_batch``: nearly all targets lie on one process, and none on some."""
+    torch.manual_seed(0)
+    model = softplus_gpt(power="learned").double()
+    twin, tokens = copy.deepcopy(model), torch.randint(0, 64, (2, 70))
+    labels = tokens.clone()
+    labels[:, :60] = -100
+    labels[1] = -100
+    wanted = twin(input_ids=tokens, labels=labels, use_cache=False).loss
+    record, inputs = shard_batch({"input_ids": tokens, "labels": labels})
+    with sharded(record):
+        found = model(**inputs, use_cache=False).loss
+        found.backward()
+    wanted.backward()
+    total = found.detach().clone()
+    for value in (total, *gradients(model).values()):
+        dist.all_reduce(value)
+    return max(float((total - wanted).abs()), largest_error(gradients(model), gradients(twin)))
 
 
 def losses_by_length() -> dict[str, float]:
@@ -255,6 +275,7 @@ def main(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"sequences": {}}
     for mode in ("gather", "ulysses"):
         found["sequences"] |= sharded_sequences(mode)
+    found["few targets"] = batch_with_few_targets()
     found["lengths"] = losses_by_length()
     found["heads"] = divided_heads(folder)
     found["module"] = module_with_divided_heads()
