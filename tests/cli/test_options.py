@@ -16,6 +16,7 @@ from softplus_attention.training import configured
         ("evalute lengths", "'evalute' is not one of demo, data"),
         ("evalute lengths", "did you mean 'evaluate'?"),
         ("evaluate lenghts", "did you mean 'lengths'?"),
+        ("--verson", "there is no option --verson; did you mean '--version'?"),
         ("train --step 10", "there is no option --step; did you mean '--steps'?"),
         ("train --evaluate-evry=5", "there is no option --evaluate-evry; did you mean '--evaluate-every'?"),
         ("train --preset samll --data x --output y", "there is no preset 'samll'; did you mean 'small'?"),

@@ -67,7 +67,7 @@ class TestNothingIsLost:
         fraction = round(fraction) if len(kept) == 1 else fraction
         options = {"tokenizer": "bytes", "seed": seed, "validation_fraction": fraction, "shard_tokens": shard}
         if not kept:
-            with pytest.raises(DataError, match="at least one document that is not empty"):
+            with pytest.raises(DataError, match="no text in"):
                 prepare([source], folder / "out", workers=1, **options)
             return
         index = prepare([source], folder / "out", workers=1, piece_characters=piece, **options)
@@ -158,7 +158,7 @@ class TestSingleDocument:
         parts = [texts_of(tmp_path / "out", split) for split in SPLITS]
         assert "".join(itertools.chain(*parts)) == text.replace("\r\n", "\n")
         assert f"{text.count(chr(13)):,} CRLF became LF" in said
-        assert "1 documents" in said
+        assert "1 document," in said
         if fraction == 0:
             assert parts[1] == []
             return
@@ -333,7 +333,7 @@ class TestErrors:
             assert f"{tmp_path / name}: {reason}" in self.refused(capsys, tmp_path / name, *out)
         assert f"{tmp_path}/empty: a folder without text. SOURCE" in self.refused(capsys, tmp_path / "empty", *out)
         assert "/dev/null: not a regular file. SOURCE takes" in self.refused(capsys, "/dev/null", *out)
-        assert "at least one document that is not empty" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
+        assert "no text in" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
         assert "either text or token files" in self.refused(capsys, source, tmp_path / "t.npy", *out)
         assert "named once" in self.refused(capsys, source, source, *out)
         assert not (tmp_path / "out").exists()
@@ -416,5 +416,5 @@ class TestDamage:
         with pytest.raises(DataError, match=r"`directory` must be of format .*version 1, got .*version 99"):
             TokenDataset.open(folder, "train")
         (folder / "index.json").unlink()
-        with pytest.raises(DataError, match=r"out has no index.json: `directory` takes a folder written by"):
+        with pytest.raises(DataError, match=r"out: no index.json in it\. `directory` takes a folder written by"):
             TokenDataset.open(folder, "train")

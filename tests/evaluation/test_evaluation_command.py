@@ -49,7 +49,7 @@ def test_lengths(run, tmp_path):
         assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 64, 256]
         assert all(f"{entry['loss']:.4f}" in out for entry in result["results"]["lengths"])
     assert "at 16384: the longest document has 900 tokens" in out
-    assert "3 texts of 256 tokens, from the 1 documents that are long enough" in out
+    assert "3 texts of 256 tokens, from 1 document of that length" in out
     with (tmp_path / "lengths.csv").open() as handle:
         rows = list(csv.DictReader(handle))
     assert [float(row["loss"]) for row in rows[:3]] == [e["loss"] for e in results[0]["results"]["lengths"]]
@@ -165,7 +165,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         (["lengths", "lssar/model", "--text", "none.txt"], "`--text` must be"),
         (
             ["lengths", "lssar/model", "--data", "none"],
-            "none is no folder: `--data` takes a folder written by `softplus-attention data prep",
+            "none: no such folder. `--data` takes a folder written by `softplus-attention data prep",
         ),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document has 900 tokens"),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),

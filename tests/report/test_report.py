@@ -196,7 +196,7 @@ def test_problems_are_said_on_stderr(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "out.html")]) == 0
     captured = capsys.readouterr()
     assert "not shown: broken.json: not JSON" in captured.err
-    assert "1 result files, 2 figures and tables" in captured.out
+    assert "1 result file, 2 figures and tables" in captured.out
     assert (tmp_path / "out-files" / "02-downstream-tasks.csv").read_text().startswith("task,metric,samples,chance,a\n")
 
 

@@ -368,6 +368,15 @@ class TestFolderThatIsNoRun:
         assert "contains metrics.jsonl but no run.json" in run.words()
         assert own.read_text() == '{"step": 99, "mine": 1}\nnot json\n'
 
+    def test_files_of_something_else(self, run: Run) -> None:
+        """The user's current folder, or one of prepared data."""
+        run.output.mkdir(parents=True)
+        (run.output / "thesis.txt").write_text("mine")
+        run.start()
+        assert run.wait() == 2
+        assert "holds files of something else (thesis.txt)" in run.words()
+        assert [path.name for path in run.output.iterdir() if not path.name.startswith(".")] == ["thesis.txt"]
+
     @pytest.mark.parametrize("content", ["{}", "[]", '{"config": {}}', '{"config"', '{"config": [], "data": ""}'])
     def test_a_record_that_is_none(self, run: Run, content: str) -> None:
         run.output.mkdir(parents=True)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from softplus_attention.utils import provenance
+from softplus_attention.utils import DOCS, provenance
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_command_has_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -12,3 +18,22 @@ def test_a_command_has_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.argv", words)
     expected = "python benchmarks/tool.py --output x.json --data corpus/train --steps 3"
     assert provenance.command("benchmarks/tool.py") == expected
+
+
+def test_no_commit_of_another_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed in an environment inside somebody's project, the package has not that project's commit."""
+    installed = tmp_path / "environment" / "provenance.py"
+    installed.parent.mkdir()
+    installed.touch()
+    (tmp_path / "theirs.py").touch()
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], ["add", "theirs.py"], [*identity, "commit", "-q", "-m", "theirs"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(provenance, "__file__", str(installed))
+    assert provenance.commit() == "unknown"
+    subprocess.run(["git", "add", "environment"], cwd=tmp_path, check=True)
+    assert len(provenance.commit().removesuffix("-dirty")) == 40
+
+
+def test_help_names_the_site() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Documentation"] == DOCS

@@ -25,6 +25,7 @@ from softplus_attention.cli.info import DTYPES, parsed_device
 from softplus_attention.functional import softplus_attention, softplus_attention_decode
 from softplus_attention.power import power_by_log
 from softplus_attention.reference import compute_dtype
+from softplus_attention.utils import counted
 from softplus_attention.utils.timing import Work, alternate, medians, peak_bytes
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_installed
 
@@ -294,7 +295,9 @@ COLUMNS = {"forward_ms": "forward ms", "step_ms": "step ms", "forward_mib": "for
 
 def format_rows(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> str:
     """A table for each section; in brackets the ratio to the baseline."""
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    where = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else counted(torch.get_num_threads(), "CPU thread")
+    )
     lines = [f"{options.dtype} on {where}, torch {torch.__version__}; in brackets relative to {BASELINE}"]
     for section in dict.fromkeys(row["section"] for row in rows):
         those = [row for row in rows if row["section"] == section]

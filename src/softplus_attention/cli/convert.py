@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from softplus_attention.cli.options import add_trust
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
+from softplus_attention.utils import DOCS
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
@@ -22,7 +23,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="replace the attention of a pretrained model",
         description="Swaps another attention into a pretrained causal language model and saves it. The weights are the "
         "same, so the loss rises, as --text shows: fine-tune the result with a power that rises from small to its "
-        "target (docs/huggingface.md).",
+        f"target. {DOCS}/huggingface",
     )
     parser.add_argument("model", help="a folder with a saved model, or a name on the hub")
     parser.add_argument("--output", required=True, type=Path, help="the folder to write; it must not exist yet")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.utils import DOCS
 from softplus_attention.utils.files import write_csv, write_json, write_whole
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.untrusted import read_json
@@ -180,7 +181,7 @@ def conclusion(curves: dict[str, LengthCurve]) -> str:
     return (
         f"From 1x to {MULTIPLES[-1]}x {', '.join(parts)}. Lowest at {MULTIPLES[-1]}x: {best}.\n"
         "Small models with one recipe: at 30M to 354M parameters softmax + QK-norm + log N had the lower loss "
-        "(docs/results.md)."
+        f"({DOCS}/results)."
     )
 
 

@@ -10,6 +10,7 @@ from softplus_attention.cli.options import add_trust
 from softplus_attention.evaluation.measures import measures
 from softplus_attention.evaluation.measures.base import RESUME, add_integer, add_old_name, check_at_least
 from softplus_attention.evaluation.measures.passkey import add_prompt_arguments
+from softplus_attention.utils import DOCS
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -19,8 +20,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="loss by length, passkeys, synthetic tasks and the inside of the attention",
-        description="Measures models side by side. Every measure prints a table and writes JSON, CSV and figures "
-        f"(docs/evaluation.md). {RESUME}",
+        description="Measures models side by side. Every measure prints a table and writes JSON, CSV and figures. "
+        f"{RESUME} {DOCS}/evaluation",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="MEASURE")
     for measure in measures().values():

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from softplus_attention.utils import DOCS
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "extend",
         help="let a pretrained model read further than it was trained",
         description="Writes a model of the same weights that reads --to tokens: a few key heads see everything, the "
-        "others a window and the first tokens, so that the cache is a fraction (docs/extend.md). Ctrl-C stops, and the "
-        "same command goes on.",
+        "others a window and the first tokens, so that the cache is a fraction. Ctrl-C stops, and the same command "
+        f"goes on. {DOCS}/extend",
     )
     parser.add_argument("model", help="a folder with a saved model, a name on the hub, or a GGUF file")
     parser.add_argument("--to", required=True, type=int, metavar="LENGTH", help="tokens to read")

@@ -19,8 +19,10 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         known = [name for name in self._option_string_actions if name.startswith("--")]
-        is_leaf = self._subparsers is None
-        return super().parse_known_args([self.spelled(x, known) for x in args or []] if is_leaf else args, namespace)
+        args = list(args or [])
+        # What follows a command's name is the command's own.
+        own = len(args) if self._subparsers is None else 1
+        return super().parse_known_args([*(self.spelled(x, known) for x in args[:own]), *args[own:]], namespace)
 
     def spelled(self, argument: str, known: list[str]) -> str:
         name, equals, value = argument.partition("=")

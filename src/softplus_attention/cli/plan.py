@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from softplus_attention.utils import DOCS
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         help="time and memory of training long contexts on many GPUs",
         description="Predicts tokens per second, memory and the longest context of a Llama-like decoder trained with "
         "context parallel (gather) and FSDP2, blocks recomputed, from times of the op measured on one H200 and the "
-        "bytes that are sent. docs/scale.md has the assumptions.",
+        f"bytes that are sent. Its assumptions: {DOCS}/scale",
     )
     parser.add_argument("--shape", default="8b", help="1b, 8b, or layers,hidden,heads,kv heads,mlp,vocabulary")
     parser.add_argument("--gpus", default="1,8,64,512", help="default: %(default)s")
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             fail("--context-parallel", f"a divisor of the {gpus} GPUs", context)
         for length, found in plans(shape, gpus, lengths, options.attention, cluster, context):
             if found is None:
-                print(f"{gpus:>5}{length:>10,}{'does not fit':>12}")
+                print(f"{gpus:>5}{length:>10,}  does not fit")
                 continue
             parts = found.attention_s / found.step_s, found.context_s / found.step_s
             print(
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
                 f"{found.tokens_per_second:>12,.0f}{found.step_s:>9.1f}{parts[0]:>11.0%}{parts[1]:>10.1%}"
             )
         most = longest(shape, gpus, cluster)
-        print(f"{gpus:>5} GPUs hold " + (f"a sequence of at most {most:,} tokens" if most else "not even the weights"))
+        hold = f"a sequence of at most {most:,} tokens" if most else "not even the weights"
+        print(f"{gpus:>5} {'GPU holds' if gpus == 1 else 'GPUs hold'} {hold}")
     return 0
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from softplus_attention.utils import counted
+
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
@@ -37,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     written = write_report(options.folder, options.output, progress)
     for path, words in written.found.problems:
         print(f"softplus-attention: not shown: {path}: {words}", file=sys.stderr)
-    print(f"{len(written.found.results)} result files, {written.figures} figures and tables")
+    print(f"{counted(len(written.found.results), 'result file')}, {written.figures} figures and tables")
     print(f"  {written.page}")
     print(f"  {written.page.parent / (written.page.stem + '-files')}/  as PNG, SVG and CSV")
     return 0

@@ -12,7 +12,7 @@ import numpy as np
 
 from softplus_attention.data import DataError
 from softplus_attention.data.options import TOKEN_DTYPES, escaped, flag
-from softplus_attention.utils import untrusted
+from softplus_attention.utils import counted, untrusted
 from softplus_attention.utils.untrusted import sha256
 from softplus_attention.validation import fail, fail_choice
 
@@ -62,10 +62,10 @@ class Index:
         if not path.exists():
             if (folder / PARTIAL).is_dir():
                 raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
-            reason = f"has no {INDEX}" if folder.is_dir() else "is no folder"
-            raise DataError(
-                f"{folder} {reason}: `{argument}` takes a folder written by `softplus-attention data prepare`"
-            )
+            takes = f"`{argument}` takes a folder written by `softplus-attention data prepare`"
+            if folder.is_file():
+                raise DataError(f"{folder}: a file. {takes}; run that on the file first")
+            raise DataError(f"{folder}: {f'no {INDEX} in it' if folder.is_dir() else 'no such folder'}. {takes}")
         try:
             return cls.parsed(folder, untrusted.read_json(path, LARGEST_INDEX), argument)
         except DataError:
@@ -151,18 +151,19 @@ class Index:
 
     def summary(self) -> list[str]:
         counts = self.counts
+        documents = counted(counts["documents"], "document")
         lines = [
             f"folder       {self.folder}",
             f"tokenizer    {self.plan['options']['tokenizer']}, {self.vocabulary_size} ids, "
             f"{self.end_of_document} ends a document",
-            f"text         {counts['documents']:,} documents, {counts['bytes']:,} bytes, {counts['empty']:,} empty",
+            f"text         {documents}, {counts['bytes']:,} bytes, {counts['empty']:,} empty",
         ]
         if counts.get("crlf"):
             lines.append(f"line ends    {counts['crlf']:,} CRLF became LF")
         if counts["forced_cuts"]:
             lines.append(f"cut          {counts['forced_cuts']:,} times inside runs without a word boundary")
         for name, split in self.splits.items():
-            size = f"{split.tokens:,} tokens, {split.documents:,} documents"
+            size = f"{counted(split.tokens, 'token')}, {counted(split.documents, 'document')}"
             lines.append(f"{name:<13}{size}, {self.dtype.name}, shards: {len(split.shards)}")
             if not split.documents:
                 lines.append(f"             none: for documents in {name}, change --validation-fraction")

@@ -39,7 +39,7 @@ from softplus_attention.data.shards import (
 )
 from softplus_attention.data.sources import Source, find
 from softplus_attention.data.token_files import TokenFile
-from softplus_attention.utils import untrusted
+from softplus_attention.utils import counted, untrusted
 from softplus_attention.utils.files import FULL, LockedError, lock, remove_temporary, write_json
 from softplus_attention.utils.untrusted import sha256
 from softplus_attention.validation import fail
@@ -156,7 +156,7 @@ class Progress:
     def amount(self, assembler: Assembler) -> str:
         counts = assembler.counts
         tokens = sum(assembler.tokens.values())
-        return f"{counts['documents']:,} documents, {counts['bytes'] / 1e6:,.1f} MB, {tokens:,} tokens"
+        return f"{counted(counts['documents'], 'document')}, {counts['bytes'] / 1e6:,.1f} MB, {tokens:,} tokens"
 
 
 # ---- the folder: new, to be continued, or finished
@@ -283,7 +283,7 @@ def run(
         remove_work(output / PARTIAL)
         if not any(output.iterdir()):
             output.rmdir()
-        fail("SOURCE", "at least one document that is not empty", f"{assembler.counts['empty']} empty ones", DataError)
+        raise DataError(f"no text in {', '.join(plan['sources'])}: documents are empty, or there are none")
     splits = assembler.finish()
     index = {
         "format": FORMAT,

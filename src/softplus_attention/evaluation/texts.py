@@ -69,7 +69,7 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
             # Line ends as ``data prepare`` makes them.
             texts += [text.replace("\r\n", "\n") for text in found.documents(None) if isinstance(text, str) and text]
     if not texts:
-        fail("--text", "at least one document that is not empty", list(sources))
+        raise ValueError(f"no text in {', '.join(sources)} (--text)")
     return texts
 
 

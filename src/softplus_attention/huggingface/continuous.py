@@ -14,12 +14,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache, initialization
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from softplus_attention.attentions.catalog import KNOWN, Attention
 from softplus_attention.paged import attend_pages
 
 try:
+    from transformers.generation.continuous_batching import initialization
     from transformers.generation.continuous_batching.cache import ATTN_TYPE_TO_ALLOCATOR, group_layers_by_attn_type
 except ImportError:  # an older transformers, whose attentions are handed another cache
     ATTN_TYPE_TO_ALLOCATOR = None
@@ -83,6 +84,9 @@ def write_pages(
 
 def keep_attention() -> None:
     """Without this ``generate_batch`` replaces our attentions by flash softmax, or refuses them where there is none."""
+    if ATTN_TYPE_TO_ALLOCATOR is None:
+        refuse_ours()
+        return
     switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
     ensure = initialization.ensure_decode_fast_path_is_available
 
@@ -94,9 +98,6 @@ def keep_attention() -> None:
             raise ValueError(f"generate_batch: {kind} has a cache of its own, which is not paged; use generate()")
         if name not in KNOWN:
             switch(self, model, *args, **kwargs)
-        elif ATTN_TYPE_TO_ALLOCATOR is None:
-            here = f"transformers {transformers.__version__} hands attentions no paged cache"
-            raise ValueError(f"generate_batch: {here}; install transformers 5.22 or newer, or use generate()")
 
     @functools.wraps(ensure)
     def ensure_pages(config: Any, cb_config: Any, user_requested: bool) -> None:
@@ -106,5 +107,18 @@ def keep_attention() -> None:
             ensure(config, cb_config, user_requested)
 
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_others  # type: ignore[method-assign]
-    if ATTN_TYPE_TO_ALLOCATOR is not None:
-        initialization.ensure_decode_fast_path_is_available = ensure_pages
+    initialization.ensure_decode_fast_path_is_available = ensure_pages
+
+
+def refuse_ours() -> None:
+    """With a transformers older than its allocators of pages."""
+    make = ContinuousBatchingManager.__init__
+
+    @functools.wraps(make)
+    def make_others(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if model.config._attn_implementation in (*KNOWN, "softplus-extension"):
+            here = f"transformers {transformers.__version__} hands attentions no paged cache"
+            raise ValueError(f"generate_batch: {here}; install transformers 5.22 or newer, or use generate()")
+        make(self, model, *args, **kwargs)
+
+    ContinuousBatchingManager.__init__ = make_others  # type: ignore[method-assign]

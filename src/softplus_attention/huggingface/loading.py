@@ -78,6 +78,7 @@ def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **kwarg
         if not trust_remote_code and "custom code" in reason:
             reason = f"it needs code of its own ({WITHOUT_CODE})"
         elif not Path(source).exists():
+            reason = reason.partition(". ")[0]
             reason = f"no such folder, and the Hugging Face Hub did not give a model of that name ({reason})"
         elif isinstance(error, SafetensorError):
             reason = f"its weights are cut off or damaged ({reason})"

@@ -297,7 +297,9 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         # Positions that count on from the cache cannot be packed documents: only given ones are looked at.
         mask = None
         if paged is None:
-            mask = create_causal_mask(self.config, hidden_states, attention_mask, past_key_values, position_ids)
+            mask = create_causal_mask(
+                self.config, hidden_states, attention_mask, past_key_values=past_key_values, position_ids=position_ids
+            )
         packed = paged is None and any(word in options for word in PACKING)
         if packed or position_ids is None:  # some caches count by looking at every key
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()

@@ -26,7 +26,7 @@ from softplus_attention.report.sections import Section, load_members, measure_se
 from softplus_attention.report.stability import stability_blocks
 from softplus_attention.report.study import read_runs, study_blocks
 from softplus_attention.report.summary import SUMMARY, dates, summary
-from softplus_attention.utils import untrusted
+from softplus_attention.utils import counted, untrusted
 from softplus_attention.utils.files import ABANDONED, clean_text, remove_temporary, write_csv, write_whole
 from softplus_attention.validation import fail
 
@@ -57,7 +57,8 @@ def write_report(
     folder: Path, output: Path | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Written:
     if not folder.is_dir():
-        fail("DIR", "a folder with results", repr(str(folder)))
+        reason = "a file" if folder.exists() else "no such folder"
+        raise ValueError(f"{folder}: {reason}. DIR takes a folder with results")
     page = output if output is not None else folder / "report.html"
     if page.is_dir():
         fail("--output", "a file to write, not a folder", repr(str(page)))
@@ -116,7 +117,7 @@ def render_html(found: ResultSet, sections: list[Section], files: dict[int, str]
         body = html_page.problems(found.problems, found.working_files)
         parts.append(("Files not shown", html_page.plain_section("Files not shown", len(parts), body)))
     name = clean_text(found.folder.resolve().name) or "results"
-    lead = f"{len(found.results)} result files from the folder {name}{dates(found)}."
+    lead = f"{counted(len(found.results), 'result file')} from the folder {name}{dates(found)}."
     return html_page.page(f"Report: {name}", lead, parts, content, f"{MADE_BY} {__version__}.")
 
 

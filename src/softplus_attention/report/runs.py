@@ -65,8 +65,8 @@ def curve(name: str, rows: list[dict[str, Any]], word: str, styles: SeriesStyles
 
 DEMO_CAPTION = (
     "Models that differ in their attention alone, on the same works cut to longer and longer pieces{}. A flat line "
-    "does not show by itself that the long context is used: the same tokens would have to be harder without it. In "
-    "models of 30M to 354M parameters softmax with QK-norm and log N had the lower loss (docs/results.md)."
+    "does not show by itself that the long context is used: the same tokens would have to be harder without it. In the "
+    "study's models of 30M to 354M parameters softmax with QK-norm and log N had the lower loss."
 )
 
 

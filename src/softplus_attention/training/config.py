@@ -354,7 +354,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:
-        raise ValueError(f"{path} is not YAML: {error}") from None
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no options: a {type(found).__name__} where `name: value` lines were expected")
     return {str(name).replace("-", "_"): value for name, value in found.items()}

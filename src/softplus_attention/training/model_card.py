@@ -11,6 +11,7 @@ from softplus_attention import __version__
 from softplus_attention.attentions.catalog import attention
 from softplus_attention.power import LEARNED, LEARNED_LOG, PowerByLength
 from softplus_attention.training.config import TrainConfig
+from softplus_attention.utils.provenance import UNKNOWN
 
 CARD = """---
 library_name: transformers
@@ -23,7 +24,7 @@ tags:
 # {name}
 
 A GPT with {parameters:,} parameters (SoftplusGPT: {layers} layers, width {width}, {heads} heads), trained by
-[softplus-attention](https://github.com/softplus-attention/softplus-attention) {version}, commit {commit}.
+[softplus-attention](https://github.com/softplus-attention/softplus-attention) {version}{commit}.
 
 | | |
 |---|---|
@@ -76,7 +77,7 @@ def model_card(
         width=config.width,
         heads=config.heads,
         version=__version__,
-        commit=commit,
+        commit="" if commit == UNKNOWN else f", commit {commit}",
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
         load_tokenizer=NO_TOKENIZER if tokenizer is None else LOAD_TOKENIZER,
     )

@@ -25,7 +25,7 @@ from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.errors import ConfigChanged, RunStopped, RunWarning
 from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.utils import provenance
-from softplus_attention.utils.files import LockedError, clean_text, is_disk_full, lock, write_json
+from softplus_attention.utils.files import LockedError, check_no_strangers, clean_text, is_disk_full, lock, write_json
 from softplus_attention.utils.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 RUN = "run.json"
 MODEL = "model"
 LOCK = ".lock"
+NOTES = ("*.log", "*.yaml", "*.yml")  # what a user may have put there for a run that begins
 # These cannot change in a run. The place in the data is counted in sequences of one length and number, the saved state
 # is the optimizer's own, and weights of one shape load with any number of heads, but mean nothing with another.
 FIXED = ("batch_size", "sequence_length", "optimizer", "heads")
@@ -137,13 +138,14 @@ class RunFolder:
         return before | now
 
     def refuse_what_others_made(self) -> None:
-        """Raises where a folder without run.json holds files that this run would overwrite."""
+        """Raises where a folder without run.json is that of something else, or holds what this run would overwrite."""
         found = "checkpoints" if checkpoints.checkpoints(self.path) else METRICS
         if found == "checkpoints" or (self.path / METRICS).exists():
             raise RunStopped(
                 f"{self.path} contains {found} but no {RUN}; refusing to overwrite. Choose another --output. "
                 "Nothing was changed"
             )
+        check_no_strangers("--output", self.path, NOTES)
 
     # ---- continuing
 

@@ -16,19 +16,23 @@ import torch
 
 from softplus_attention import __version__
 
+UNKNOWN = "unknown"
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "tokenizers", "numpy", "safetensors")
 
 
 def commit() -> str:
     """The commit that the package runs from, marked where files are changed; "unknown" outside a repository."""
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    # Installed, the package may lie in the environment of another project, whose commit is not its own.
+    is_ours = ("git", "ls-files", "--error-unmatch", Path(__file__).name)
+    describe = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
-        result = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
-        )
+        for command in (is_ours, describe):
+            result = subprocess.run(
+                command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20
+            )
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return result.stdout.strip() or "unknown"
+        return UNKNOWN
+    return result.stdout.strip() or UNKNOWN
 
 
 def command(script: str) -> str:

@@ -23,6 +23,7 @@ from softplus_attention.evaluation.measures.base import (
     tokenizer_for,
 )
 from softplus_attention.evaluation.measures.loaded import LoadedResult, notes
+from softplus_attention.utils import DOCS
 from softplus_attention.utils.untrusted import number_of, rows_of, text_of
 from softplus_attention.validation import fail
 
@@ -224,8 +225,8 @@ MEASURE = Measure(
     place=6,
     help="accuracy on ARC, HellaSwag, PIQA, SciQ, MMLU, LAMBADA, a summary task and others",
     description="Runs lm-evaluation-harness (pip install 'softplus-attention[harness]') on the models. Data comes from "
-    "the hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task (docs/evaluation.md). A task that "
-    "fails is left out with its reason, and the exit status is then 1.",
+    "the hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task. A task that fails is left out with "
+    f"its reason, and the exit status is then 1. {DOCS}/evaluation",
     add_arguments=add_arguments,
     run=run,
     table=table,

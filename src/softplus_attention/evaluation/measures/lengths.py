@@ -37,6 +37,7 @@ from softplus_attention.evaluation.measures.loaded import (
     common_training_length,
     notes,
 )
+from softplus_attention.utils import counted
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.results import ResultFile
 from softplus_attention.utils.untrusted import count_of, mapping, number_of, numbers_of, rows_of
@@ -175,8 +176,8 @@ def table(results: Results) -> str:
         lines += by_length_table("", every, trained)[2:]
     used = results[0]["results"]["used"]
     lines.append(
-        f"\n{used['sequences']} texts of {used['longest']} tokens, from the {used['documents']} documents that are "
-        "long enough"
+        f"\n{counted(used['sequences'], 'text')} of {used['longest']} tokens, from "
+        f"{counted(used['documents'], 'document')} of that length"
     )
     lines += skipped_lines(results)
     if len({result["settings"]["data"]["fingerprint"] for result in results}) > 1:
