@@ -10,7 +10,7 @@ import pytest
 
 from softplus_attention.utils import DOCS, provenance
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_command_has_no_folder_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
