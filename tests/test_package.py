@@ -150,12 +150,13 @@ def test_callable_after_each_order_of_imports() -> None:
     assert python("-c", "\n".join(script)).split() == ["fine"] * len(IMPORTS)
 
 
-@pytest.mark.parametrize("room", ["", ".catalog", ".data", ".huggingface", ".nn", ".training"])
+@pytest.mark.parametrize("room", ["", ".catalog", ".data", ".huggingface", ".nn", ".recipes", ".training"])
 def test_dir_shows_what_is_public(room: str) -> None:
     """Before anything is used: names that load lazily are there for completion too."""
     listed = python("-c", f"import softplus_attention{room} as room; print(*dir(room)); print(*room.__all__)")
     seen, public = (line.split() for line in listed.splitlines())
     assert public
     assert set(public) <= set(seen)
+    assert not {"annotations", "inspect", "sys", "torch", "transformers"} & set(seen)
     package = importlib.import_module(f"softplus_attention{room}")
     assert all(getattr(package, name) is not None for name in public)

@@ -24,6 +24,12 @@ __all__ = [
     "softplus_attention_paged",
     "softplus_attention_varlen",
 ]
+ROOMS = ("catalog", "data", "evaluation", "huggingface", "nn", "recipes", "report", "training")
+
+
+def __dir__() -> list[str]:
+    """The public names, and the rooms of the package that are imported."""
+    return sorted({*__all__, *(set(ROOMS) & globals().keys())})
 
 
 class _CallablePackage(ModuleType):

@@ -9,6 +9,13 @@ from softplus_attention.validation import fail, fail_choice
 if TYPE_CHECKING:
     from softplus_attention.huggingface import SoftplusGPTConfig
 
+__all__ = ["ATTENTIONS", "SIZES", "long_context_config"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
+
 # By parameters with GPT-2's vocabulary: layers, width, heads. Heads of 128 did better than heads of 64 at any length.
 SIZES = {"30M": (6, 384, 3), "51M": (8, 512, 4), "124M": (12, 768, 6), "354M": (24, 1024, 8)}
 ATTENTIONS: dict[str, dict[str, Any]] = {

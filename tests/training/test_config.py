@@ -219,3 +219,12 @@ class TestCommand:
         assert words in error
         assert error.count("\n") == 1
         assert not list(tmp_path.iterdir())
+
+
+def test_help_shows_the_settings() -> None:
+    """Of the class and of ``train``, each as the command line describes it."""
+    for documented in (TrainConfig, train):
+        text = pydoc.plain(pydoc.render_doc(documented))
+        for field in dataclasses.fields(TrainConfig):
+            assert f"{field.name}: {field.metadata['help'][:20]}" in text
+        assert "%%" not in text

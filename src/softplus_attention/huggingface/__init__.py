@@ -24,3 +24,7 @@ __all__ = [
     "set_power",
     "use_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -329,6 +329,20 @@ def check_type(field: dataclasses.Field[Any], value: Any) -> None:
         fail(field.name, f"of type {names}", repr(value))
 
 
+def described_settings() -> str:
+    """Every setting as ``--help`` has it, for docstrings."""
+    lines = []
+    for field in dataclasses.fields(TrainConfig):
+        default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default!r})"
+        lines.append(f"    {field.name}: {field.metadata['help'].replace('%%', '%')}{default}")
+    return "\n".join(lines)
+
+
+TrainConfig.__doc__ = (
+    f"The settings of a run, as `softplus-attention train` takes them.\n\nArgs:\n{described_settings()}"
+)
+
+
 def field_types(field: dataclasses.Field[Any]) -> tuple[type, ...]:
     hint = typing.get_type_hints(TrainConfig)[field.name]
     kinds = typing.get_args(hint) or (hint,)

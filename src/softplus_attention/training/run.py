@@ -17,7 +17,7 @@ from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import silence_transformers
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import checkpoints, distributed
-from softplus_attention.training.config import TrainConfig
+from softplus_attention.training.config import TrainConfig, described_settings
 from softplus_attention.training.data import Folder, RepeatedDataset, SharedDataset, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
@@ -85,6 +85,14 @@ def fit(run: RunFolder, trainer: SoftplusTrainer, checkpoint: Path | None) -> No
     with termination.listening():
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     termination.leave_if_asked(trainer.state.global_step, trainer.config.steps)
+
+
+train.__doc__ = f"""{train.__doc__}
+
+``configured({{"data": ..., "output": ...}}, preset="tiny")`` makes a config from a preset. Its settings:
+
+{described_settings()}
+"""
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
