@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch._dynamo
 import softplus_attention.huggingface  # noqa: F401  registers the model with the Auto classes
 from softplus_attention.cli import main
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
-from softplus_attention.training import PRESETS, TrainConfig, configured, power_schedule
+from softplus_attention.training import PRESETS, TrainConfig, configured, power_schedule, train
 from softplus_attention.training import run as runs
 from softplus_attention.training.schedules import logarithmic_power
 

@@ -338,9 +338,7 @@ def described_settings() -> str:
     return "\n".join(lines)
 
 
-TrainConfig.__doc__ = (
-    f"The settings of a run, as `softplus-attention train` takes them.\n\nArgs:\n{described_settings()}"
-)
+TrainConfig.__doc__ = f"The settings of `softplus-attention train`.\n\nArgs:\n{described_settings()}"
 
 
 def field_types(field: dataclasses.Field[Any]) -> tuple[type, ...]:
