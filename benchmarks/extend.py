@@ -69,7 +69,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranking", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--methods", nargs="+", default=["original", "heads:far=group,near=2048"])
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384, 65536], help="of decode")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 16384, 65536], help="of decode")
     parser.add_argument("--prefill", nargs="*", type=int, default=[4096, 16384, 32768, 65536])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)

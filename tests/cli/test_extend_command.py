@@ -97,6 +97,9 @@ def test_other_methods(method: str, kind: str, folder: Path, tmp_path: Path) -> 
 
 def test_heads_by_a_budget(folder: Path, tmp_path: Path) -> None:
     words = ["--to", 4096, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
+    few = refused("extend", folder / "llama", *words, "--output", tmp_path / "out", "--budget", "2%")
+    assert "`--budget` must be at least 27% of the cache at 4096 tokens, one head, got 2%" in few
+    # Nothing was done, so that the folder can be begun again.
     done = run("extend", folder / "llama", *words, "--output", tmp_path / "out", "--budget", "60%")
     assert "2 key heads see everything" in done.text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -104,8 +107,6 @@ def test_heads_by_a_budget(folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         model(torch.zeros(1, 4000, dtype=torch.long), past_key_values=cache)
     assert 0.5 < cache.nbytes / (2 * 2 * 4000 * 8 * 2 * 4) < 0.62
-    few = refused("extend", folder / "llama", *words, "--output", tmp_path / "no", "--budget", "2%")
-    assert "`--budget` must be at least 27% of the cache at 4096 tokens, one head, got 2%" in few
 
 
 def test_far_by_measurement(folder: Path, tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_tunes_for_minutes(folder: Path, tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[list[str], str]] = {
     "shorter": (["--to", "200"], "`--to` must be above the 256 tokens that the model was trained at, got 200"),
-    "heads": (["--to", "512", "--heads", "5"], "`heads` must be from 0 to 4, the key heads of the model, got 5"),
+    "heads": (["--to", "512", "--heads", "5"], "`--heads` must be at most 4, the key heads of the model, got 5"),
     "words": (["--to", "512", "--heads", "few"], "`--heads` must be a number, auto or all, got 'few'"),
     "budget": (["--to", "512", "--budget", "0.2"], "`--budget` must be a share of the original's cache such as 20%"),
     "window": (["--to", "512", "--window", "300"], "`--window` must be below the 256 tokens"),
@@ -151,10 +152,14 @@ BAD: dict[str, tuple[list[str], str]] = {
     "fit": (["--to", "512", "--fit", "5000"], "`--fit` must be at least 2048 tokens, with --far lssar or auto"),
     "minutes": (["--to", "512", "--minutes", "-1"], "`--minutes` must be a number of minutes, 0 to leave"),
     "minutes of rivals": (["--to", "512", "--minutes", "1", "--method", "yarn"], "0 with another --method"),
+    "long measure": (
+        ["--to", "512", "--text", "SHORT", "--measure", "400"],
+        "`--measure` must be lengths that the longest held-back document has, 150 tokens, got 400",
+    ),
     "measure": (["--to", "512", "--measure", "far"], "`--measure` must be lengths of at least 2 tokens, or none"),
     "text": (["--to", "512", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
     "short text": (
-        ["--to", "512", "--text", "SHORT"],
+        ["--to", "512", "--heads", "1", "--text", "SHORT", "--measure", "none"],
         "`text` must be a document of at least",
     ),
 }

@@ -82,6 +82,7 @@ class Build:
         self.trained = trained_length(self.model.config)
         self.targets = min([TARGETS, *(length // 2 for length in request.measure)])
         check_length(self.trained, request)
+        check_settings(self.model.config, request.method)
 
     def earlier(self) -> dict[str, Any]:
         wanted = asdict(self.request)
@@ -94,8 +95,13 @@ class Build:
         state = untrusted.read_json(path, MOST_STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             fail("--output", f"a folder whose {STATE} this command wrote", repr(str(path)))
-        if state.get("request") != json.loads(json.dumps(wanted)):
-            fail("--output", "another folder: this one was begun with other options", repr(str(self.output)))
+        begun, wanted = state.get("request") or {}, json.loads(json.dumps(wanted))
+        if begun != wanted:
+            if not state.get("scores") and not (self.output / "config.json").exists():
+                return fresh  # it ended before it had done anything
+            other = ", ".join(key for key in wanted if begun.get(key) != wanted[key])
+            expected = f"another folder: this one was begun with other options ({other})"
+            fail("--output", expected, repr(str(self.output)))
         if state.get("complete"):
             fail("--output", "a folder that does not exist yet: this one is complete", repr(str(self.output)))
         return state
@@ -117,12 +123,13 @@ class Build:
         self.save()
         method, ranking = self.request.method, None
         tuning = self.tuning() if self.request.minutes else None
+        held_back = self.held_back() if self.request.measure else []
         if method.kind == "heads" and method.heads != 0:
-            ranking = self.rank()
             method = self.with_heads(method)
+            ranking = self.rank()
         if method.far == "auto":
             method = self.with_far(method, ranking)
-        extended = apply_method(self.model, method, ranking, self.to_fit(method))
+        extended = self.apply(method, ranking)
         extension = None
         if method.kind == "heads":
             extension = extension_of(method, self.model.config, ranking)
@@ -138,7 +145,7 @@ class Build:
                 self.write(extended, extension, ranking, tuned)
                 (self.output / TUNING).unlink(missing_ok=True)
         if self.request.measure:
-            self.measure({"original": self.model, self.request.name: extended})
+            self.measure({"original": self.model, self.request.name: extended}, held_back)
             print("\n".join(results_table(self.state["measured"])))
         self.state["complete"] = True
         write_card(self.output, self.request.model, extension, self.request.name, self.state)
@@ -180,13 +187,19 @@ class Build:
             )
         return found
 
-    def to_fit(self, method: Method) -> list[list[int]]:
-        """Tokens that LSSAR is fitted to: an equal share of each document to rank by."""
+    def apply(self, method: Method, ranking: Ranking | None) -> Any:
         if method.far != "lssar":
-            return []
-        texts = self.texts()[0]
+            return apply_method(self.model, method, ranking)
+        texts = self.texts()[0]  # fitted to an equal share of each document to rank by
         letters = LETTERS_PER_TOKEN * (method.fit // len(texts) + FitSettings().length)
-        return [self.reader.encode(text[:letters]) for text in texts]
+        documents = [self.reader.encode(text[:letters]) for text in texts]
+        with Progress("fitting", unit="head") as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done=done)
+
+            return apply_method(self.model, method, ranking, documents, show)
 
     def tuning(self) -> tuple[TuneSettings, list[list[int]], list[list[int]]]:
         """How to tune, documents to tune on, and held-back ones."""
@@ -223,9 +236,7 @@ class Build:
                 fail("--text", f"documents of {length} tokens for --far auto", "shorter ones")
             found, targets = {}, min(TARGETS, length // 2)
             for far in ("group", "clip", *(["lssar"] if method.fit else [])):
-                model = apply_method(
-                    self.model, replace(method, far=far), ranking, self.to_fit(replace(method, far=far))
-                )
+                model = self.apply(replace(method, far=far), ranking)
                 found[far] = sum(context_losses(model, [row], length, targets)[0] for row in rows) / len(rows)
                 print(f"far {far}: loss {found[far]:.4f} at {length} tokens", flush=True)
             chosen = self.state["far"] = min(found, key=found.__getitem__)
@@ -267,31 +278,34 @@ class Build:
         write_card(self.output, self.request.model, extension, self.request.name, self.state)
         self.save()
 
-    def measure(self, models: dict[str, Any]) -> None:
-        request, measured = self.request, self.state["measured"]
-        lengths = request.measure
-        letters = max(lengths) * LETTERS_PER_TOKEN
-        documents = [self.reader.encode(text[:letters]) for text in self.texts()[1]]
-        documents = sorted((ids[: max(lengths)] for ids in documents), key=len, reverse=True)
+    def held_back(self) -> list[list[int]]:
+        """Documents to measure on, the longest first."""
+        longest = max(self.request.measure)
+        documents = [self.reader.encode(text[: longest * LETTERS_PER_TOKEN]) for text in self.texts()[1]]
+        rows = [ids[:longest] for ids in documents if len(ids) >= longest][: self.request.documents]
+        if not rows:
+            found = max(map(len, documents))
+            fail("--measure", f"lengths that the longest held-back document has, {found} tokens", longest)
+        return rows
+
+    def measure(self, models: dict[str, Any], rows: Sequence[list[int]]) -> None:
+        lengths, measured = self.request.measure, self.state["measured"]
         with Progress("measuring", sum(lengths) * len(models), unit="token") as bar:
             done = 0
             for name, model in models.items():
                 own = measured.setdefault(name, {})
                 for length in lengths:
                     if str(length) not in own.get("tokens_per_second", {}):
-                        self.measure_length(model, own, documents, length)
+                        self.measure_length(model, own, rows, length)
                         self.save()
                     done += length
                     bar.update(f"{name} at {length}", done)
 
-    def measure_length(self, model: Any, own: dict[str, Any], documents: Sequence[list[int]], length: int) -> None:
+    def measure_length(self, model: Any, own: dict[str, Any], rows: Sequence[list[int]], length: int) -> None:
         def note(key: str, value: Any) -> None:
             own.setdefault(key, {})[str(length)] = value
 
-        longest, start = max(self.request.measure), self.reader.start
-        rows = [ids for ids in documents if len(ids) >= longest][: self.request.documents]
-        if not rows:
-            fail("--measure", f"lengths that the longest held-back document has, {len(documents[0])} tokens", longest)
+        start = self.reader.start
         cut = length - len(start)
         note(
             "loss", [round(context_losses(model, [[*start, *ids[-cut:]]], length, self.targets)[0], 5) for ids in rows]
@@ -371,6 +385,17 @@ def check_length(trained: int, request: Request) -> None:
                 name == "--near" and (method.far not in ("clip", "group", "auto") or not method.heads)
             ):
                 fail(name, f"below the {trained} tokens that the model was trained at", value)
+
+
+def check_settings(config: Any, method: Method) -> None:
+    """Before the heads are ranked, which takes minutes."""
+    if method.kind != "heads":
+        return
+    total = config.num_hidden_layers * config.num_key_value_heads
+    if method.heads > total:
+        fail("--heads", f"at most {total}, the key heads of the model", method.heads)
+    form = "group" if method.far == "auto" else method.far
+    extension_of(replace(method, heads=0, far=form), config, None).check(config)
 
 
 def check_room(output: Path, needed: int) -> None:

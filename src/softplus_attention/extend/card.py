@@ -53,7 +53,10 @@ def results_table(measured: Mapping[str, Any]) -> list[str]:
     for key, what in (("loss", "loss"), ("needles", "needles found"), ("cache_bytes", "cache"),
                       ("prefill_seconds", "prefill"), ("tokens_per_second", "decode")):  # fmt: skip
         for method, own in measured.items():
-            row(f"{what}, {method}", [cell(key, own.get(key, {}).get(str(length))) for length in lengths])
+            row(
+                f"{what}, {'extended' if method == 'heads' else method}",
+                [cell(key, own.get(key, {}).get(str(length))) for length in lengths],
+            )
     return lines
 
 
@@ -80,7 +83,11 @@ def describe(extension: Extension) -> str:
 def write_card(folder: Path, source: str, extension: Extension | None, method: str, report: Mapping[str, Any]) -> None:
     """README.md of the folder."""
     name = clean_text(source)
-    lines = ["---", "library_name: transformers", "tags: [long-context, softplus-attention]", "---", ""]
+    is_local = Path(source).exists()
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines += [] if is_local else [f"base_model: {name}"]
+    lines += ["tags: [long-context, softplus-attention]", "---", ""]
+    name = Path(name).name.removesuffix(".gguf") if is_local else name
     lines += [f"# {Path(name).name} for {report['to']:,} tokens", ""]
     if extension is None:
         lines += [f"`{name}` with rotary positions scaled by {method}; the weights are unchanged."]
@@ -92,9 +99,12 @@ def write_card(folder: Path, source: str, extension: Extension | None, method: s
         elif extension.far != "lssar":
             lines += ["The weights are unchanged, nothing was trained."]
         lines += ["", f"![heads]({PICTURE}.png)"] if (folder / f"{PICTURE}.png").exists() else []
-    lines += ["", "```python", "from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += ["import softplus_attention.huggingface  # registers the model type", ""] if extension is not None else []
-    lines += ['model = AutoModelForCausalLM.from_pretrained("this folder")', "```", ""]
+    needs = "  # pip install 'softplus-attention[huggingface]'" if extension is not None else ""
+    code = ", trust_remote_code=True" if extension is not None else ""
+    lines += ["The licence is that of the original.", "", "```python"]
+    lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f'model = AutoModelForCausalLM.from_pretrained("this folder"{code}){needs}']
+    lines += ['tokenizer = AutoTokenizer.from_pretrained("this folder")', "```", ""]
     if report.get("measured"):
         lines += ["## Measured", "", *results_table(report["measured"]), ""]
         lines += [
@@ -105,7 +115,8 @@ def write_card(folder: Path, source: str, extension: Extension | None, method: s
         lines += [
             "## Limits",
             "",
-            "The cache of the other heads forgets what leaves their window: beam search works, and",
+            "It is run by `generate` of transformers; vLLM and `generate_batch` have no such cache and refuse it.",
+            "The cache forgets what leaves the window: assisted decoding, which takes tokens back, raises an error.",
+            "",
         ]
-        lines += ["cropping the cache past the window (assisted decoding) raises an error.", ""]
     write_whole(folder / "README.md", "\n".join(lines))

@@ -6,7 +6,7 @@ A method is written ``NAME`` or ``NAME:setting=value,...``, such as ``heads:far=
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -133,14 +133,19 @@ def scaled_rope(model: Any, kind: str, factor: float, length: int) -> Any:
 
 
 def apply_method(
-    model: Any, method: Method, ranking: Ranking | None = None, documents: Sequence[Sequence[int]] = ()
+    model: Any,
+    method: Method,
+    ranking: Ranking | None = None,
+    documents: Sequence[Sequence[int]] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """A model of the same weights; the model itself is as it was. LSSAR is fitted to ``documents``."""
+    """A model of the same weights; the model itself is as it was. LSSAR is fitted to ``documents``, and ``progress`` is
+    given how many heads are and how many there are."""
     if method.kind == "original":
         return model
     if method.kind in ("yarn", "ntk"):
         return scaled_rope(model, "yarn" if method.kind == "yarn" else "dynamic", method.factor, method.length)
     found = extended(model, extension_of(method, model.config, ranking))
     if method.far == "lssar":
-        fit_far_heads(found, model, documents, FitSettings(tokens=method.fit))
+        fit_far_heads(found, model, documents, FitSettings(tokens=method.fit), progress)
     return found

@@ -92,7 +92,11 @@ class Probe:
         group = q.shape[1] // k.shape[1]
         for name, look in self.looks.items():
             self.mass.setdefault(name, []).append(mass_on(q, k, look, scaling))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        needs_full = self.gates is None or bool(self.gates.any())  # behind shut gates no gradient passes
+        with torch.set_grad_enabled(torch.is_grad_enabled() and needs_full):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=True
+            )
         if self.gates is None:
             return out.transpose(1, 2), None
         window = two_part_attention((q, k, v), (q, k, v), 0, self.reach, scaling)
