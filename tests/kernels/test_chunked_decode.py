@@ -1,4 +1,5 @@
-"""One new token on a CPU: the short way against the reference, and when it must give way to the general one."""
+"""One new token on a CPU, by PyTorch's operations and by the C++ kernels: the short way against the reference, and
+when it must give way to the general one."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ POWERS = {
     "per row": torch.rand(2, 4, 1, generator=torch.Generator().manual_seed(0)) * 10 + 1,
     "by length": PowerByLength(3, 2, n0=64),
 }
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.cpu import chunked
+from softplus_attention.kernels.cpu import chunked, native
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
@@ -29,9 +29,13 @@ def decode(
     normalized_keys: bool,
 ) -> Tensor:
     """``chunked_decode`` of ``ops``."""
+    if not (q.numel() and v.shape[3]):
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    ops = native.status().ops
+    if ops is not None and q.dtype != torch.float64:
+        found = ops.decode(q, k, v, None, start, end, *power, score_scale, normalized_keys)
+        return general(q, k, v, start, end, power, score_scale, normalized_keys) if found is None else found
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    if not out.numel():
-        return out
     # An exported program may be called where gradients are on, though nothing here has one.
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         for rows, (first, last) in ranges_of_sequences(start, end, q.shape[0]):
@@ -40,8 +44,22 @@ def decode(
             if power.rows is not None and power.rows.dim() == 3 and power.rows.shape[0] > 1:
                 own = power._replace(rows=power.rows[rows])
             out[rows] = one_token(q[rows], k[keys], v[keys], own, score_scale, normalized_keys)
-        if bool(out.isfinite().all()):
-            return out
+    if bool(out.isfinite().all()):
+        return out
+    return general(q, k, v, start, end, power, score_scale, normalized_keys)
+
+
+def general(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    end: Tensor,
+    power: PowerRecord,
+    score_scale: float,
+    normalized_keys: bool,
+) -> Tensor:
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
         return chunked.attention_forward(q, k, v, start, end, None, *power, score_scale, normalized_keys)[0]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from softplus_attention.kernels.cpu import chunked
+from softplus_attention.kernels.cpu import chunked, native
 from softplus_attention.kernels.cpu.decode import row_weights
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import compute_dtype
@@ -25,11 +25,19 @@ def decode_pages(
     window: int | None,
     power: PowerOfCounts,
     score_scale: float,
+    normalized_keys: bool = True,
 ) -> Tensor | None:
-    """q (B, H, D), keys of length 1 -> (B, H, D_v). None where a number is not finite: then the general path has to
-    look which keys a row sees. ``power`` is that of requests which see (B,) keys."""
-    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
+    """q (B, H, D) -> (B, H, D_v). None where a number is not finite: then the general path has to look which keys a
+    row sees; and without the C++ kernels where keys are not of length 1. ``power`` is that of requests which see (B,)
+    keys."""
     seen = seq_lens if window is None else seq_lens.clamp(max=window)
+    ops = native.status().ops
+    if ops is not None and q.dtype != torch.float64:
+        pages = (k_pages, v_pages, block_table)
+        return ops.decode(q, *pages, seq_lens - seen, seq_lens, *power(seen), score_scale, normalized_keys)
+    if not normalized_keys:
+        return None
+    out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     alike: dict[int, list[int]] = {}  # requests of about as many keys are computed together
     for b, count in enumerate(seen.tolist()):
         alike.setdefault(count.bit_length(), []).append(b)

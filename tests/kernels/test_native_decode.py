@@ -1,0 +1,180 @@
+"""Decode steps in C++: caches in pages, values that are left unread, threads."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import randn
+from torch import Tensor
+
+from softplus_attention import PowerByLength, softplus_attention_decode
+from softplus_attention.dispatch import Impl
+from softplus_attention.kernels.cpu import native
+from softplus_attention.kernels.cpu.pages import decode_pages
+from softplus_attention.power import Power, power_record
+
+LENGTHS = [40, 17, 1, 530, 16]
+SCALE = 2.5
+HALF_OF_ULP = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+
+
+@pytest.fixture(autouse=True)
+def cpp(native_library):
+    with native.using("native") as found:
+        yield found.ops
+
+
+@pytest.fixture
+def thread_count() -> int:
+    return 2
+
+
+class Pages:
+    """Requests of ``LENGTHS`` raw keys; the first page of the second is that of the first, and whatever holds no key
+    is NaN."""
+
+    def __init__(self, page: int, heads: tuple[int, int], dtype: torch.dtype, width: int = 36) -> None:
+        query_heads, kv_heads = heads
+        self.q = randn(len(LENGTHS), query_heads, width, seed=0).to(dtype)
+        self.k = [randn(kv_heads, n, width, seed=50 + n).to(dtype) for n in LENGTHS]
+        self.v = [randn(kv_heads, n, 12, seed=90 + n).to(dtype) for n in LENGTHS]
+        if page <= LENGTHS[1]:
+            self.k[1][:, :page], self.v[1][:, :page] = self.k[0][:, :page], self.v[0][:, :page]
+        blocks = [-(-n // page) for n in LENGTHS]
+        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)).tolist()
+        pages = torch.full((len(order), kv_heads, page, width + 12), torch.nan, dtype=dtype)
+        self.k_pages, self.v_pages = pages.split([width, 12], -1)
+        self.table = torch.full((len(LENGTHS), max(blocks)), 10**6, dtype=torch.int32)
+        for b, n in enumerate(LENGTHS):
+            for block in range(blocks[b]):
+                self.table[b, block] = own = order.pop()
+                piece = slice(block * page, min((block + 1) * page, n))
+                pages[own, :, : piece.stop - piece.start] = torch.cat([self.k[b][:, piece], self.v[b][:, piece]], -1)
+        if page <= LENGTHS[1]:
+            pages[self.table[1, 0]] = torch.nan
+            self.table[1, 0] = self.table[0, 0]
+
+    def decode(self, window: int | None, power: Power, offset: bool = True) -> Tensor:
+        record = power_record(power, offset)
+        pages = (self.k_pages, self.v_pages, self.table, torch.tensor(LENGTHS, dtype=torch.int32))
+        out = decode_pages(self.q, *pages, window, lambda seen: record, SCALE, normalized_keys=False)
+        assert out is not None
+        return out
+
+    def alone(
+        self, dtype: torch.dtype, window: int | None, power: Power, offset: bool, impl: Impl = "reference"
+    ) -> Tensor:
+        out = []
+        for q, k, v in zip(self.q, self.k, self.v, strict=True):
+            cache = (q[None, :, None].to(dtype), k[None].to(dtype), v[None].to(dtype))
+            lengths = torch.tensor([k.shape[1]], dtype=torch.int32)
+            options = {"power": power, "score_scale": SCALE, "window": window, "offset": offset, "enable_gqa": True}
+            out.append(softplus_attention_decode(*cache, lengths, **options, impl=impl))  # type: ignore[arg-type]
+        return torch.cat(out)[:, :, 0]
+
+    def assert_right(self, window: int | None, power: Power, offset: bool = True) -> None:
+        found, dtype, options = self.decode(window, power, offset), self.q.dtype, (window, power, offset)
+        exact = self.alone(torch.float64, *options)
+        with native.using("torch"):
+            low = torch.stack([self.alone(torch.float32, *options, impl) for impl in ("reference", "chunked")])  # type: ignore[arg-type]
+        allowed = 2 * (low.to(dtype).double() - exact).abs().max() + 2 * HALF_OF_ULP[dtype] * exact.abs().max()
+        assert (found.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("heads", [(6, 6), (6, 2), (8, 1), (20, 2)], ids=lambda x: f"{x[0]} over {x[1]}")
+@pytest.mark.parametrize("page", [1, 7, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_pages_match_each_request_alone(dtype, page, heads):
+    pages = Pages(page, heads, dtype)
+    pages.assert_right(None, 15)
+    pages.assert_right(5, torch.linspace(1, 15, heads[0]))
+
+
+@pytest.mark.parametrize("power", [None, 1, 2.5, PowerByLength(3, slope=2, n0=8), 1e6], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 64])
+@pytest.mark.parametrize("offset", [True, False], ids=["with offset", "without"])
+def test_powers_over_pages(power, window, offset):
+    if power is None and not offset:
+        pytest.skip("LSSA has no offset")
+    Pages(16, (6, 2), torch.float32).assert_right(window, power, offset)
+
+
+@pytest.mark.parametrize("width", [2, 15, 16, 64, 100, 128, 256])
+def test_head_dimensions(width):
+    Pages(16, (3, 3), torch.float32, width).assert_right(None, 15)
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, power: float = 15) -> Tensor:
+    return softplus_attention_decode(q, k, v, torch.tensor([k.shape[2]] * len(q)), power=power, enable_gqa=True)
+
+
+def weighted_keys(ratios: Tensor, power: float, width: int = 16) -> tuple[Tensor, Tensor]:
+    """q and unit keys whose weights, beside the largest, are ``ratios``: the row's average is made by as many keys that
+    have none."""
+    n, scale = 2 * len(ratios), math.log(2 * len(ratios)) * math.log(width)
+    low = torch.nn.functional.softplus(torch.tensor(-scale, dtype=torch.float64))
+    u = ratios.double() ** (1 / power)
+    # f = average + u (top - average), where the average follows from all f.
+    top, half = F.softplus(torch.tensor(scale, dtype=torch.float64)), u.mean() / 2
+    average = (half * top + low / 2) / (0.5 + half)
+    f = torch.cat([average + u * (top - average), low.expand(len(ratios))])
+    cosine = (f.expm1().log() / scale).clamp(-1, 1)
+    keys = torch.zeros(n, width, dtype=torch.float64)
+    keys[:, 0], keys[:, 1] = cosine, (1 - cosine.square()).sqrt()
+    q = torch.zeros(width, dtype=torch.float64)
+    q[0] = 1
+    return q[None, None, None], keys[None, None]
+
+
+@pytest.mark.parametrize("exponent", [-12, -16, -26, -36])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_small_weights_together(dtype, exponent):
+    """A crowd of keys of 2^exponent of the largest weight, just read or just left out, whose values all point away
+    from that of the largest."""
+    power = 3.0
+    ratios = torch.full((4000,), 2.0**exponent)
+    ratios[0] = 1
+    q, k = weighted_keys(ratios, power)
+    v = torch.full((1, 1, k.shape[2], 16), -1.0, dtype=torch.float64)
+    v[:, :, 0] = 1
+    inputs = [x.to(dtype) for x in (q, k, v)]
+    exact = decode(*(x.double() for x in inputs), power=power)
+    with native.using("torch"):
+        low = decode(*(x.float() for x in inputs), power=power)
+    allowed = 2 * (low.double() - exact).abs().max() + 2 * HALF_OF_ULP[dtype]
+    assert (decode(*inputs, power=power).double() - exact).abs().max() <= allowed
+
+
+def test_values_without_weight_are_not_read(cpp):
+    """NaN in a value that is read would reach the row, or send it the general way."""
+    q, k, v = randn(1, 1, 1, 64, seed=0), randn(1, 1, 5000, 64, seed=1), randn(1, 1, 5000, 64, seed=2)
+    k[:, :, 77] = q[:, :, 0]
+    scores = F.normalize(k, dim=-1) @ F.normalize(q, dim=-1)[0, 0, 0] * math.log(5000) * math.log(64)
+    f = F.softplus(scores[0, 0])
+    expected = decode(q, k, v)
+    v[0, 0, f <= f.mean() * 1.01] = torch.nan
+    assert v.isnan().all(-1).float().mean() > 0.4
+    seen = (torch.tensor([0]), torch.tensor([5000]))
+    assert torch.equal(cpp.decode(q, k, v, None, *seen, True, 15.0, None, None, True, math.log(64), False), expected)
+
+
+def test_equal_on_any_number_of_threads():
+    q, k, v = randn(2, 8, 1, 64, seed=0), randn(2, 4, 3001, 64, seed=1), randn(2, 4, 3001, 64, seed=2)
+    two = decode(q, k, v)
+    torch.set_num_threads(1)
+    one = decode(q, k, v)
+    torch.set_num_threads(2)
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("page", [-1, 3])
+def test_a_page_that_is_not_there(page, cpp):
+    q, k, v = randn(1, 2, 8, seed=0), randn(3, 2, 4, 8, seed=1), randn(3, 2, 4, 8, seed=2)
+    table, start, end = (torch.tensor(x, dtype=torch.int32) for x in ([[0, page]], [0], [7]))
+    with pytest.raises(IndexError, match=f"page {page} of 3"):
+        cpp.decode(q, k, v, table, start, end, True, 15.0, None, None, True, 2.0, False)
+    with pytest.raises(IndexError, match="keys 0 to 9 of 2 pages of 4"):
+        cpp.decode(q, k, v, table, start, end + 2, True, 15.0, None, None, True, 2.0, False)
