@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from softplus_attention.cli.info import DTYPES, parsed_device
+from softplus_attention.cli.info import DTYPES
 from softplus_attention.functional import softplus_attention, softplus_attention_decode
 from softplus_attention.power import power_by_log
 from softplus_attention.reference import compute_dtype
@@ -86,12 +86,12 @@ def sections(text: str) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    from softplus_attention.utils.device import check_device
+    from softplus_attention.utils.device import check_device, resolve_device
     from softplus_attention.utils.files import write_json
     from softplus_attention.utils.results import run_metadata
 
     check_device(options.device)
-    device = parsed_device(options.device)
+    device = resolve_device(options.device)
     complete(options, device)
     if options.head_dim > LARGEST_HEAD_DIM:
         raise ValueError(f"--head-dim {options.head_dim} is too large: the op takes up to {LARGEST_HEAD_DIM}")

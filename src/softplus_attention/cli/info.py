@@ -12,6 +12,7 @@ import torch
 
 from softplus_attention import __version__
 from softplus_attention.dispatch import MAX_DECODE_ROWS, choose
+from softplus_attention.utils.device import parse_device
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_score_scale, fail
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(options: argparse.Namespace) -> int:
     shape = parsed_shape(options.shape)
-    device = parsed_device(options.device)
+    device = parse_device(options.device)
     print(f"softplus-attention {__version__}")
     print(f"python             {platform.python_version()} on {platform.system()} {platform.machine()}")
     print(f"torch              {torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads")
@@ -111,12 +112,3 @@ def parsed_shape(text: str) -> tuple[int, int, int, int]:
     if numbers[3] > LARGEST_HEAD_DIM:
         fail("--shape", f"of head dimension at most {LARGEST_HEAD_DIM}", repr(text))
     return numbers[0], numbers[1], numbers[2], numbers[3]
-
-
-def parsed_device(text: str | None) -> torch.device:
-    if text is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(text)
-    except RuntimeError:
-        fail("--device", "a torch device such as cpu or cuda:0", repr(text))

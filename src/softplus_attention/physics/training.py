@@ -27,6 +27,7 @@ from softplus_attention.physics.sequences import Batch, labelled_batch, mixed_ba
 from softplus_attention.training import TrainConfig, checkpoints, distributed
 from softplus_attention.training.run import build_trainer, fit, training_arguments
 from softplus_attention.training.run_folder import RunFolder, started
+from softplus_attention.utils.device import parse_device
 from softplus_attention.validation import fail
 
 # Streams of random numbers that never meet: the same seed draws other systems for each purpose.
@@ -54,7 +55,7 @@ class ComputeOptions:
     def of(
         cls, name: str | None, *, workers: int | None = None, compile: bool = False, save_every: int = 0
     ) -> ComputeOptions:
-        name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+        name = name or parse_device(None).type
         if name not in ("cpu", "cuda"):
             fail("--device", "cpu or cuda (which GPU: by CUDA_VISIBLE_DEVICES)", repr(name))
         if name == "cuda" and not torch.cuda.is_available():

@@ -7,13 +7,18 @@ import torch
 from softplus_attention.validation import fail
 
 
-def resolve_device(name: str | None) -> torch.device:
+def parse_device(name: str | None) -> torch.device:
+    """By its name, whether it is here or not; without a name the best that is here."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError:
-        fail("--device", "such as cpu or cuda:0", repr(name))
+        fail("--device", "a torch device such as cpu or cuda:0", repr(name))
+
+
+def resolve_device(name: str | None) -> torch.device:
+    device = parse_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
     return device
