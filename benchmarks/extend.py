@@ -4,7 +4,8 @@
 
 Decode steps are timed on caches that hold random keys and values, the models in turn, so that 64K needs no prefill.
 Each prefill runs in a process of its own, whose peak memory is taken. With one thread all times are processor time,
-which other work on the machine changes little. Rows are written as they come; the same command goes on.
+which other work on the machine changes little. Rows are written as they come; the same command goes on. ``--layers N``
+prefills N of the layers, with their share of far heads, where all of them would take too long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="of prefill (default: all)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -86,7 +89,13 @@ def now(options: argparse.Namespace) -> float:
 def load(options: argparse.Namespace, name: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     ranking = Ranking(json.loads(options.ranking.read_text())["scores"])
-    return apply_method(model, parse_method(name), ranking)
+    method = parse_method(name)
+    if options.child and options.layers:
+        whole, layers = len(model.model.layers), options.layers
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:layers], layers
+        ranking = Ranking({by: scores[:layers] for by, scores in ranking.scores.items()})
+        method = replace(method, heads=round(method.heads * layers / whole) if method.heads > 0 else method.heads)
+    return apply_method(model, method, ranking)
 
 
 def memory(name: str) -> int:
@@ -105,7 +114,8 @@ def child(options: argparse.Namespace) -> None:
     model(ids, use_cache=True, logits_to_keep=1)
     seconds = now(options) - begun
     peak = memory("VmHWM")
-    print(json.dumps({"seconds": round(seconds, 3), "peak_bytes": peak, "peak_above_model_bytes": peak - before}))
+    found = {"seconds": round(seconds, 3), "peak_bytes": peak, "peak_above_model_bytes": peak - before}
+    print(json.dumps(found | ({"layers": options.layers} if options.layers else {})))
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from commands import Process, refused, run
 from huggingface_models import byte_tokenizer
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BloomConfig, LlamaConfig, T5Config
 
+from softplus_attention.evaluation.models import configured_length
 from softplus_attention.huggingface.extension.cache import ExtendedCache
 from softplus_attention.huggingface.extension.settings import Extension
 
@@ -48,6 +49,7 @@ def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(out)
     extension = Extension.from_config(model.config)
     assert (extension.trained, extension.length, extension.window, extension.near) == (256, 2048, 64, 64)
+    assert configured_length(model.config) == 256  # what evaluations call the training length
     order = [tuple(head) for head in state["order"]]
     assert extension.far_heads == [sorted(h for layer, h in order[:2] if layer == number) for number in range(2)]
     found = model.generate(

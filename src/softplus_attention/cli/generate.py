@@ -125,12 +125,14 @@ def timed_streamer(tokenizer: Any) -> Any:
 
 
 def report(prompt: int, new: int, streamer: Any, model: Any) -> str:
+    from softplus_attention.evaluation.models import configured_length
+
     times = streamer.times
     first = times[0] - streamer.started if times else 0.0
     line = f"[{new} new tokens after {prompt} of the prompt; the first after {first:.2f} s"
     if len(times) > 1:
         line += f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s"
-    trained = getattr(model.config, "max_position_embeddings", None)
+    trained = configured_length(model.config)
     if trained and prompt + new > trained:
         line += f"; {(prompt + new) / trained:.1f} times the training length of {trained}"
     return line + "]"

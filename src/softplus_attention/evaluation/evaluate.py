@@ -209,6 +209,7 @@ def open_model(model: Any, training_length: int | None, device: str | None) -> L
     from softplus_attention.evaluation.models import (
         LoadedModel,
         ModelSpec,
+        configured_length,
         load_for_evaluation,
         parse_model_spec,
         read_training_length,
@@ -222,7 +223,7 @@ def open_model(model: Any, training_length: int | None, device: str | None) -> L
     else:
         name = getattr(model, "name_or_path", "") or type(model).__name__
         spec = ModelSpec(name, name, {})
-        length = training_length or getattr(model.config, "max_position_embeddings", None)
+        length = training_length or configured_length(model.config)
     if not length:
         fail("training_length", "given where the model's config does not say it", "None")
     if isinstance(model, str | Path):

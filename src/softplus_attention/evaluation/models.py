@@ -170,8 +170,16 @@ def most_positions(model: Any) -> int | None:
 
 def read_training_length(spec: ModelSpec) -> int | None:
     """The length in the model's config, without loading the weights."""
-    length = getattr(load_config(spec), "max_position_embeddings", None)
+    length = configured_length(load_config(spec))
     return length if isinstance(length, int) and length > 1 else None
+
+
+def configured_length(config: Any) -> Any:
+    """``max_position_embeddings``; of an extended model the length at which the original was trained."""
+    extension = getattr(config, "extension", None)
+    return (
+        extension.get("trained") if isinstance(extension, Mapping) else getattr(config, "max_position_embeddings", None)
+    )
 
 
 def load_config(spec: ModelSpec) -> Any:

@@ -82,8 +82,8 @@ def smallest_group(trained: int, length: int, near: int) -> int:
 
 
 def trained_length(config: Any) -> int:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+    """Of Llama 3.1 and later the length after its rotary frequencies were scaled, at which it was trained on."""
+    return int(config.max_position_embeddings)
 
 
 def extension_of(method: Method, config: Any, ranking: Ranking | None) -> Extension:
