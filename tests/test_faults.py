@@ -10,10 +10,11 @@ import faults
 import mutations
 import pytest
 from commands import run
+from extend_cases import write_llama
 from faults import Job, Undisturbed
 from training_runs import TINY, Run, text_folder
 
-JOBS = ("train", "prepare", "evaluate", "report")
+JOBS = ("train", "prepare", "evaluate", "report", "extend")
 KILLS = 20
 
 
@@ -43,6 +44,16 @@ def reported(folder: Path) -> Any:
     return {name: state for name, state in found.items() if not name.endswith(".tmp")}
 
 
+def extended(folder: Path) -> Any:
+    """The model, its heads and what was measured, without times."""
+    state = json.loads((folder / "extend.json").read_text())
+    assert state["complete"]
+    measured = {name: (own["loss"], own["needles"]) for name, own in state["measured"].items()}
+    others = ("extend.json", "README.md", ".lock")
+    files = {name: found for name, found in mutations.state_of(folder).items() if name not in others}
+    return state["scores"], measured, files
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     base = tmp_path_factory.mktemp("jobs")
@@ -53,6 +64,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     lengths = ("--text", text, "--lengths", "1,2,4", "--sequences", 4)
     assert run("evaluate", "lengths", model, *lengths, "--output", base / "results").status == 0
     prepare = ("--tokenizer", "bytes", "--separator", r"\n\n", "--shard-tokens", 100_000, "--workers", 1)
+    llama = write_llama(base / "llama")
+    extend = ("--to", 512, "--heads", 1, "--prompts", 2, "--documents", 1, "--measure", 100, 800, "--text", text)
     for path in (base / "results").iterdir():
         if path.suffix != ".json":
             path.unlink()
@@ -63,6 +76,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
             "evaluate", lambda out: ("evaluate", "lengths", model, *lengths, "--output", out), measured, 1000
         ),
         "report": Job("report", lambda out: ("report", out), reported, 10_000, base / "results"),
+        "extend": Job("extend", lambda out: ("extend", llama, "--output", out, *extend), extended, 60_000),
     }
 
 
@@ -99,5 +113,5 @@ def test_killed_often(name: str, jobs: dict[str, Job], wholes: dict[str, Undistu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_small_disk(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000}[name]
+    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000, "extend": 190_000}[name]
     faults.fill_a_small_disk(jobs[name], wholes[name], tmp_path / "disk", size)

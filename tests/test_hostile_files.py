@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 import pickle
+import pty
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import mutations
 import pytest
 import report_results
 import torch
@@ -114,7 +117,7 @@ def with_content(name: str, content: bytes) -> Callable[[Path], None]:
 
 def with_pickled_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Command(model.parent / "mark")))
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Command(model.parent / "mark")).ljust(4096, b"."))
 
 
 def with_weights_elsewhere(model: Path) -> None:
@@ -151,6 +154,146 @@ def test_models_that_are_none(trained: Path, tmp_path: Path, change: Callable[[P
     error = refused("generate", "--model", model, "--prompt", "a", seconds=60, limits=Limits(memory=2 << 30))
     assert reason in error
     assert not (tmp_path / "mark").exists()
+
+
+def tokenizer_with(**changes: Any) -> Callable[[Path], None]:
+    def change(model: Path) -> None:
+        path = model / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+# The first stops tokenizers' Rust code when it is loaded, the second at a text, the third raises a bare Exception.
+TOKENIZERS: dict[str, Any] = {
+    "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+    "empty pattern": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "x"}},
+    "no unknown": {
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "?",
+            "continuing_subword_prefix": "#",
+            "max_input_chars_per_word": 100,
+            "vocab": {"<|endoftext|>": 0},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2], ids=["generate", "prepare", "prepare in workers"])
+@pytest.mark.parametrize("change", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_tokenizers_that_fail(trained: Path, tmp_path: Path, change: dict[str, Any], workers: int) -> None:
+    model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
+    tokenizer_with(**change)(model)
+    words: tuple[object, ...] = ("generate", "--model", model, "--prompt", "a b")
+    if workers:
+        words = ("data", "prepare", trained / "text.txt", "--output", tmp_path / "out", "--tokenizer", model)
+        words += ("--workers", workers)
+    done = run(*words)
+    assert done.status == 2, done.text
+    assert "Traceback" not in done.text
+    (error,) = done.errors
+    assert "tokenizer" in error
+
+
+def with_layers_in_bin(model: Path) -> None:
+    torch.save({"a": torch.zeros(9)}, model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    config_with(num_hidden_layers=10**7)(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (config_with(attn_implementation="some/kernel"), "code of a hub; to run it pass --trust-remote-code"),
+        (config_with(text_config={"_attn_implementation": {"": "some/kernel"}}), "code of a hub"),
+        (with_layers_in_bin, "num_hidden_layers is 10000000"),
+        (with_content("generation_config.json", b'{"dola_layers": "low"}'), "trust_remote_code"),
+        (with_content("tokenizer_config.json", b'{"tokenizer_class": "RagTokenizer"}'), "RagTokenizer"),
+        (with_content("config.json", b'{"model_type": "llama", "hidden_size": "a\\nb"}'), "hidden_size"),
+    ],
+    ids=["kernel", "kernel inside", "layers in a pickle", "code of a mode", "tokenizer", "two lines"],
+)
+def test_models_that_ask_for_more(trained: Path, tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
+    model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
+    change(model)
+    error = refused("generate", "--model", model, "--prompt", "a", seconds=60, limits=Limits(memory=2 << 30))
+    assert reason in error
+
+
+def test_settings_of_others_in_generation(trained: Path, tmp_path: Path) -> None:
+    """Forms of output and caches that a folder asks for change nothing."""
+    model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
+    words = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 3, "--temperature", 0)
+    before = run(*words).text.partition("[")[0]
+    asked = {"return_dict_in_generate": True, "cache_implementation": "offloaded_static", "stop_strings": ["never"]}
+    (model / "generation_config.json").write_text(json.dumps(asked))
+    config_with(return_dict=False)(model)
+    done = run(*words)
+    assert done.status == 0, done.text
+    assert done.text.partition("[")[0] == before
+
+
+def test_generated_escape_codes(trained: Path, tmp_path: Path) -> None:
+    """A model whose every token is one: shown on a terminal as U+FFFD, in a pipe as it is."""
+    model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
+    path = model / "tokenizer.json"
+    tokens = json.loads(path.read_text())
+    vocabulary = tokens["model"]["vocab"]
+    escape = next(word for word, place in vocabulary.items() if place == 27)
+    tokens["decoder"] = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": {"Regex": ".+"}, "content": escape}, {"type": "ByteLevel",
+         "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
+    path.write_text(json.dumps(tokens))
+    words = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 4, "--device", "cpu")
+    assert "\x1b" in run(*words).text
+    leader, follower = pty.openpty()
+    assert Process.start(*words, log=Path(os.ttyname(follower))).wait() == 0
+    os.close(follower)
+    shown = os.read(leader, 1 << 16)
+    os.close(leader)
+    assert b"\x1b" not in shown
+    assert "\ufffd".encode() in shown
+
+
+BOMB = "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]\n" for last, name in pairwise("abcdefghi"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.yaml", f"a: &a [{'x, ' * 9}x]\n{BOMB}preset: *i\n", "a list, where a word or a number was expected"),
+        ("a.yaml", "steps: &x [*x]\n", "a list, where a word or a number was expected"),
+        ("a.yaml", "!!python/object/apply:os.system ['touch MARK']\n", "is not YAML"),
+        ("a.yaml", f"steps: {'x' * 100_000}\n", "`--steps` must be of type int"),
+        ("a.json", '{"steps": 1' + "0" * 4000 + "}", "`--steps` must be at least 1, and below 1e+18"),
+        ("a.json", '{"steps": ' + '{"a":' * 900 + "1" + "}" * 901, "a dict, where a word or a number was expected"),
+        ("a.json", "[" * 100_000, "is not JSON"),
+    ],
+    ids=["bomb", "itself", "object", "long", "digits", "deep value", "deep"],
+)
+def test_config_files_of_others(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    (tmp_path / name).write_text(content.replace("MARK", str(tmp_path / "mark")))
+    words = ("--config", tmp_path / name, "--data", tmp_path, "--output", tmp_path / "out")
+    error = refused("train", *words, seconds=30, limits=Limits(memory=1 << 30))
+    assert reason in error
+    assert len(error) < 2000
+    assert not (tmp_path / "mark").exists()
+
+
+def test_train_writes_through_no_links(trained: Path, tmp_path: Path) -> None:
+    """Links in a run folder, where the model, a checkpoint and TensorBoard's files are written."""
+    outside = tmp_path / "outside"
+    started = Run(tmp_path / "run", {**TINY, "data": trained / "data", "keep": 1, "steps": 4, "save_every": 2})
+    started.output.mkdir()
+    for name in ("model.partial", "checkpoint-2.partial", "checkpoint-2.old.partial", "tensorboard"):
+        (outside / name).mkdir(parents=True)
+        (outside / name / "config.json").write_text("mine")
+        (started.output / name).symlink_to(outside / name)
+    before = mutations.state_of(outside)
+    started.finish()
+    assert mutations.state_of(outside) == before
+    assert (started.output / "model" / "config.json").is_file()
 
 
 @pytest.mark.parametrize("content", ['{"config": [], "data": "x"}', "[]", '{"config":' * 100_000, '{"data": 5}'])

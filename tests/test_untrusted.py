@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import struct
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from softplus_attention.utils.untrusted import DEEPEST_JSON, UntrustedFileError, read_bytes, read_json, read_json_lines
+from softplus_attention.utils.untrusted import (
+    DEEPEST_JSON,
+    UnreadableError,
+    UntrustedFileError,
+    count_of,
+    mapped_array,
+    read_arrays,
+    read_bytes,
+    read_json,
+    read_json_lines,
+)
 
 
 def test_regular_files_and_links_to_them(tmp_path: Path) -> None:
@@ -54,3 +67,33 @@ def test_damage_is_one_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UntrustedFileError, match="not JSON"):
         read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.5, -1, 10**400, "1", True])
+def test_counts(value: object) -> None:
+    with pytest.raises(UnreadableError):
+        count_of({"tokens": value}, "tokens")
+
+
+HEADERS = {
+    "objects": "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+    "negative": "{'descr': '<u2', 'fortran_order': False, 'shape': (-5,)}",
+    "huge": "{'descr': '<u2', 'fortran_order': False, 'shape': (1099511627776,)}",
+    "overflow": "{'descr': '<u2', 'fortran_order': False, 'shape': (4611686018427387904,)}",
+    "wide": "{'descr': '<U1000000000', 'fortran_order': False, 'shape': (100000,)}",
+    "code": "__import__('os').system('true')",
+    "deep": "-" * 5000 + "1",
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_headers_of_arrays(header: str, tmp_path: Path) -> None:
+    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + b"\0" * 64
+    (tmp_path / "a.npy").write_bytes(content)
+    with pytest.raises(UntrustedFileError, match="no array"):
+        mapped_array(tmp_path / "a.npy")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", content)
+    with pytest.raises(UntrustedFileError, match="no arrays"):
+        read_arrays(tmp_path / "a.npz")

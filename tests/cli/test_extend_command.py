@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import mutations
 import pytest
 import torch
-from commands import Process, refused, run
-from huggingface_models import byte_tokenizer
-from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BloomConfig, LlamaConfig, T5Config
+from commands import Process, refused, run, wait_until
+from extend_cases import write_llama
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, BloomConfig, T5Config
 
 from softplus_attention.evaluation.models import configured_length
 from softplus_attention.huggingface.extension.cache import ExtendedCache
@@ -26,12 +27,7 @@ SMALL = ["--prompts", "2", "--documents", "1", "--measure", "100", "400"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
-    ends = {"pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **ends)).save_pretrained(place / "llama")
-    byte_tokenizer().save_pretrained(place / "llama")
+    write_llama(place / "llama")
     (place / "text.txt").write_text(TEXT)
     return place
 
@@ -60,7 +56,8 @@ def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None
     assert "trained at 256 tokens, made to read 2,048" in card
     assert f"{state['measured']['heads']['loss']['400'][0]:.3f}" in card
     assert (out / "heads.png").is_file()
-    assert "is complete" in refused("extend", folder / "llama", *words)
+    again = run("extend", folder / "llama", *words)
+    assert (again.status, again.text) == (0, f"complete already: {out}\n")
     assert "begun with other options" in refused("extend", folder / "llama", *words, "--seed", 1)
 
 
@@ -144,6 +141,64 @@ def test_tunes_for_minutes(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "tuning.pt").exists()
 
 
+def links_to(outside: Path, out: Path, state: Any) -> None:
+    """In place of everything that is written."""
+    names = ("config.json", "model.safetensors", "README.md", "tokenizer.json", "heads.png", "extend.json")
+    for name in names:
+        (outside / name).write_text(json.dumps(state) if name == "extend.json" else "mine")
+        (out / name).symlink_to(outside / name)
+    (outside / ".unfinished").mkdir()
+    (outside / ".unfinished" / "mine").touch()
+    (out / ".unfinished").symlink_to(outside / ".unfinished")
+
+
+FOREIGN: dict[str, Any] = {
+    "scores": [{"mass": [[1.0]]}],
+    "measured": {"heads": {"loss": {"100": []}}},
+    "needles": {"heads": {"needles": {"100": [{"found": 5}]}}},
+    "models": {"\x1b[31mred": {}},
+    "complete": "no",
+    "tuned": {"steps": {"short": 1}},
+}
+
+
+@pytest.mark.parametrize("case", ["links", "layers", *FOREIGN])
+def test_goes_on_in_a_strangers_folder(case: str, folder: Path, tmp_path: Path) -> None:
+    """Resumed from what somebody else wrote: no link is followed, and what does not fit is one line."""
+    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    words += ["--prompts", 1, "--measure", "none", "--output", tmp_path / "out"]
+    assert run(*words).status == 0
+    path, outside = tmp_path / "out" / "extend.json", tmp_path / "outside"
+    state = json.loads(path.read_text()) | {"complete": False}
+    outside.mkdir()
+    if case == "links":
+        for file in (tmp_path / "out").iterdir():
+            file.unlink()
+        links_to(outside, tmp_path / "out", state)
+        before = mutations.state_of(outside)
+        assert run(*words).status == 0
+        assert mutations.state_of(outside) == before
+        assert not [found for found in (tmp_path / "out").iterdir() if found.is_symlink()]
+        return
+    if case == "layers":
+        state["scores"] = [{name: rows[:1] for name, rows in one.items()} for one in state["scores"]]
+    else:
+        state["measured" if case in ("needles", "models") else case] = FOREIGN[case]
+    path.write_text(json.dumps(state))
+    assert "`--output` must be a folder whose extend.json" in refused(*words)
+
+
+def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
+    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    words += ["--prompts", 60, "--measure", "none", "--output", tmp_path / "out"]
+    first = Process.start(*words)
+    assert wait_until(lambda: (tmp_path / "out" / "extend.json").exists(), first)
+    second = run(*words)
+    assert second.status == 1
+    assert "another process writes" in second.errors[0]
+    first.kill()
+
+
 BAD: dict[str, tuple[list[str], str]] = {
     "shorter": (["--to", "200"], "`--to` must be above the 256 tokens that the model was trained at, got 200"),
     "heads": (["--to", "512", "--heads", "5"], "`--heads` must be at most 4, the key heads of the model, got 5"),
@@ -188,6 +243,7 @@ def test_models_that_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
     T5Config().save_pretrained(tmp_path / "t5")
     assert "an encoder with its decoder" in message("t5")
     (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("mine")
     taken = refused("extend", folder / "llama", "--to", 512, "--output", tmp_path / "taken")
     assert "`--output` must be a folder that does not exist yet, or one that this command began" in taken
     assert "config.json" in refused("extend", tmp_path / "taken", "--to", 512, "--output", tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,31 @@ def test_stopped_it_goes_on(original: Any, tmp_path: Path, monkeypatch: pytest.M
     for one, other in zip(ends[0].masters, ends[1].masters, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert "3 short and 3 long steps" in describe_tuning(found[0])
+
+
+@pytest.mark.parametrize("case", ["cut", "link", "shapes", "fifo"])
+def test_state_of_others(original: Any, case: str, tmp_path: Path) -> None:
+    """What cannot be read is one error, and a link is replaced, not followed."""
+    path = tmp_path / "tuning.pt"
+    tuner = Tuner(extended(original, extension()), original, SETTINGS)
+    (tmp_path / "mine").write_text("mine")
+    if case == "link":
+        path.symlink_to(tmp_path / "mine")
+    tuner.save(path, {"short": 1.0, "long": 1.0})
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert tuner.load(path) == {"short": 1.0, "long": 1.0}
+    if case == "cut":
+        path.write_bytes(path.read_bytes()[:-100])
+    elif case == "shapes":
+        tuner.masters = [x[:1] for x in tuner.masters]
+        tuner.save(path, {"short": 1.0, "long": 1.0})
+    elif case == "fifo":
+        path.unlink()
+        os.mkfifo(path)
+    else:
+        return
+    with pytest.raises(ValueError, match=r"tuning\.pt is not what tuning wrote .*: delete it"):
+        Tuner(extended(original, extension()), original, SETTINGS).load(path)
 
 
 def test_keeps_the_untuned_where_no_better(original: Any, tmp_path: Path) -> None:

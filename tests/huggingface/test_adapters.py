@@ -165,10 +165,10 @@ def test_a_base_that_cannot_have_it_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trained over this model's attention"):
         PeftModel.from_pretrained(other, tmp_path / "adapter")
     record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    record["softplus_attention"] = {"attention": "no-such"}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="'no-such'"):
-        PeftModel.from_pretrained(small_model("llama", "sdpa"), tmp_path / "adapter")
+    for made_up in ({"attention": "no-such"}, "no-such", {"attention": "no-such", "parts": {"__class__": {}}}):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record | {"softplus_attention": made_up}))
+        with pytest.raises(ValueError, match="'no-such'"):
+            PeftModel.from_pretrained(small_model("llama", "sdpa"), tmp_path / "adapter")
 
 
 def test_adapters_over_softmax_are_peft_alone(tmp_path: Path) -> None:

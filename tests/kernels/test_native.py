@@ -59,6 +59,16 @@ def test_a_damaged_library_is_named(empty_cache: Path) -> None:
         native.find("native")
 
 
+def test_a_library_of_others_is_not_loaded(empty_cache: Path) -> None:
+    """It is code, at a place that is known: whoever could write it there could run it here."""
+    path = build.library_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"no library")
+    path.chmod(0o666)
+    with pytest.raises(RuntimeError, match="others than you can write"):
+        native.find("native")
+
+
 def test_without_a_compiler(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_models import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -31,3 +33,14 @@ def tiny_model(**changes: Any) -> Any:
         "eos_token_id": None,
     }
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).double().eval()
+
+
+def write_llama(place: Path) -> Path:
+    """A model of 256 tokens, and its tokenizer."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
+    ends = {"pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
+    LlamaForCausalLM(LlamaConfig(**sizes, **ends)).save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place

@@ -87,9 +87,9 @@ class TestConfiguration:
             ({"precision": "fp16", "parallel": "fsdp"}, "fp16 cannot be combined with `parallel` fsdp"),
             ({"steps": 0}, "`steps` must be at least 1"),
             ({"steps": 1.5}, "`steps` must be of type int"),
-            ({"warmup": math.inf}, "`warmup` must be at least 0, and finite, got inf"),
-            ({"clip": math.nan}, "`clip` must be at least 0, and finite, got nan"),
-            ({"weight_decay": math.nan}, "`weight_decay` must be at least 0, and finite"),
+            ({"warmup": math.inf}, "`warmup` must be at least 0, and below 1e.18, got inf"),
+            ({"clip": math.nan}, "`clip` must be at least 0, and below 1e.18, got nan"),
+            ({"weight_decay": math.nan}, "`weight_decay` must be at least 0, and below 1e.18"),
             ({"score_scale": -1.0}, "`score_scale` must be above 0 and finite"),
             ({"peak_tflops": -5.0}, "`peak_tflops` must be above 0 and finite"),
             ({"width": 512, "heads": 1}, "heads of 512 are too wide, the most is 256. Raise `heads`"),
@@ -172,7 +172,7 @@ class TestConfiguration:
         [
             ("lerning_rate: 1", "did you mean 'learning_rate'"),
             ("steps: many", "`steps` must be of type int"),
-            ("preset: [tiny]", r"there is no preset \['tiny'\]"),
+            ("preset: [tiny]", "'preset' is a list, where a word"),
             ("- 1", "holds no options: a list where"),
             ("a: [", "is not YAML"),
             ("preset: huge", "there is no preset 'huge'"),
@@ -209,7 +209,10 @@ class TestCommand:
             ),
             (["--data", "x", "--output", "y"], "a folder written by `softplus-attention data prepare`"),
             (["--config", "nowhere.yaml"], "nowhere.yaml: no such file or directory"),
-            (["--data", "x", "--output", "y", "--clip", "nan"], "`--clip` must be at least 0, and finite, got nan"),
+            (
+                ["--data", "x", "--output", "y", "--clip", "nan"],
+                "`--clip` must be at least 0, and below 1e+18, got nan",
+            ),
         ],
     )
     def test_errors_are_one_line(

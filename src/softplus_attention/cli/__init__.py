@@ -16,7 +16,9 @@ from pathlib import Path
 from softplus_attention import __version__
 from softplus_attention.cli.options import Parser
 from softplus_attention.utils.files import clean_text, is_disk_full
+from softplus_attention.utils.untrusted import is_tokenizer_error
 
+LONGEST_SENTENCE = 1500
 # What a command needs beyond torch, by the extra that installs it.
 EXTRAS = {
     "numpy": "huggingface",
@@ -83,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = f"pip install 'softplus-attention[{EXTRAS[package]}]'"
         print(f"softplus-attention: `{options.command}` needs {package}: {extra}", file=sys.stderr)
         return 2
-    except Exception as error:
+    except BaseException as error:
+        if is_tokenizer_error(error):
+            complain(f"the tokenizer failed, so its tokenizer.json is damaged or made for other texts: {error}")
+            return 2
         reason = explain(error, options)
         if reason is None:
             raise
@@ -91,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def explain(error: Exception, options: argparse.Namespace) -> str | None:
+def explain(error: BaseException, options: argparse.Namespace) -> str | None:
     """What the machine refused; None for an error in the program."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
         return f"{error.filename}: {error.strerror}{where_from(error.filename, options)}"
@@ -110,9 +115,10 @@ def explain(error: Exception, options: argparse.Namespace) -> str | None:
 
 
 def complain(sentence: str) -> None:
-    """Names in it may come from files of others. Under torchrun its summary ends with the sentence, and what all
-    processes would say is said once: it ends the others as soon as the first one has ended."""
-    line = f"softplus-attention: {clean_text(sentence)}"
+    """Names and values in it may come from files of others. Under torchrun its summary ends with the sentence, and what
+    all processes would say is said once: it ends the others as soon as the first one has ended."""
+    sentence = sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]}..."
+    line = f"softplus-attention: {clean_text(' '.join(sentence.splitlines()))}"
     if int(os.environ.get("RANK", 0)):
         time.sleep(3)
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from softplus_attention.cli.options import add_trust
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.utils import DOCS
+from softplus_attention.utils.files import UNFINISHED, filling
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
@@ -45,7 +46,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.output.exists():
+    if options.output.exists() and not (options.output / UNFINISHED).is_dir():
         fail("--output", "a folder that does not exist yet", repr(str(options.output)))
     if options.length < 2:
         fail("--length", "at least 2", options.length)
@@ -70,10 +71,11 @@ def run(options: argparse.Namespace) -> int:
     try_out(model)
     after = None if tokens is None else mean_loss(model, tokens)
 
-    model.save_pretrained(options.output)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(options.output)
-    else:
+    with filling(options.output) as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    if tokenizer is None:
         print("softplus-attention: no tokenizer was found beside the model, so none was written", file=sys.stderr)
     if tokens is not None:
         count = tokens.shape[0] * (tokens.shape[1] - 1)

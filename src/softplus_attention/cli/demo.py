@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from softplus_attention.utils import DOCS
-from softplus_attention.utils.files import write_csv, write_json, write_whole
+from softplus_attention.utils.files import remove_folder, write_csv, write_json, write_whole
 from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import check_installed, fail
@@ -90,9 +89,9 @@ def clear(folder: Path) -> None:
     for arm in ARMS.values():
         run = folder / "runs" / arm["attention"]
         if (run / "run.json").is_file():
-            shutil.rmtree(run)
+            remove_folder(run)
     if is_demo_data(folder):
-        shutil.rmtree(folder / "data")
+        remove_folder(folder / "data")
     text_path(folder).unlink(missing_ok=True)
     for name in ("runs", "text"):
         if (folder / name).is_dir() and not any((folder / name).iterdir()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from softplus_attention.cli.options import add_trust
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
+from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
@@ -77,19 +78,28 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"the prompt has token {largest}, the model {known} tokens. Pass its own --tokenizer")
 
     kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
-    kwargs |= {"num_beams": 1, "num_return_sequences": 1}  # a saved generation config may say otherwise
+    # A saved generation config may say otherwise.
+    kwargs |= {
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+        "cache_implementation": None,
+    }
     if options.temperature > 0:
         kwargs |= {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
     end = model.generation_config.eos_token_id
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
     torch.manual_seed(options.seed)
-    print(prompt, end="", flush=True)
     streamer = timed_streamer(tokenizer)
+    print(prompt, end="", flush=True)
     try:
-        out = model.generate(**inputs, **kwargs, pad_token_id=pad, streamer=streamer)
+        out = model.generate(**inputs, **kwargs, pad_token_id=pad, streamer=streamer, tokenizer=tokenizer)
     except IndexError as error:
         reason = f"{length} + {options.max_new_tokens} tokens are more than this model has learned positions ({error})"
         raise ValueError(f"{reason}. Pass a shorter prompt or fewer --max-new-tokens") from None
+    finally:
+        if not streamer.ended:
+            print(flush=True)  # what follows is no part of the text
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
     return 0
 
@@ -109,12 +119,18 @@ def timed_streamer(tokenizer: Any) -> Any:
     from transformers import TextStreamer
 
     class TimedStreamer(TextStreamer):  # type: ignore[misc]
-        """Prints the text as transformers does, and keeps the time of the first and the last new token."""
+        """Prints the text as transformers does, on a terminal without escape codes, and keeps the time of the first and
+        the last new token."""
 
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
             self.started = time.perf_counter()
             self.times: list[float] = []
+            self.ended = False
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(clean_text(text) if sys.stdout.isatty() else text, stream_end)
+            self.ended = stream_end
 
         def put(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from softplus_attention.data import DataError
 from softplus_attention.utils.files import replacing, write_json
-from softplus_attention.utils.untrusted import read_json
+from softplus_attention.utils.untrusted import is_tokenizer_error, read_json
 from softplus_attention.validation import fail
 
 END = "<|endoftext|>"
@@ -34,7 +34,9 @@ def load(name: str, end: str | None) -> Tokenizer:
     if path.is_file():
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:
+        except BaseException as error:
+            if not is_tokenizer_error(error):
+                raise
             raise DataError(f"{path} is no tokenizer ({error}). --tokenizer takes {EXPECTED}") from None
     elif name == "gpt2":
         tokenizer = gpt2_tokenizer()
@@ -172,7 +174,14 @@ class Encoder:
 
     def _ids(self, pieces: list[str]) -> Iterator[np.ndarray[Any, Any]]:
         for batch in batches(pieces):
-            for encoding in self.tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+            try:
+                encodings = self.tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+            except BaseException as error:
+                if not is_tokenizer_error(error):
+                    raise
+                # One that a worker process can hand on.
+                raise DataError(f"the tokenizer failed, it is damaged or made for other texts ({error})") from None
+            for encoding in encodings:
                 yield np.array(encoding.ids, dtype=self.dtype)
 
 

@@ -23,17 +23,25 @@ from softplus_attention.extend.fitting import FitSettings
 from softplus_attention.extend.measuring import TARGETS, ask, context_losses, time_decode
 from softplus_attention.extend.methods import Method, apply_method, extension_of, trained_length
 from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
-from softplus_attention.extend.ranking import Ranking, RankingSettings, rank_heads
-from softplus_attention.extend.tuning import Tuner, TuneSettings, describe_tuning
+from softplus_attention.extend.ranking import MEASURES, Ranking, RankingSettings, rank_heads
+from softplus_attention.extend.tuning import KINDS, Tuner, TuneSettings, describe_tuning
 from softplus_attention.huggingface.extension.modeling import HOSTS
-from softplus_attention.huggingface.loading import check_model_path, load, load_tokenizer, load_weights
+from softplus_attention.huggingface.loading import (
+    check_layers,
+    check_model_path,
+    load,
+    load_tokenizer,
+    load_weights,
+    tensors_in,
+)
 from softplus_attention.huggingface.saving import save_trained
+from softplus_attention.training.errors import RunStopped
 from softplus_attention.utils import provenance, untrusted
-from softplus_attention.utils.files import write_json
+from softplus_attention.utils.files import LockedError, filling, lock, remove_temporary, write_json
 from softplus_attention.utils.progress import Progress, format_duration
 from softplus_attention.validation import fail
 
-STATE = "extend.json"
+STATE, LOCK = "extend.json", ".lock"
 TUNING = "tuning.pt"
 FORMAT = "softplus-attention extension"
 MOST_STATE = 16 * untrusted.MIB
@@ -87,30 +95,50 @@ class Build:
     def earlier(self) -> dict[str, Any]:
         wanted = asdict(self.request)
         fresh = {"format": FORMAT, "complete": False, "request": wanted, "scores": [], "measured": {}}
-        if not self.output.exists():
-            return fresh
         path = self.output / STATE
         if not path.is_file():
-            fail("--output", "a folder that does not exist yet, or one that this command began", repr(str(self.output)))
+            names = [one.name for one in self.output.iterdir()] if self.output.is_dir() else []
+            if self.output.is_file() or any(name != LOCK and not name.startswith(STATE) for name in names):
+                expected = "a folder that does not exist yet, or one that this command began"
+                fail("--output", expected, repr(str(self.output)))
+            return fresh
         state = untrusted.read_json(path, MOST_STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             fail("--output", f"a folder whose {STATE} this command wrote", repr(str(path)))
-        begun, wanted = state.get("request") or {}, json.loads(json.dumps(wanted))
+        begun, wanted = state.get("request"), json.loads(json.dumps(wanted))
         if begun != wanted:
             if not state.get("scores") and not (self.output / "config.json").exists():
                 return fresh  # it ended before it had done anything
-            other = ", ".join(key for key in wanted if begun.get(key) != wanted[key])
+            given = begun if isinstance(begun, dict) else {}
+            other = ", ".join(key for key in wanted if given.get(key) != wanted[key])
             expected = f"another folder: this one was begun with other options ({other})"
             fail("--output", expected, repr(str(self.output)))
-        if state.get("complete"):
-            fail("--output", "a folder that does not exist yet: this one is complete", repr(str(self.output)))
+        models = {"original", self.request.name}
+        fits = is_scores(state.get("scores")) and is_measured(state.get("measured"), models)
+        fits = fits and ("tuned" not in state or is_tuned(state["tuned"]))
+        if not fits or not isinstance(state.get("complete"), bool):
+            fail("--output", f"a folder whose {STATE} this command wrote", f"{str(path)!r}, with other fields")
         return state
 
     def save(self) -> None:
-        self.output.mkdir(parents=True, exist_ok=True)
         write_json(self.output / STATE, self.state)
 
     def run(self) -> None:
+        self.output.mkdir(parents=True, exist_ok=True)
+        try:
+            with lock(self.output / LOCK):
+                self.state = self.earlier()
+                if self.state["complete"]:
+                    print(f"complete already: {self.output}")
+                    return
+                remove_temporary(self.output)
+                self.build()
+                (self.output / LOCK).unlink()  # the folder is a model now; who waits for it finds it complete
+        except LockedError:
+            reason = f"another process writes {self.output}: wait for it, or choose another --output"
+            raise RunStopped(reason) from None
+
+    def build(self) -> None:
         begun = time.monotonic()
         check_room(self.output, sum(x.nbytes for x in self.model.parameters()))
         self.state |= {
@@ -162,7 +190,10 @@ class Build:
         return texts[::2], texts[1::2]
 
     def rank(self) -> Ranking:
-        settings = self.request.ranking
+        settings, config = self.request.ranking, self.model.config
+        shape = (config.num_hidden_layers, config.num_key_value_heads)
+        if any(torch.tensor(scores).shape != shape for one in self.state["scores"] for scores in one.values()):
+            fail("--output", f"a folder whose {STATE} has scores of {shape} layers and key heads", str(self.output))
         bar = Progress("heads", settings.prompts, initial=len(self.state["scores"]), unit="prompt")
         letters = settings.length * LETTERS_PER_TOKEN
         texts = self.texts()[0]
@@ -265,7 +296,8 @@ class Build:
     def write(
         self, extended: Any, extension: Any, ranking: Ranking | None, tuned: dict[str, Any] | None = None
     ) -> None:
-        save_trained(extended, self.output, self.tokenizer)
+        with filling(self.output) as folder:
+            save_trained(extended, folder, self.tokenizer)
         if tuned is not None:
             self.state["tuned"] = tuned
         if extension is not None and ranking is not None:
@@ -325,6 +357,44 @@ class Build:
         note("tokens_per_second", round(decode, 3))
 
 
+def is_scores(found: Any) -> bool:
+    """Of each prompt, by measure, for each layer the key heads' numbers: what ``rank_heads`` gives."""
+    return has_form(found, [{str: [[float]]}]) and all(set(MEASURES) <= set(one) for one in found)
+
+
+def is_measured(found: Any, models: set[str]) -> bool:
+    """By model, by quantity, by length."""
+    forms: dict[str, Any] = {"loss": [float], "needles": [{str: Any}]}
+    if not has_form(found, {str: {str: {str: Any}}}) or not set(found) <= models:
+        return False
+    cells = [(key, *cell) for own in found.values() for key, cells in own.items() for cell in cells.items()]
+    hits = [
+        one.get("found") for key, _, value in cells if key == "needles" and has_form(value, [dict]) for one in value
+    ]
+    return has_form(hits, [[bool]]) and all(
+        length.isdecimal() and value != [] and has_form(value, forms.get(key, float)) for key, length, value in cells
+    )
+
+
+def is_tuned(found: Any) -> bool:
+    """What ``Tuner.run`` gives."""
+    if not isinstance(found, dict) or not isinstance(found.get("kept"), bool):
+        return False
+    forms = {"steps": int, "seconds": float, "before": float, "after": float}
+    return all(
+        has_form(found.get(name), {str: form}) and set(KINDS) <= set(found[name]) for name, form in forms.items()
+    )
+
+
+def has_form(value: Any, form: Any) -> bool:
+    """``[float]`` is a list of numbers, ``{str: bool}`` an object of truth values."""
+    if isinstance(form, list):
+        return isinstance(value, list) and all(has_form(one, form[0]) for one in value)
+    if isinstance(form, dict):
+        return isinstance(value, dict) and all(has_form(one, form[str]) for one in value.values())
+    return form is Any or type(value) in ((int, float) if form is float else (form,))
+
+
 def load_config(source: str) -> tuple[Any, str, dict[str, Any]]:
     """The config, and what to load from: a folder, a name on the hub, or a GGUF file."""
     from transformers import AutoConfig
@@ -342,6 +412,8 @@ def load_config(source: str) -> tuple[Any, str, dict[str, Any]]:
         check_model_path("model", source, "config.json")
     config = load(AutoConfig, "model", place, False, **words)
     check_host(source, config)
+    if words:  # the layers are in the file itself
+        check_layers(Path(source), config.to_dict(), tensors_in(Path(source)))
     return config, place, words
 
 

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from softplus_attention.utils.files import replacing
 from softplus_attention.utils.progress import Progress, format_duration
+from softplus_attention.utils.untrusted import open_regular
 
 ROWS = 512  # of a sequence, whose logits are made
 SAVE_SECONDS = 300.0
@@ -102,17 +104,29 @@ class Tuner:
 
     def save(self, path: Path, before: dict[str, float]) -> None:
         found = {"masters": self.masters, "optimizer": self.optimizer.state_dict(), "before": before}
-        torch.save(found | {"steps": self.steps, "spent": self.spent}, path)
+        with replacing(path) as file:
+            torch.save(found | {"steps": self.steps, "spent": self.spent}, file)
 
     def load(self, path: Path) -> dict[str, float]:
-        found = torch.load(path, weights_only=True, map_location=self.extended.device)
+        try:
+            with open_regular(path) as file:
+                found = torch.load(file, weights_only=True, map_location=self.extended.device)
+            shapes = [x.shape for x in self.masters]
+            states = [[x.shape for x in state.values() if x.dim()] for state in found["optimizer"]["state"].values()]
+            if [x.shape for x in found["masters"]] != shapes or any({*own} - {*shapes} for own in states):
+                raise ValueError("its weights have other shapes")
+            before = {kind: float(found["before"][kind]) for kind in KINDS}
+            self.steps = {kind: int(found["steps"][kind]) for kind in KINDS}
+            self.spent = {kind: float(found["spent"][kind]) for kind in KINDS}
+            self.optimizer.load_state_dict(found["optimizer"])
+        except Exception as error:  # whatever a made-up file brings about
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is not what tuning wrote ({reason}): delete it to tune from the start") from None
         with torch.no_grad():
             for master, value in zip(self.masters, found["masters"], strict=True):
                 master.copy_(value)
         self.put(self.masters)
-        self.optimizer.load_state_dict(found["optimizer"])
-        self.steps, self.spent = found["steps"], found["spent"]
-        return dict(found["before"])
+        return before
 
     def run(self, documents: Sequence[Sequence[int]], held: Sequence[Sequence[int]], path: Path) -> dict[str, Any]:
         """``path`` keeps the state of a run that is stopped."""

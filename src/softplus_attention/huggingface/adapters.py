@@ -55,6 +55,9 @@ def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) 
     base, now = base_model(model), attention_record(model)
     if now == record:
         return
+    parts = record.get("parts", {}) if isinstance(record, Mapping) else None
+    if not isinstance(parts, Mapping) or (base is not None and not set(parts) <= set(base.config.sub_configs)):
+        check.fail("adapter", "one whose attention is an object, with parts of this model", repr(record))
     if base is None or not only_adapter:
         expected = f"trained over this model's attention, {now}; one model runs adapters of one attention"
         check.fail("adapter", expected, dict(record))
@@ -72,7 +75,7 @@ def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) 
         propagate_settings(base.config)
     else:
         check.fail("adapter", "trained over an attention that this version of softplus_attention has", repr(name))
-    for key, own in record.get("parts", {}).items():
+    for key, own in parts.items():
         setattr(getattr(base.config, key), SETTINGS, dict(own))
     if attention_record(base) != record:
         check.fail("adapter", f"one whose attention {type(base).__name__} can have", dict(record))

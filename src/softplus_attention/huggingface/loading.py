@@ -25,6 +25,7 @@ ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
 WITHOUT_CODE = "auto_map in its JSON; read that code, then pass --trust-remote-code to run it"
 LONGEST_REASON = 300
 LARGEST_JSON = 256 * untrusted.MIB
+LEAST_TENSOR = 64  # bytes that its name, type and shape take
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers", "decoder_layers")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,15 +64,18 @@ def load_weights(
 def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **kwargs: Any) -> Any:
     """By one of transformers' Auto classes. Its own code runs only where the user says so: else transformers would ask,
     and a `y` in a pipe would be the answer."""
-    check_model_folder(argument, source)
+    check_model_folder(argument, source, trust_remote_code)
     try:
         found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
         if isinstance(found, tuple):
             check_end(found[0].generation_config)
+            found[0].config.return_dict = True
+        if kind is AutoTokenizer and not isinstance(found, PreTrainedTokenizerBase):
+            raise ValueError(f"tokenizer_class in its tokenizer_config.json is {type(found).__name__}")
         return found
     # The folder of a stranger can fail in any way; torch, tokenizers and safetensors have errors of their own.
-    except Exception as error:
-        if is_disk_full(error):
+    except BaseException as error:
+        if is_disk_full(error) or not (isinstance(error, Exception) or untrusted.is_tokenizer_error(error)):
             raise
         cause = error.__cause__ if isinstance(error, StrictDataclassClassValidationError) else None
         reason = " ".join(str(cause or error).split())
@@ -98,9 +102,9 @@ def check_end(generation: Any) -> None:
         raise ValueError(f"eos_token_id in its generation_config.json is {ends!r}")
 
 
-def check_model_folder(argument: str, source: str) -> None:
-    """Before transformers reads it: regular files, JSON of reasonable size and depth, weights in this folder, and no
-    more layers than there are weights, which would be built one by one."""
+def check_model_folder(argument: str, source: str, trust_remote_code: bool = False) -> None:
+    """Before transformers reads it: regular files, JSON of reasonable size and depth, weights in this folder, no more
+    layers than there are weights, which would be built one by one, and no kernels from the hub."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -116,14 +120,21 @@ def check_model_folder(argument: str, source: str) -> None:
                 untrusted.read_json(path, LARGEST_JSON)
             elif path.exists() and not path.is_dir():
                 untrusted.check_regular(path)
-                tensors += tensors_in(path) if path.suffix == ".safetensors" else 0
-        if tensors and (folder / "config.json").is_file():
-            check_layers(folder / "config.json", tensors)
+                tensors += tensors_in(path) if path.suffix in (".safetensors", ".bin") else 0
+        if (folder / "config.json").is_file():
+            config = untrusted.read_json(folder / "config.json", LARGEST_JSON)
+            if tensors:
+                check_layers(folder / "config.json", config, tensors)
+            if not trust_remote_code:
+                check_kernels(folder / "config.json", config)
     except (untrusted.UntrustedFileError, untrusted.UnreadableError) as error:
         raise ValueError(f"{argument} {source}: {error}") from None
 
 
 def tensors_in(path: Path) -> int:
+    """The tensors of a file of weights; of a format that does not list them no fewer than there can be."""
+    if path.suffix != ".safetensors":
+        return path.stat().st_size // LEAST_TENSOR
     try:
         with safe_open(path, "pt") as file:
             return len(file.keys())
@@ -131,14 +142,20 @@ def tensors_in(path: Path) -> int:
         raise untrusted.UntrustedFileError(path, f"cut off or damaged ({error})") from None
 
 
-def check_layers(path: Path, tensors: int) -> None:
-    def check_config(config: Any) -> None:
-        for name, value in config.items() if isinstance(config, dict) else ():
-            if name in LAYERS and isinstance(value, int) and value > tensors:
-                raise untrusted.UntrustedFileError(path, f"{name} is {value}, and the weights are {tensors} tensors")
-            check_config(value)
+def check_layers(path: Path, config: Any, tensors: int) -> None:
+    for name, value in config.items() if isinstance(config, dict) else ():
+        if name in LAYERS and isinstance(value, int) and value > tensors:
+            raise untrusted.UntrustedFileError(path, f"{name} is {value}, and the weights are {tensors} tensors")
+        check_layers(path, value, tensors)
 
-    check_config(untrusted.read_json(path, LARGEST_JSON))
+
+def check_kernels(path: Path, config: Any, is_name: bool = False) -> None:
+    """``attn_implementation`` and the like may name a repository of the hub, whose compiled code would be loaded."""
+    if is_name and isinstance(config, str) and "/" in config:
+        reason = f"its attention is {untrusted.short(config)}, code of a hub; to run it pass --trust-remote-code"
+        raise untrusted.UntrustedFileError(path, reason)
+    for name, value in config.items() if isinstance(config, dict) else ():
+        check_kernels(path, value, is_name or "_implementation" in name)
 
 
 @torch.no_grad()

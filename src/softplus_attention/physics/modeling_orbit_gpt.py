@@ -16,6 +16,7 @@ from transformers.utils import ModelOutput
 
 from softplus_attention import validation as check
 from softplus_attention.huggingface import SoftplusGPTModel
+from softplus_attention.huggingface.loading import check_model_folder
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTPreTrainedModel
 from softplus_attention.physics.configuration_orbit_gpt import OrbitGPTConfig
 from softplus_attention.physics.sequences import IGNORED, TARGETS, vocabulary
@@ -216,6 +217,7 @@ def check_checkpoint(path: Path, form: str | None = None) -> OrbitGPTConfig:
     """The configuration of a checkpoint; raises where it is not an OrbitGPT of the wanted form."""
     if not (path / "config.json").is_file():
         check.fail("checkpoint", "a folder with a config.json", path)
+    check_model_folder("checkpoint", str(path))
     settings: dict[str, Any] = OrbitGPTConfig.get_config_dict(path)[0]
     if settings.get("model_type") != OrbitGPTConfig.model_type:
         check.fail("checkpoint", f"an OrbitGPT ({OrbitGPTConfig.model_type!r})", repr(settings.get("model_type")))

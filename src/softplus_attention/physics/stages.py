@@ -177,11 +177,12 @@ def pretrain_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
 
 
 def pretrained_model(folder: Folder, arm: str, seed: int, options: Any) -> Any:
+    from softplus_attention.huggingface.loading import load
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForTrajectories, check_checkpoint
 
     path = folder.run(arm, seed) / "pretrained"
     check_checkpoint(path, folder.experiment.form)
-    return OrbitGPTForTrajectories.from_pretrained(path).to(options.device)
+    return load(OrbitGPTForTrajectories, "checkpoint", str(path), False).to(options.device)
 
 
 def probe_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
@@ -227,6 +228,7 @@ def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
 
 
 def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
+    from softplus_attention.huggingface.loading import load
     from softplus_attention.physics.measure import force_by_length, next_places, roll_outs
     from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 
@@ -261,7 +263,7 @@ def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
         }
         write_arrays(run / "roll_out.npz", orbits)
     for name in missing:
-        model = OrbitGPTForForce.from_pretrained(tuned[name]).to(options.device)
+        model = load(OrbitGPTForForce, "checkpoint", str(tuned[name]), False).to(options.device)
         found["force"][name] = force_by_length(model, experiment, seed)
     seconds = time.perf_counter() - begun
     found["seconds"] += seconds

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_utils import SaveStrategy
 
+from softplus_attention.huggingface.loading import load
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.modeling_orbit_gpt import (
     OrbitGPTForForce,
@@ -241,7 +242,7 @@ def tune(
         model = OrbitGPTForForce(config)
     else:
         check_checkpoint(pretrained, experiment.form)
-        model = OrbitGPTForForce.from_pretrained(pretrained, **target)
+        model = load(OrbitGPTForForce, "checkpoint", str(pretrained), False, **target)
     how = "" if pretrained is not None else ", no pre-training"
     title = f"tune {arm_name}, seed {seed}, {labels} labelled systems{how}"
     batches = LabelledBatches(labelled, experiment.tune_batch, seed)

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import os
 import re
-import shutil
 import stat
 import warnings
 from collections.abc import Callable, Iterator
@@ -36,7 +34,7 @@ from transformers import TrainerState
 from softplus_attention.training import distributed
 from softplus_attention.training.checkpoint_metadata import METADATA, StateReader
 from softplus_attention.training.errors import CheckpointRefused, RunStopped
-from softplus_attention.utils.files import is_disk_full, write_json
+from softplus_attention.utils.files import flush, is_disk_full, remove_folder, write_json
 from softplus_attention.utils.untrusted import read_json, sha256
 
 MANIFEST = "manifest.json"
@@ -66,15 +64,6 @@ def checkpoint_step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def flush(path: Path) -> None:
-    """fsync of a file or a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
@@ -97,14 +86,15 @@ def write(run: Path, step: int, keep: int, fill: Callable[[Path], None]) -> Path
         for old in checkpoints(run)[keep:]:
             # Renamed first: a folder that is half deleted must not look like a checkpoint that went bad.
             doomed = old.with_name(old.name + ".old" + PARTIAL)
+            remove_folder(doomed)
             old.replace(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            remove_folder(doomed)
     return final
 
 
 def cleared(partial: Path, final: Path, step: int) -> None:
     try:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
         partial.mkdir(parents=True)
     except OSError as error:
         raise stopped(final.parent, step, describe_error(error)) from None
@@ -123,7 +113,7 @@ def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> li
     if not failures:
         return [result for result, _ in results]
     if distributed.is_rank0():
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
     raise stopped(run, step, failures[0]) from failure
 
 
@@ -168,7 +158,7 @@ def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
     write_json(manifest, {"files": dict(sorted(files.items()))})
     for folder in {path.parent for path in files_in(partial)} | {partial}:
         flush(folder)
-    shutil.rmtree(final, ignore_errors=True)
+    remove_folder(final)
     partial.replace(final)
     flush(final.parent)
 
@@ -180,14 +170,14 @@ def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest undamaged checkpoint; a warning names each newer one that is damaged."""
     for leftover in run.glob(f"checkpoint-*{PARTIAL}"):
         if UNFINISHED.fullmatch(leftover.name):
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove_folder(leftover)
     found = checkpoints(run)
     for checkpoint in found:
         wrong = damage(checkpoint)
         if wrong is None:
             return checkpoint
         aside = checkpoint.with_name(checkpoint.name + DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_folder(aside)
         checkpoint.replace(aside)
         warn(f"{checkpoint} is damaged ({wrong}): it is now {aside.name}")
     if found:

@@ -24,6 +24,7 @@ from softplus_attention.utils.untrusted import MIB, read_text
 from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail, fail_choice
 
 LARGEST_CONFIG = 16 * MIB
+LARGEST = 1e18  # of counts
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
@@ -256,8 +257,8 @@ class TrainConfig:
         }
         least |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
         for name, value in least.items():
-            if not value <= getattr(self, name) < math.inf:
-                fail(name, f"at least {value}, and finite", getattr(self, name))
+            if not value <= getattr(self, name) < LARGEST:
+                fail(name, f"at least {value}, and below {LARGEST:g}", getattr(self, name))
         for name in ("learning_rate", "muon_learning_rate", "rope_theta", "score_scale", "peak_tflops"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
@@ -366,9 +367,13 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     except Exception as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds no options: a {type(found).__name__} where `name: value` lines were expected")
+    for name, value in found.items():
+        # A few lines of YAML can stand for lists that fill the memory when they are printed.
+        if not isinstance(value, str | int | float | None):
+            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, where a word or a number was expected")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 

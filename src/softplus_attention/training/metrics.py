@@ -136,7 +136,10 @@ def tensorboard(run: Path, from_step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(run / "tensorboard", purge_step=from_step)
+    folder = run / "tensorboard"
+    if folder.is_symlink():
+        folder.unlink()
+    return SummaryWriter(folder, purge_step=from_step)
 
 
 class ProgressCallback(TrainerCallback):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import shlex
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,7 +24,16 @@ from softplus_attention.training import checkpoints, distributed
 from softplus_attention.training.errors import ConfigChanged, RunStopped, RunWarning
 from softplus_attention.training.metrics import METRICS, keep_until
 from softplus_attention.utils import provenance
-from softplus_attention.utils.files import LockedError, check_no_strangers, clean_text, is_disk_full, lock, write_json
+from softplus_attention.utils.files import (
+    LockedError,
+    check_no_strangers,
+    clean_text,
+    flush,
+    is_disk_full,
+    lock,
+    remove_folder,
+    write_json,
+)
 from softplus_attention.utils.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -174,20 +182,20 @@ class RunFolder:
     def save(self, write: Callable[[Path], None]) -> Path:
         """``write`` fills a folder, which then becomes ``model``: whole or not there."""
         partial = self.path / (MODEL + checkpoints.PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_folder(partial)
         write(partial)
         for path in (*checkpoints.files_in(partial), partial):
-            checkpoints.flush(path)
-        shutil.rmtree(self.model, ignore_errors=True)
+            flush(path)
+        remove_folder(self.model)
         partial.replace(self.model)
-        checkpoints.flush(self.model.parent)
+        flush(self.model.parent)
         return self.model
 
     def remove_checkpoints(self) -> None:
         """For a run whose model is saved and that will not be continued."""
         if distributed.is_rank0():
             for checkpoint in checkpoints.checkpoints(self.path):
-                shutil.rmtree(checkpoint)
+                remove_folder(checkpoint)
 
 
 def started(device: torch.device, step: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
+UNFINISHED = ".unfinished"
 ABANDONED = 3600.0  # seconds after which nobody still writes a temporary file
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the numbers of errors that say so of a disk
 # torch, tokenizers and safetensors pass the system's words on without the number.
@@ -49,6 +51,43 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[Path]:
+    """A folder of the same name for other writers than ours: its files move to ``folder`` when all of them are complete
+    and on the disk.
+
+    Where that did not end well, ``UNFINISHED`` in ``folder`` says so.
+    """
+    unfinished = folder / UNFINISHED
+    remove_folder(unfinished)
+    partial = unfinished / folder.resolve().name
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in sorted(partial.iterdir()):
+            flush(path)
+            path.replace(folder / path.name)
+        flush(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """A folder with all that is in it, or a link in its place: what it leads to stays."""
+    path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """fsync of a file or a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def is_disk_full(error: BaseException) -> bool:

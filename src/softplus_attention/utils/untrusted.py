@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LARGEST_TEXT = 1024 * MIB
-DAMAGED_ARRAYS = (ValueError, KeyError, TypeError, AttributeError, EOFError, SyntaxError, OverflowError, RuntimeError)
+# What NumPy raises over headers that were made up, among them ones of more bytes than there are.
+DAMAGED_ARRAYS = (
+    ValueError, KeyError, TypeError, AttributeError, EOFError, SyntaxError, OverflowError, RuntimeError, MemoryError,
+)  # fmt: skip
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 DEEPEST_JSON = 64
 MOST_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
@@ -57,6 +60,12 @@ def open_regular(path: Path) -> io.BufferedReader:
         file.close()
         raise UntrustedFileError(path, "not a regular file")
     return file
+
+
+def is_tokenizer_error(error: BaseException) -> bool:
+    """The package tokenizers raises plain ``Exception``, and where its Rust code stops in the middle a
+    ``PanicException``, which is none."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
 def sha256(path: Path) -> str:
@@ -101,8 +110,8 @@ def mapped_array(path: Path) -> Array:
     check_regular(path)
     try:
         return np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError, TypeError, SyntaxError, OverflowError) as error:
-        raise UntrustedFileError(path, str(error).splitlines()[0]) from None
+    except (*DAMAGED_ARRAYS, OSError) as error:
+        raise UntrustedFileError(path, f"no array: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_arrays(path: Path, limit: int = 1 << 40) -> dict[str, Array]:
@@ -187,7 +196,7 @@ def number_of(data: dict[str, Any], name: str) -> float | None:
 
 def count_of(data: dict[str, Any], name: str) -> int:
     value = number_of(data, name)
-    if value is None or value != int(value) or not 0 <= value < 1e15:
+    if value is None or not 0 <= value < 1e15 or value != int(value):
         raise UnreadableError(f"`{name}` must be a whole number, got {short(data.get(name))}")
     return int(value)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from softplus_attention.evaluation.harness import ruler
 from softplus_attention.utils.files import write_json
-from softplus_attention.utils.untrusted import open_regular, read_json, sha256
+from softplus_attention.utils.untrusted import check_regular, open_regular, read_json, sha256
 from softplus_attention.validation import fail
 
 OUR_TASKS = Path(__file__).parent / "yaml"
@@ -197,6 +197,7 @@ def read_records(path: Path, expected: str) -> Iterable[Any]:
         import pyarrow.parquet
 
         try:
+            check_regular(path)
             whole = pyarrow.parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
             fail(str(path), expected, f"no Parquet file: {error}")

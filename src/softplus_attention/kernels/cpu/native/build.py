@@ -81,6 +81,7 @@ def build() -> Path:
         library = f"{folder}/native.so"
         link = [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
         execute([program, "-shared", *objects.values(), *link, "-o", library])
+        os.chmod(library, 0o755)  # whatever the umask: a library that others can write is not loaded
         os.replace(library, target)
     return target
 
