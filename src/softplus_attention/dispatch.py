@@ -72,6 +72,8 @@ def attend(
     check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)
     chosen = impl if impl != "auto" else "triton" if has_fused_kernel(q) else choose(q.device, q.dtype).impl
+    if impl == "auto" and is_exported_to_onnx():
+        chosen = "reference"  # ONNX has torch's operators alone
     if chosen == "reference":
         with without_autocast(q.device):
             return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys, offset)
@@ -102,6 +104,10 @@ def refuse_context_parallel() -> None:
             "inside torch's context_parallel each rank would attend to its own part of the sequence alone; use "
             "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
         )
+
+
+def is_exported_to_onnx() -> bool:
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 def unit_keys(k: Tensor) -> Tensor:

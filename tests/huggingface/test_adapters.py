@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_models import IDS, SIZE, small_model, token_rows
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from softplus_attention import PowerByLength
 from softplus_attention.huggingface import set_power, use_attention
+from softplus_attention.huggingface.adapters import mark
 
 LOAD = """
 import sys, torch
@@ -185,3 +186,26 @@ def test_merged_models_save_the_attention(tmp_path: Path) -> None:
     merged = model.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).equal(logits_of(merged))
+
+
+@pytest.mark.parametrize("init", [True, False, "gaussian", None])
+def test_marks_come_off(init: Any, tmp_path: Path) -> None:
+    """How an adapter was initialised is kept, though engines that do not know us read something else there."""
+    config = LoraConfig(init_lora_weights=True)
+    config.init_lora_weights = init
+    marked = mark(config.to_dict(), {"attention": "lssar"})
+    assert "over lssar: import softplus_attention" in marked["init_lora_weights"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(marked, default=sorted))
+    found = PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(found, LoraConfig)
+    assert found.init_lora_weights == init
+
+
+def test_adapters_of_earlier_versions(tmp_path: Path) -> None:
+    """They marked the type alone."""
+    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": False}))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(again).equal(logits_of(model))

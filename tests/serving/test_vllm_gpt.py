@@ -19,6 +19,7 @@ from serving_cases import (
     metric,
     prompt,
     save_gpt,
+    save_host,
 )
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
@@ -113,15 +114,17 @@ def test_requests_that_were_preempted(recipe: Path) -> None:
     assert_as_in_transformers(answers, recipe, prompts)
 
 
-def test_half_precision(recipe: Path) -> None:
+@pytest.mark.parametrize("kind", ["recipe", "llama"])
+def test_half_precision(kind: str, recipe: Path, tmp_path: Path) -> None:
     """No further from float32 than transformers' own bfloat16, twice over."""
     ids = PROMPTS[3]
+    folder = recipe if kind == "recipe" else save_host(tmp_path, "llama", {}, "lssar", {"power": 7})
     exact, half = (
-        log_probabilities(AutoModelForCausalLM.from_pretrained(recipe, dtype=dtype).eval(), ids)[:-1]
+        log_probabilities(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), ids)[:-1]
         for dtype in (torch.float32, torch.bfloat16)
     )
     own = exact.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-    with engine(recipe, dtype="bfloat16") as llm:
+    with engine(folder, dtype="bfloat16") as llm:
         scored = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         (output,) = llm.generate(TokensPrompt(prompt_token_ids=ids), scored, use_tqdm=False)
     steps = zip(output.prompt_logprobs[1:], ids[1:], strict=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from serving_cases import SIZE, ask, assert_as_in_transformers, engine
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
+from serving_cases import ask, assert_as_in_transformers, engine, save_host
+from transformers import AutoModelForCausalLM
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
 
+from softplus_attention.huggingface.adapters import mark
 from softplus_attention.serving.vllm.backend import SoftplusBackend
 from softplus_attention.serving.vllm.plugin import HOSTS
 
@@ -26,16 +31,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("gpt2", {"attn_pdrop": 0}, "lssar", USUAL),
     "Phi3ForCausalLM": ("phi3", {}, "lssar", USUAL),
 }
-
-
-def save_host(folder: Path, model_type: str, changes: dict[str, Any], name: str, settings: dict[str, Any]) -> Path:
-    size = {**SIZE, "intermediate_size": 128, "max_position_embeddings": 256, "pad_token_id": 0, **changes}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
-    model.config.softplus_attention = settings
-    model.set_attn_implementation(name)
-    model.save_pretrained(folder)
-    return folder
+SCALED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    "yarn": {"rope_type": "yarn", **SCALED},
+    "llama3": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED},
+}
+POWER_7 = {"attention": "lssar", "power": 7, "score_scale": 3.0}
 
 
 def test_every_host_has_a_case() -> None:
@@ -52,3 +54,46 @@ def test_matches_transformers(architecture: str, tmp_path: Path) -> None:
         assert {layer.attn_backend for layer in layers} == {SoftplusBackend}
         answers = ask(llm)
     assert_as_in_transformers(answers, folder)
+
+
+@pytest.mark.parametrize("rope", ROPE)
+def test_scaled_rotary_positions(rope: str, tmp_path: Path) -> None:
+    """Beyond the length of 64 that they were trained at; with one weight for the first layer and the last."""
+    config = {"rope_parameters": ROPE[rope], "tie_word_embeddings": rope == "linear"}
+    folder = save_host(tmp_path, "llama", config, "lssar", USUAL)
+    with engine(folder) as llm:
+        answers = ask(llm)
+    assert_as_in_transformers(answers, folder)
+
+
+def save_adapter(folder: Path, base: Path, record: dict[str, Any]) -> Path:
+    """As PEFT writes one, which is no part of this environment; and the model with its weights added, in ``merged``."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(1)
+    weights: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "v_proj")):
+            down, up = torch.randn(4, module.in_features) / 10, torch.randn(module.out_features, 4) / 10
+            weights |= {f"base_model.model.{name}.lora_{x}.weight": w for x, w in (("A", down), ("B", up))}
+            module.weight.data += 2 * up @ down
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    kind = SimpleNamespace(value="LORA")
+    saved = {"peft_type": kind, "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(mark({**saved, "init_lora_weights": True}, record)))
+    model.save_pretrained(folder / "merged")
+    return folder
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """One that was trained over the model's attention is served, one over another power is not."""
+    folder = save_host(tmp_path / "base", "llama", {}, "lssar", USUAL)
+    own = save_adapter(tmp_path / "own", folder, POWER_7)
+    other = save_adapter(tmp_path / "other", folder, {**POWER_7, "power": 3})
+    with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
+        answers = ask(llm, lora_request=LoRARequest("own", 1, str(own)))
+        with pytest.raises(ValueError, match=r"this adapter was trained over the attention .*'power': 3"):
+            ask(llm, lora_request=LoRARequest("other", 2, str(other)))
+    assert_as_in_transformers(answers, own / "merged")
+    with pytest.raises(AssertionError):
+        assert_as_in_transformers(answers, folder)

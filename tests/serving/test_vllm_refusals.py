@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from serving_cases import SIZE, ask, assert_as_in_transformers, engine, save_gpt
+from serving_cases import SIZE, ask, assert_as_in_transformers, engine, save_gpt, save_host
 from transformers import AutoModelForCausalLM, LlamaConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.layers.attention import Attention
 
+from softplus_attention.huggingface.adapters import mark
 from softplus_attention.huggingface.extension.modeling import extended
 from softplus_attention.huggingface.extension.settings import Extension
 from softplus_attention.serving.vllm import plugin
@@ -87,6 +91,48 @@ def test_extended_model(tmp_path: Path) -> None:
     settings = Extension(trained=128, length=512, far_heads=[[0]] * SIZE["num_hidden_layers"], window=16, near=32)
     extended(model, settings).save_pretrained(tmp_path / "extended")
     assert_refused(tmp_path / "extended", "vLLM has no cache for an extended model")
+
+
+@pytest.fixture(scope="module")
+def own_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_host(tmp_path_factory.mktemp("own"), "llama", {}, "lssar", {"power": 7})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}, "vLLM's LlamaForCausalLM would run softmax"),
+        (
+            {"hf_overrides": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}},
+            "vLLM's LlamaForCausalLM would run softmax",
+        ),
+        ({"hf_overrides": {"_attn_implementation": "sdpa"}}, "must be None or a name of softplus_attention.catalog"),
+        ({"model_impl": "transformers"}, "vLLM's TransformersForCausalLM would run softmax"),
+        ({"model_impl": "transformers", "trust_remote_code": True}, "vLLM's TransformersForCausalLM would run softmax"),
+    ],
+    ids=["architecture", "type", "attention", "transformers", "remote code"],
+)
+def test_no_other_class_runs_it(options: dict[str, Any], words: str, own_llama: Path) -> None:
+    assert_refused(own_llama, words, **options)
+
+
+def test_hosts_without_a_class_here(tmp_path: Path) -> None:
+    folder = save_host(tmp_path, "olmo2", {}, "lssar")
+    assert_refused(folder, "trained with the attention 'lssar'.*softplus_attention serves SoftplusGPTForCausalLM, ")
+
+
+def test_host_rope_that_follows_the_longest_request(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+    folder = save_host(tmp_path, "llama", {"rope_parameters": rope, "max_position_embeddings": 64}, "lssar")
+    assert_refused(folder, "beyond 64 tokens; use --max-model-len 64")
+
+
+def test_adapters_where_the_plugin_is_not() -> None:
+    """What vLLM alone says of an adapter that was trained over our attention."""
+    saved = mark({"peft_type": SimpleNamespace(value="LORA"), "init_lora_weights": True}, {"attention": "lssar"})
+    helper = PEFTHelper(8, 8, ["q_proj"], init_lora_weights=saved["init_lora_weights"])
+    with pytest.raises(ValueError, match="adapter over lssar: import softplus_attention"):
+        helper.validate_legal(LoRAConfig(max_lora_rank=8))
 
 
 def test_stock_models_are_left_alone(tmp_path: Path) -> None:

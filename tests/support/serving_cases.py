@@ -21,7 +21,7 @@ os.environ |= {
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.inputs import TokensPrompt
@@ -60,6 +60,19 @@ def save_gpt(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def save_host(
+    folder: Path, model_type: str, changes: dict[str, Any], name: str = "lssar", settings: dict[str, Any] | None = None
+) -> Path:
+    """A model of another type, of random weights, with an attention of ours."""
+    size = {**SIZE, "intermediate_size": 128, "max_position_embeddings": 256, "pad_token_id": 0, **changes}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
+    model.config.softplus_attention = settings or {}
+    model.set_attn_implementation(name)
+    model.save_pretrained(folder)
+    return folder
+
+
 @dataclass
 class Answer:
     tokens: list[int]
@@ -78,10 +91,10 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
         cleanup_dist_env_and_memory()
 
 
-def ask(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 8) -> list[Answer]:
+def ask(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 8, **options: Any) -> list[Answer]:
     greedy = SamplingParams(max_tokens=tokens, temperature=0, logprobs=5, detokenize=False, ignore_eos=True)
     requests = [TokensPrompt(prompt_token_ids=list(ids)) for ids in prompts]
-    found = [output.outputs[0] for output in llm.generate(requests, greedy, use_tqdm=False)]
+    found = [output.outputs[0] for output in llm.generate(requests, greedy, use_tqdm=False, **options)]
     return [
         Answer(list(one.token_ids), [{token: seen.logprob for token, seen in step.items()} for step in one.logprobs])
         for one in found

@@ -2,13 +2,15 @@
 
 adapter_config.json names the base model, which often is the softmax model that ``use_attention`` or ``set_power``
 changed. Adapters over a model with an attention of ours record it there, and loading puts it back. Their ``peft_type``
-is one that PEFT alone does not know: where this package is not imported, loading raises.
+is one that PEFT alone does not know, and their ``init_lora_weights`` one that vLLM does not: where this package is
+not imported, loading raises.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -17,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import KNOWN
@@ -27,6 +29,7 @@ from softplus_attention.huggingface.hosts import PREFIX
 from softplus_attention.huggingface.retrofit import set_power, use_attention
 
 MARK = " adapter over {}: import softplus_attention.huggingface before loading it"
+INIT = "init_lora_weights"  # counts where an adapter begins, and not where it is loaded
 _saving: ContextVar[dict[str, Any] | None] = ContextVar("the attention of the model whose adapter is saved")
 
 
@@ -37,17 +40,33 @@ def base_model(model: nn.Module) -> PreTrainedModel | None:
 def attention_record(model: nn.Module) -> dict[str, Any] | None:
     """The attention of a model and its settings as JSON; None where it is none of ours."""
     base = base_model(model)
-    if base is None:
-        return None
-    saved = base.config.to_dict()
-    if isinstance(base.config, SoftplusGPTConfig):
+    return None if base is None else record_of_config(base.config)
+
+
+def record_of_config(config: PreTrainedConfig) -> dict[str, Any] | None:
+    saved = config.to_dict()
+    if isinstance(config, SoftplusGPTConfig):
         return {word: saved[word] for word in ("attention", "power", "score_scale")}
     if "attn_implementation" not in saved:
         return None
     given = {word: value for word, value in (saved.get(SETTINGS) or {}).items() if value is not None}
     record = {"attention": saved["attn_implementation"], **given}
-    parts = {key: saved[key][SETTINGS] for key in base.config.sub_configs if SETTINGS in (saved.get(key) or {})}
+    parts = {key: saved[key][SETTINGS] for key in config.sub_configs if SETTINGS in (saved.get(key) or {})}
     return {**record, "parts": parts} if parts else record
+
+
+def mark(saved: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """adapter_config.json of an adapter over the attention of ``record``, as those read it who do not know us."""
+    text = MARK.format(record["attention"])
+    init = {INIT: json.dumps(saved[INIT]) + text} if INIT in saved else {}
+    return {**saved, SETTINGS: dict(record), "peft_type": str(saved["peft_type"].value) + text, **init}
+
+
+def unmark(saved: Mapping[str, Any]) -> dict[str, Any]:
+    found = {**saved, "peft_type": saved["peft_type"].partition(" ")[0]}
+    if isinstance(saved.get(INIT), str) and " " in saved[INIT]:  # earlier versions marked the type alone
+        found[INIT] = json.loads(saved[INIT].partition(" ")[0])
+    return found
 
 
 def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) -> None:
@@ -111,16 +130,12 @@ def wrap_peft(_: ModuleType) -> None:
     @functools.wraps(to_dict)
     def to_dict_with_attention(self: Any) -> dict[str, Any]:
         saved, record = to_dict(self), _saving.get(None)
-        if record is not None:
-            saved |= {SETTINGS: record, "peft_type": str(saved["peft_type"].value) + MARK.format(record["attention"])}
-        return saved
+        return saved if record is None else mark(saved, record)
 
     @functools.wraps(read.__func__)
     def from_json_file(cls: Any, path_json_file: str, **kwargs: Any) -> dict[str, Any]:
         found = read.__func__(cls, path_json_file, **kwargs)
-        if SETTINGS in found:
-            found["peft_type"] = found["peft_type"].partition(" ")[0]
-        return found
+        return unmark(found) if SETTINGS in found else found
 
     @functools.wraps(make.__func__)
     def from_peft_type(cls: Any, **kwargs: Any) -> Any:
@@ -190,8 +205,12 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
-def watch_peft() -> None:
-    if "peft" in sys.modules:
-        wrap_peft(sys.modules["peft"])
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, AfterImport("peft", wrap_peft))
+        sys.meta_path.insert(0, AfterImport(name, then))
+
+
+def watch_peft() -> None:
+    after_import("peft", wrap_peft)

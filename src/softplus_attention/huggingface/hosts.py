@@ -24,6 +24,7 @@ from softplus_attention.distributed import has_slopes
 PREFIX, CLASS_PREFIX = "softplus_", "Softplus"
 INTERNAL = "_attn_implementation_internal"
 USUAL = ("AutoModel", "AutoModelForCausalLM")
+FIRST = (*USUAL, "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText")  # of several that find the same class
 _hosts: dict[str, tuple[str, str]] = {}  # by the name of a class: the host's model type and the name of its class
 _own_types: set[str] = set()
 _own_modules: dict[str, str] = {}  # by the name of a class that has no host
@@ -245,7 +246,7 @@ def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
     """The class names of a config of our types, by the Auto classes that look for them."""
     found = {"AutoConfig": type(config).__name__}
     kinds = {key: kind for key, kind in vars(modeling_auto).items() if key.startswith("AutoModel")}
-    for auto in sorted(kinds, key=lambda key: (key not in USUAL, key)):
+    for auto in sorted(kinds, key=lambda key: (FIRST.index(key) if key in FIRST else len(FIRST), key)):
         name = kinds[auto]._model_mapping._model_mapping.get(config.model_type)
         if isinstance(name, str) and (auto in USUAL or name in {*(config.architectures or ())} - {*found.values()}):
             found[auto] = name
@@ -261,6 +262,7 @@ __all__ = [
     "HostModel",
     "attention_names",
     "auto_classes",
+    "check_own",
     "has_own",
     "names_in",
     "own_type",

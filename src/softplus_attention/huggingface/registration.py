@@ -32,6 +32,7 @@ from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDE
 from softplus_attention.huggingface.hosts import (
     PREFIX,
     attention_names,
+    check_own,
     has_own,
     host_names,
     names_in,
@@ -41,6 +42,7 @@ from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.saving import wrap_saving
 
+ENGINES = ("vllm", "vllm_mla", "sglang", "tgi")  # what they call their own softmax in transformers' models
 _models_by_config: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
 
 
@@ -106,14 +108,20 @@ def keep_attention_names() -> None:
         return from_dict(cls, config_dict, **kwargs)
 
     def set_unless_none(self: PreTrainedConfig, value: Any) -> None:
-        if value is not None or not has_own(attention_names(self)):
-            name.fset(self, value)
+        if value is None and has_own(attention_names(self)):
+            return
+        engines = {one for one in names_in(value) if isinstance(one, str)} & set(ENGINES)
+        if engines and has_own(attention_names(self)):  # of a part of a composite model, say
+            check_own(self.model_type, engines.pop())
+        name.fset(self, value)
 
     @functools.wraps(get_dict)
     def get_dict_of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Where a host's own class loads what is saved as ours, as users of that class write it."""
         found, others = get_dict(cls, *args, **kwargs)
         if cls.model_type and found.get("model_type") == PREFIX + cls.model_type:
+            if kwargs.get("attn_implementation") is not None:
+                check_own(found["model_type"], kwargs["attn_implementation"])
             found = {key: value for key, value in found.items() if key != "auto_map"}
             found |= {"model_type": cls.model_type, "architectures": host_names(found.get("architectures"))}
         return found, others

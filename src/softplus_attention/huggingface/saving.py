@@ -107,7 +107,8 @@ def model_card(
     """
     config = own_type(config) or config
     kinds = auto_classes(config)
-    auto = "AutoModelForCausalLM" if "AutoModelForCausalLM" in kinds else [*kinds, "AutoModel"][1]
+    own = [key for key, name in kinds.items() if name in (config.architectures or ())]
+    auto = next((key for key in own if key != "AutoModel"), "AutoModelForCausalLM" if not own else "AutoModel")
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     rows = {word.replace("_", " ").capitalize(): value for word, value in attention_settings(config).items()}
     rows |= {"Context length": length, "Made from": base, **facts}

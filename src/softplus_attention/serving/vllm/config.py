@@ -7,6 +7,9 @@ from typing import Any
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+# Their frequencies follow the longest sequence of a call: here that would be another request's.
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+
 
 class UnlimitedLength(ModelArchConfigConvertorBase):
     """The training length is the default, and ``--max-model-len`` may be any: nothing in SoftplusGPT limits it."""

@@ -17,6 +17,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from softplus_attention.attentions import catalog
 from softplus_attention.huggingface.attention import attention_from_config, check_host_arguments
 from softplus_attention.serving.vllm.backend import SoftplusBackend, is_plain_softmax
+from softplus_attention.serving.vllm.config import ROPE_BY_LENGTH
 from softplus_attention.serving.vllm.plugin import HOSTS, PREFIX
 
 
@@ -25,6 +26,7 @@ class HostModel:
 
     def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
         config = vllm_config.model_config.hf_config
+        refuse_rope_by_length(config, vllm_config.model_config.max_model_len)
         chosen = attention_from_config(config, config._attn_implementation)
         with attention_in_layers(chosen):
             super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
@@ -51,6 +53,18 @@ def attention_in_layers(chosen: catalog.Attention) -> Iterator[None]:
         yield
     finally:
         Attention.__init__ = build
+
+
+def refuse_rope_by_length(config: Any, longest: int) -> None:
+    """vLLM fixes these frequencies for the longest sequence that it allows, transformers for the one that runs."""
+    found = getattr(config, "rope_parameters", None) or {}
+    for rope in [found] if "rope_type" in found else found.values():
+        trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if rope.get("rope_type") in ROPE_BY_LENGTH and longest > trained:
+            raise NotImplementedError(
+                f"rope_type={rope['rope_type']!r} in vLLM: its frequencies follow the longest request beyond {trained} "
+                f"tokens; use --max-model-len {trained}"
+            )
 
 
 def __getattr__(name: str) -> Any:

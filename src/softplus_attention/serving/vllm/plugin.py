@@ -30,9 +30,11 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     import softplus_attention.huggingface  # noqa: F401  AutoConfig knows our types from here on
+    from softplus_attention.serving.vllm.adapters import keep_attention_of_adapters
     from softplus_attention.serving.vllm.config import UnlimitedLength, WithoutContextParallel
 
     refuse_stock_architectures(ModelConfig)
+    keep_attention_of_adapters()
     if BACKEND not in AttentionBackendEnum.__members__:
         # A model gives its layers the class itself; vLLM looks the name up.
         AttentionBackendEnum.register(BACKEND, "softplus_attention.serving.vllm.backend.SoftplusBackend")
@@ -56,11 +58,10 @@ def refuse_stock_architectures(config_class: Any) -> None:
                 f"{self.model}: vLLM has no cache for an extended model, whose heads keep different parts of the "
                 "context; use generate() of transformers"
             )
-        if name := lost_attention(self.hf_config):
+        if self.architecture not in MODELS and (name := own_attention(self.hf_config)):
             raise ValueError(
                 f"{self.model}: this model was trained with the attention {name!r}, and vLLM's {self.architecture} "
-                "would run softmax; load it with transformers and softplus_attention and save it again: the type it "
-                "then has is served"
+                f"would run softmax; {what_to_do(self.hf_config)}"
             )
         verify(self)
 
@@ -68,17 +69,24 @@ def refuse_stock_architectures(config_class: Any) -> None:
     config_class._try_verify_and_update_model_config = verify_attention
 
 
-def lost_attention(config: Any) -> str | None:
-    """The attention of ours that a config of a stock type names."""
+def own_attention(config: Any) -> str | None:
+    """The attention of ours that a config names, under a stock type or one of ours."""
     from softplus_attention.attentions.catalog import KNOWN
     from softplus_attention.huggingface.hosts import attention_names, names_in
 
-    if config.model_type.startswith("softplus_"):
-        return None
     named = sorted(names_in(attention_names(config)) & set(KNOWN))
-    if not named and getattr(config, "softplus_attention", None):
+    if not named and (getattr(config, "softplus_attention", None) or config.model_type.startswith("softplus_")):
         named = ["lssar"]
     return named[0] if named else None
+
+
+def what_to_do(config: Any) -> str:
+    if config.model_type.startswith("softplus_"):
+        return f"softplus_attention serves {', '.join(MODELS)}"
+    return (
+        "load it with transformers and softplus_attention and save it again: the type it then has is served, if it is "
+        f"one of {', '.join(MODELS)}"
+    )
 
 
 def refuse_untested_device(device_type: str) -> None:

@@ -21,9 +21,7 @@ from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import rotate
 from softplus_attention.power import is_learned
 from softplus_attention.serving.vllm.backend import SoftplusBackend, is_plain_softmax
-
-# Their frequencies follow the longest sequence of a call: here that would be another request's.
-ROPE_BY_LENGTH = ("dynamic", "longrope")
+from softplus_attention.serving.vllm.config import ROPE_BY_LENGTH
 
 
 class SoftplusGPTAttention(LearnedParameters):
