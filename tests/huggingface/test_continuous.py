@@ -39,10 +39,11 @@ def one_by_one(model: Any) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
-def together(model: Any, **kwargs: Any) -> list[list[int]]:
+def together(model: Any, *, eos_token_id: Any = -1, **kwargs: Any) -> list[list[int]]:
     settings = ContinuousBatchingConfig(num_blocks=64, page_size=16, **kwargs)
+    greedy = GenerationConfig(**{**GREEDY, "eos_token_id": eos_token_id})
     options: dict[str, Any] = {"continuous_batching_config": settings, "progress_bar": False}
-    out = model.generate_batch(PROMPTS, generation_config=GenerationConfig(**GREEDY), **options)
+    out = model.generate_batch(PROMPTS, generation_config=greedy, **options)
     return [out[key].generated_tokens for key in sorted(out, key=lambda key: int(key.rpartition("_")[2]))]
 
 
@@ -97,11 +98,28 @@ def test_other_attentions_are_left_alone() -> None:
     assert together(model) == one_by_one(model)
 
 
-def test_sampled_streams_share_prompts() -> None:
+def test_requests_share_the_pages_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another in one manager: the second finds two pages of the first, the third as many."""
+    found: list[int] = []
+    search = continuous.PagedAttentionCache.search_prefix_match
+    note = lambda *given: found.append(search(*given)) or found[-1]  # noqa: E731
+    monkeypatch.setattr(continuous.PagedAttentionCache, "search_prefix_match", note)
     model = small_model("llama")
-    long = [PROMPTS[3]] * 3
-    settings = ContinuousBatchingConfig(num_blocks=64, page_size=16)
+    settings = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)
     options: dict[str, Any] = {"continuous_batching_config": settings, "progress_bar": False}
-    out = model.generate_batch(long, generation_config=GenerationConfig(**GREEDY), **options)
-    want = model.generate(torch.tensor([PROMPTS[3]]), **GREEDY)[0, len(PROMPTS[3]) :].tolist()
-    assert [one.generated_tokens for one in out.values()] == [want] * 3
+    prompts = [PROMPTS[3], [*PROMPTS[3], 9], [*PROMPTS[3][:35], 8]]
+    out = model.generate_batch(prompts, generation_config=GenerationConfig(**GREEDY), **options)
+    want = [model.generate(torch.tensor([ids]), **GREEDY)[0, len(ids) :].tolist() for ids in prompts]
+    assert [one.generated_tokens for one in out.values()] == want
+    assert max(found) == 32
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-layers"])
+def test_ends_at_the_end_of_text(name: str) -> None:
+    """At a token that ``generate`` gives in the middle of each answer."""
+    model = model_of(name)
+    whole = one_by_one(model)
+    ends = [answer[4] for answer in whole]
+    found = together(model, eos_token_id=ends)
+    assert found == [answer[: 1 + min(i for i, token in enumerate(answer) if token in ends)] for answer in whole]
+    assert max(map(len, found)) < GREEDY["max_new_tokens"]

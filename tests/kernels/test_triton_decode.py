@@ -17,6 +17,8 @@ import torch
 from decode_cases import POWERS, assert_agrees, caches, decode
 from helpers import randn, transposed
 from huggingface_models import small_model, token_rows
+from paged_cases import POWERS as PAGED_POWERS
+from paged_cases import Batch
 from stub_kernel import Kernel
 
 from softplus_attention import dispatch, softplus_attention
@@ -529,3 +531,23 @@ class TestOnGpu:
 
     def test_launches_again(self) -> None:
         decode_cases.check_launches_again()
+
+
+@interpreted
+class TestPages:
+    """``softplus_attention_paged`` as a GPU runs it; whatever lies in pages beyond a request's keys is NaN."""
+
+    @pytest.mark.parametrize("window", [None, 5])
+    @pytest.mark.parametrize("power", PAGED_POWERS)
+    def test_matches_each_request_alone(self, power: str, window: int | None) -> None:
+        """Prefill, decode and several speculated rows in one batch."""
+        batch = Batch([40, 17, 23, 1, 31], [40, 1, 7, 1, 3], page=7, dtype=torch.float32)
+        chosen = PAGED_POWERS[power]
+        options = {"power": chosen.float() if isinstance(chosen, torch.Tensor) else chosen, "window": window}
+        torch.testing.assert_close(batch.paged(impl="triton", **options), batch.alone(**options), rtol=1e-4, atol=1e-5)
+
+    def test_decode(self) -> None:
+        batch = Batch([40, 17, 23, 1, 31], [1] * 5, page=16, dtype=torch.float32)
+        batch.k[1][:, :, :16], batch.v[1][:, :, :16] = batch.k[0][:, :, :16], batch.v[0][:, :, :16]
+        batch.table[1, 0] = batch.table[0, 0]  # two requests that begin alike
+        torch.testing.assert_close(batch.paged(impl="triton"), batch.alone(), rtol=1e-4, atol=1e-5)

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
+from softplus_attention.serving.vllm.backend import PagedAttention
+
 MODELS: dict[str, dict[str, Any]] = {
     "recipe": {"power": "learned-log", "window": 32, "global_every": 2},
     "learned": {"power": "learned", "num_key_value_heads": 4, "bias": True, "tie_word_embeddings": False},
@@ -45,6 +47,14 @@ def test_matches_transformers(model: str, tmp_path: Path) -> None:
     with engine(folder) as llm:
         answers = ask(llm)
     assert_as_in_transformers(answers, folder)
+
+
+def test_the_way_of_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode step without the short way of CPUs: by ``Attention.decode``, which on a GPU runs the decode kernel."""
+    monkeypatch.setattr(PagedAttention, "one_row", lambda *_: None)
+    with engine(recipe) as llm:
+        answers = ask(llm)
+    assert_as_in_transformers(answers, recipe)
 
 
 def test_sixteen_times_the_training_length(recipe: Path) -> None:
