@@ -17,7 +17,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+# The C++ kernels for this CPU where there is a compiler; without them the demo takes longer.
 demo: setup
+	$(BIN)/softplus-attention build || true
 	$(BIN)/softplus-attention demo
 
 lint: setup

@@ -119,3 +119,16 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
         request.getfixturevalue("native_library")
     with native.using(request.param):
         yield request.param
+
+
+@pytest.fixture
+def impl(request: pytest.FixtureRequest) -> Iterator[str]:
+    """For ``parametrize(..., indirect=True)``: an implementation by name, "native" for the C++ kernels of "chunked"."""
+    from softplus_attention.kernels.cpu import native
+
+    if request.param != "native":
+        yield request.param
+        return
+    request.getfixturevalue("native_library")
+    with native.using("native"):
+        yield "chunked"

@@ -170,7 +170,7 @@ def test_a_length_that_float32_does_not_hold(n0: float) -> None:
         PowerByLength(15, 1, n0)
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_the_least_factor_of_log_n_runs(impl: Any) -> None:
     out = softplus_attention(**tensors(), power=PowerByLength.log_n(0.02), impl=impl)
     assert out.isfinite().all()
@@ -348,7 +348,7 @@ def test_raw_keys_called_normalised() -> None:
     assert softplus_attention_decode(**words | {"k_cache": unit.bfloat16().to(raw.dtype)}).isfinite().all()
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_largest_score_scale_and_widest_head(impl: str) -> None:
     q, k, v = (randn(1, 1, T, 256, seed=seed).requires_grad_() for seed in (1, 2, 3))
     out = softplus_attention(q, k, v, score_scale=80 / math.log(T) - 1e-6, impl=impl)
@@ -371,7 +371,7 @@ EMPTY = {
     "power", [None, 15, 2.5, "rows", PowerByLength()], ids=["lssa", "p15", "p2.5", "rows", "length"]
 )
 @pytest.mark.parametrize(("q_shape", "k_shape"), EMPTY.values(), ids=EMPTY)
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_empty_tensors(
     impl: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...], power: Any, causal: bool, masked: bool
 ) -> None:
@@ -391,7 +391,7 @@ def test_empty_tensors(
         assert (grad == 0).all()
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_empty_packing_and_empty_documents(impl: str) -> None:
     nothing = integers(0, 0)
     x = zeros(0, H, D)
@@ -408,7 +408,7 @@ def test_empty_packing_and_empty_documents(impl: str) -> None:
     torch.testing.assert_close(out[2:], alone[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_a_cache_that_starts_after_its_end_gives_zero(impl: str) -> None:
     out = softplus_attention_decode(**cached(cache_starts=integers(3, 0)), impl=impl)
     assert (out[0] == 0).all()

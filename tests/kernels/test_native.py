@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from helpers import randn, run
 
+from softplus_attention import PowerByLength, softplus_attention
 from softplus_attention.cli import main
-from softplus_attention.kernels.cpu import native
+from softplus_attention.kernels.cpu import chunked, native
 from softplus_attention.kernels.cpu.native import build
 
 COMMAND = [sys.executable, "-m", "softplus_attention"]
@@ -89,6 +93,76 @@ def test_info_says_which_runs(
         monkeypatch.setattr(native, "_found", None)
         assert main(["info"]) == 0
         assert f"CPU kernels        {line}" in capsys.readouterr().out
+
+
+# What the kernels must compute themselves, and what they must leave to PyTorch's operations.
+TAKEN: dict[str, dict[str, Any]] = {
+    "p15": {},
+    "lssa": {"power": None},
+    "real": {"power": 2.5},
+    "rows": {"power": torch.linspace(1, 15, 4)},
+    "by-length": {"power": PowerByLength(3, 1, 4)},
+    "window": {"window": 5},
+    "no-offset": {"offset": False},
+    "zero-vectors": {"k": torch.zeros(1, 2, 70, 17)},
+    "unseen": {
+        "k": torch.cat([randn(1, 2, 50, 17, seed=2), torch.full((1, 2, 20, 17), torch.nan)], 2).expand(2, -1, -1, -1),
+        "q": randn(2, 4, 70, 17, seed=1).masked_fill(torch.arange(70)[:, None] < 5, torch.nan),
+        "v": randn(2, 2, 70, 17, seed=3),
+        "key_start": torch.where(torch.arange(70) < 5, 70, 0)[None],
+        "key_end": torch.tensor([[50], [30]]).expand(2, 70),
+    },
+    "ranges": {"is_causal": False, "key_start": torch.arange(70)[None] // 20 * 20},
+}
+LEFT = {
+    "mask": {"attn_mask": torch.ones(70, 70, dtype=torch.bool).tril()},
+    "nan": {"k": torch.full((1, 2, 70, 17), torch.nan)},
+    "infinite": {"v": torch.full((1, 2, 70, 17), torch.inf)},
+    "far-too-long": {"q": torch.full((1, 4, 70, 17), 1e30)},
+    "far-too-short": {"k": torch.full((1, 2, 70, 17), 1e-36)},
+    "steep": {"power": 1e6},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*TAKEN, *LEFT])
+def test_which_calls_the_kernels_take(
+    name: str, dtype: torch.dtype, native_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = {"q": randn(1, 4, 70, 17, seed=1), "k": randn(1, 2, 70, 17, seed=2), "v": randn(1, 2, 70, 17, seed=3)}
+    call |= {"is_causal": True} | TAKEN.get(name, {}) | LEFT.get(name, {})
+    for x in "qkv":
+        call[x] = call[x].to(dtype).clone().requires_grad_()
+    if dtype == torch.float16 and name in ("far-too-long", "far-too-short"):
+        pytest.skip("float16 does not hold such numbers")
+    tiled: list[str] = []
+    for direction in ("forward", "backward"):
+        whole = getattr(chunked, direction)
+        record = lambda *given, direction=direction, whole=whole: (tiled.append(direction), whole(*given))[1]  # noqa: E731
+        monkeypatch.setattr(chunked, direction, record)
+    with native.using("native"):
+        softplus_attention(**call, enable_gqa=True, impl="chunked").sum().backward()
+    if name in TAKEN:
+        assert all(call[x].grad.isfinite().all() for x in "qkv")
+    assert tiled == ([] if name in TAKEN else ["forward", "backward"])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3, 8])
+def test_any_number_of_threads_and_heads(kv_heads: int, native_library: Path) -> None:
+    """With few key heads several threads work on one; the sums are in one order all the same."""
+    given = [randn(1, n, 300, 20, seed=n, dtype=torch.float32) for n in (2 * kv_heads, kv_heads, kv_heads)]
+    power = torch.linspace(2, 15, 2 * kv_heads)
+    grad_out, options = randn(1, 2 * kv_heads, 300, 20, seed=9), {"is_causal": True, "enable_gqa": True}
+    results = []
+    for mode, threads in (("torch", 1), ("native", 1), ("native", 2), ("native", 5)):
+        torch.set_num_threads(threads)
+        with native.using(mode):
+            found = run(softplus_attention, *given, impl="chunked", grad_out=grad_out, power=power, **options)
+        results.append(found)
+    torch.set_num_threads(1)
+    for name, x in results[1].items():
+        torch.testing.assert_close(x, results[0][name], rtol=1e-3, atol=1e-4 * float(x.abs().max()))
+        assert all(torch.equal(x, other[name]) for other in results[2:]), name
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softplus_attention.kernels.cpu import native
 from softplus_attention.kernels.cpu.threads import for_each, one_by_one
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
@@ -288,10 +289,11 @@ class RowTerms:
 
     def relative_excess(self, f: Tensor, out: Tensor) -> Tensor:
         """u = x / M, zero in rows that do not sharpen."""
-        slope, offset = self.counts / self.total / self.height, self.offset / self.height
+        mean, slope = self.offset * self.total / self.counts, self.counts / self.total / self.height
         if not self.all_sharp:
-            slope, offset = torch.where(self.sharp, slope, 0), torch.where(self.sharp, offset, 0)
-        return exactly_one_(torch.mul(f, slope, out=out).sub_(offset).clamp_(0, 1), f, self.largest, self.power)
+            mean, slope = torch.where(self.sharp, mean, 0), torch.where(self.sharp, slope, 0)
+        # The mean first: where f is near it, the difference has all its digits.
+        return exactly_one_(torch.sub(f, mean, out=out).mul_(slope).clamp_(0, 1), f, self.largest, self.power)
 
     def raised(self, u: Tensor, below: int, out: Tensor) -> Tensor:
         """u^(p - below)"""
@@ -323,8 +325,22 @@ def bad_keys_of(problem: TiledInputs, tile: Tile) -> list[int]:
     return [key - tile.keys.start for key in problem.bad_keys[tile.group] if tile.keys.start <= key < tile.keys.stop]
 
 
+def native_result(
+    name: str, before: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *options: Any
+) -> list[Tensor]:
+    """From the C++ kernels, where they are there; empty where the call is not one of theirs: masks, float64, nothing to
+    do, and what they find in the numbers (not finite, norms near the limits of float32, steep powers)."""
+    start, end, mask, *rest = options
+    if mask is not None or q.dtype == torch.float64 or not (q.numel() and k.numel() and v.numel()):
+        return []
+    ops = native.status().ops
+    return [] if ops is None else getattr(ops, name)(*before, q, k, v, start, end, *rest)
+
+
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False) -> tuple[Tensor, Tensor]:
     """``chunked_forward`` of ``ops``."""
+    if found := native_result("prefill_forward", (), q, k, v, *options):
+        return found[0], found[1]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     stats = q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
     if out.numel():
@@ -337,6 +353,8 @@ def attention_backward(
     grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``chunked_backward`` of ``ops``."""
+    if found := native_result("prefill_backward", (grad_out, stats), q, k, v, *options):
+        return found[0], found[1], found[2], found[3]
     wants_power = options[POWER_ROWS] is not None
     if not grad_out.numel():
         d_power = stats.new_zeros(stats.shape[1:] if wants_power else (0,))

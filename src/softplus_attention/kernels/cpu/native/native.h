@@ -8,6 +8,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 // Each source adds its operators to torch.ops.softplus_attention_native.
 #define SOFTPLUS_ATTENTION_OPS(m) TORCH_LIBRARY_FRAGMENT(softplus_attention_native, m)
@@ -46,6 +49,7 @@ inline Integers load(const int32_t* from) {
   return x;
 }
 inline void store(float* to, Vector x) { std::memcpy(to, &x, sizeof x); }
+inline void accumulate(float* to, Vector x) { store(to, load(to) + x); }
 inline Vector all(float x) { return x - Vector{}; }
 inline Vector largest(Vector x, Vector y) { return x > y ? x : y; }
 inline Vector least(Vector x, Vector y) { return x < y ? x : y; }
@@ -81,12 +85,16 @@ inline Vector exp2(Vector x) {
   return scale * (r * polynomial(r, EXP2_MINUS_1)) + scale;
 }
 
-// log2(1 + 2^t), to a few units in the last place also where it is small, for any finite t.
+// log2(1 + x) / x from 0 to 1, less the first coefficient, and from sqrt(1/2) - 1 to sqrt(2) - 1.
+constexpr float LOG2_FAR[] = {-0.7213461399f, 0.4808497131f, -0.3600119948f,  0.2838634551f,  -0.2208120674f,
+                              0.1529767662f,  -0.08217362314f, 0.02863874659f, -0.004679948092f};
+constexpr float LOG2_NEAR[] = {-0.7213473320f, 0.4808982313f, -0.3606967032f, 0.2885675728f, -0.2396162748f,
+                               0.2045967281f,  -0.1910687983f, 0.1862045974f, -0.1099718437f};
+
+// log2(1 + 2^t), to a unit in the last place or two also where it is small, for any finite t.
 inline Vector softplus2(Vector t) {
-  constexpr float c[] = {1.4426950216f, -0.7213401794f, 0.4806929231f, -0.3584082723f, 0.2756406367f,
-                         -0.1971172988f, 0.1128542200f, -0.04256584868f, 0.007548878901f};
   Vector e = exp2(largest(least(t, -t), all(-126.f)));
-  return largest(t, Vector{}) + e * polynomial(e, c);
+  return e * (e * polynomial(e, LOG2_FAR) + LOG2_E) + largest(t, Vector{});
 }
 
 // The derivative of softplus2, from its value: 1 - 2^-f.
@@ -97,35 +105,91 @@ inline Vector slope_of_softplus2(Vector f) {
 
 // For positive normal x.
 inline Vector log2(Vector x) {
-  constexpr float c[] = {1.4426950216f, -0.7213473320f, 0.4809106588f, -0.3607037961f, 0.2879154384f,
-                         -0.2389414310f, 0.2157207876f, -0.2072983831f, 0.1258593202f};
   Integers bits = (Integers)x;
-  Integers exponent = (bits - 0x3f3504f3) >> 23;  // x = 2^exponent * m, m from sqrt(1/2) on
+  Integers exponent = (bits - 0x3f3504f3) >> 23;  // x = 2^exponent * (1 + m)
   Vector m = (Vector)(bits - (exponent << 23)) - 1.f;
-  return __builtin_convertvector(exponent, Vector) + m * polynomial(m, c);
+  return (m * m * polynomial(m, LOG2_NEAR) + m * LOG2_E) + __builtin_convertvector(exponent, Vector);
 }
 
+// What a product multiplies: floats, or pairs of bfloat16 that are neighbours along the sum (AVX-512 with bfloat16).
+using Pair = uint32_t;
+template <class T>
+struct Factor;
+template <>
+struct Factor<float> {
+  Vector x;
+  static Factor one(const float* from) { return {all(*from)}; }
+  static Factor many(const float* from) { return {load(from)}; }
+  static Vector add(Vector sum, Factor a, Factor b) { return sum + a.x * b.x; }
+};
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIRS = true;
+template <>
+struct Factor<Pair> {
+  __m512i x;
+  static Factor one(const Pair* from) {
+    int32_t both;
+    std::memcpy(&both, from, sizeof both);
+    return {_mm512_set1_epi32(both)};
+  }
+  static Factor many(const Pair* from) { return {_mm512_loadu_si512(from)}; }
+  static Vector add(Vector sum, Factor a, Factor b) {
+    return (Vector)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a.x, (__m512bh)b.x);
+  }
+};
+
+// Rounds to bfloat16: neighbours in a row of x, and rows 2i and 2i + 1 as row i of pairs.
+inline void to_halves(const float* x, int64_t count, uint16_t* to) {
+  for (int64_t i = 0; i < count; i += WIDTH)
+    _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+}
+inline void to_pairs(const float* x, int64_t rows, int64_t width, Pair* to) {
+  for (int64_t i = 0; i < rows; i += 2)
+    for (int64_t j = 0; j < width; j += WIDTH) {
+      auto halves = [&](int64_t row) {
+        return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + row * width + j)));
+      };
+      __m512i pairs = halves(i);
+      if (i + 1 < rows) pairs = _mm512_or_si512(pairs, _mm512_slli_epi32(halves(i + 1), 16));
+      _mm512_storeu_si512(to + i / 2 * width + j, pairs);
+    }
+}
+#else
+constexpr bool HAS_PAIRS = false;
+template <>
+struct Factor<Pair> {  // never called
+  static Factor one(const Pair*) { return {}; }
+  static Factor many(const Pair*) { return {}; }
+  static Vector add(Vector sum, Factor, Factor) { return sum; }
+};
+inline void to_halves(const float*, int64_t, uint16_t*) {}
+inline void to_pairs(const float*, int64_t, int64_t, Pair*) {}
+#endif
+
 // c[i][j] = [c[i][j] +] sum_k a[i * a_row + k * a_step] * b[k][j], for a tile of ROWS by VECTORS.
-template <int ROWS, int VECTORS>
-inline void tile(int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_row, float* c,
+template <int ROWS, int VECTORS, class T>
+inline void tile(int64_t depth, const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_row, float* c,
                  int64_t c_row, bool add) {
   Vector sums[ROWS][VECTORS];
   for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++) sums[i][j] = add ? load(c + i * c_row + j * WIDTH) : Vector{};
+    for (int j = 0; j < VECTORS; j++) sums[i][j] = Vector{};
   for (int64_t k = 0; k < depth; k++) {
-    Vector right[VECTORS];
-    for (int j = 0; j < VECTORS; j++) right[j] = load(b + k * b_row + j * WIDTH);
+    Factor<T> right[VECTORS];
+    for (int j = 0; j < VECTORS; j++) right[j] = Factor<T>::many(b + k * b_row + j * WIDTH);
     for (int i = 0; i < ROWS; i++) {
-      Vector left = all(a[i * a_row + k * a_step]);
-      for (int j = 0; j < VECTORS; j++) sums[i][j] += left * right[j];
+      Factor<T> left = Factor<T>::one(a + i * a_row + k * a_step);
+      for (int j = 0; j < VECTORS; j++) sums[i][j] = Factor<T>::add(sums[i][j], left, right[j]);
     }
   }
   for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++) store(c + i * c_row + j * WIDTH, sums[i][j]);
+    for (int j = 0; j < VECTORS; j++) {
+      float* to = c + i * c_row + j * WIDTH;
+      store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+    }
 }
 
-template <int VECTORS, int ROWS = TILE_ROWS>
-inline void rows_left(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b,
+template <int VECTORS, int ROWS = TILE_ROWS, class T>
+inline void rows_left(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_step, const T* b,
                       int64_t b_row, float* c, int64_t c_row, bool add) {
   if constexpr (ROWS > 1) {
     if (rows < ROWS) return rows_left<VECTORS, ROWS - 1>(rows, depth, a, a_row, a_step, b, b_row, c, c_row, add);
@@ -133,9 +197,9 @@ inline void rows_left(int64_t rows, int64_t depth, const float* a, int64_t a_row
   tile<ROWS, VECTORS>(depth, a, a_row, a_step, b, b_row, c, c_row, add);
 }
 
-template <int VECTORS>
-inline void panel(int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_step, const float* b,
-                  int64_t b_row, float* c, int64_t c_row, bool add) {
+template <int VECTORS, class T>
+inline void panel(int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_step, const T* b, int64_t b_row,
+                  float* c, int64_t c_row, bool add) {
   int64_t i = 0;
   for (; i + TILE_ROWS <= rows; i += TILE_ROWS)
     tile<TILE_ROWS, VECTORS>(depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, add);
@@ -143,9 +207,9 @@ inline void panel(int64_t rows, int64_t depth, const float* a, int64_t a_row, in
     rows_left<VECTORS>(rows - i, depth, a + i * a_row, a_row, a_step, b, b_row, c + i * c_row, c_row, add);
 }
 
-template <int VECTORS = TILE_VECTORS>
-inline void vectors_left(int64_t vectors, int64_t rows, int64_t depth, const float* a, int64_t a_row, int64_t a_step,
-                         const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+template <int VECTORS = TILE_VECTORS, class T>
+inline void vectors_left(int64_t vectors, int64_t rows, int64_t depth, const T* a, int64_t a_row, int64_t a_step,
+                         const T* b, int64_t b_row, float* c, int64_t c_row, bool add) {
   if constexpr (VECTORS > 1) {
     if (vectors < VECTORS)
       return vectors_left<VECTORS - 1>(vectors, rows, depth, a, a_row, a_step, b, b_row, c, c_row, add);
@@ -153,9 +217,11 @@ inline void vectors_left(int64_t vectors, int64_t rows, int64_t depth, const flo
   panel<VECTORS>(rows, depth, a, a_row, a_step, b, b_row, c, c_row, add);
 }
 
-// C (rows x columns) = [C +] A B, where A(i, k) is a[i * a_row + k * a_step] and ``columns`` are whole vectors.
-inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t a_row, int64_t a_step,
-                     const float* b, int64_t b_row, float* c, int64_t c_row, bool add) {
+// C (rows x columns) = [C +] A B, where A(i, k) is a[i * a_row + k * a_step] and ``columns`` are whole vectors. Of pairs
+// everything but C's rows is counted in pairs.
+template <class T>
+inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row, int64_t a_step,
+                     const T* b, int64_t b_row, float* c, int64_t c_row, bool add) {
   int64_t left = columns / WIDTH;
   for (; left >= TILE_VECTORS; left -= TILE_VECTORS) {
     panel<TILE_VECTORS>(rows, depth, a, a_row, a_step, b, b_row, c, c_row, add);
