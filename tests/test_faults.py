@@ -113,5 +113,5 @@ def test_killed_often(name: str, jobs: dict[str, Job], wholes: dict[str, Undistu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_small_disk(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000, "extend": 190_000}[name]
+    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000, "extend": 160_000}[name]
     faults.fill_a_small_disk(jobs[name], wholes[name], tmp_path / "disk", size)
