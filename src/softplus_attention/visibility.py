@@ -128,8 +128,10 @@ class Visibility:
         if self.query_key_index is not None:
             return self.query_key_index
         if self.cache_seqlens is not None:
-            row = torch.arange(self.t_q, device=self.device, dtype=torch.int32)
-            return (self.cache_seqlens[:, None] - self.t_q + row).to(torch.int32)
+            first = (self.cache_seqlens[:, None] - self.t_q).to(torch.int32)
+            if self.t_q == 1:  # a decode step waits for each operation
+                return first
+            return first + torch.arange(self.t_q, device=self.device, dtype=torch.int32)
         offset = self.t_k - self.t_q
         return torch.arange(offset, offset + self.t_q, device=self.device, dtype=torch.int32)[None]
 
