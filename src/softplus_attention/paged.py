@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from softplus_attention import validation as check
-from softplus_attention.dispatch import Impl
+from softplus_attention.dispatch import Impl, transformed, wants_gradient
 from softplus_attention.functional import softplus_attention_decode
-from softplus_attention.power import Power
+from softplus_attention.kernels import ops
+from softplus_attention.power import Power, check_power, power_record
 
 Decode = Callable[..., Tensor]
 OneRow = Callable[..., Tensor | None]
@@ -60,7 +62,27 @@ def softplus_attention_paged(
         validate=validate,
     )
     pages = (k_pages, v_pages, block_table, seq_lens)
-    return attend_pages(decode, q, *pages, cu_seqlens_q, max_seqlen_q, max_seqlen_k, window, validate)
+    lengths = (cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+    attend = partial(attend_pages, decode, q, *pages, *lengths, window, validate)
+    tensors = (q, k_pages, v_pages)
+    if impl not in ("auto", "chunked") or any(not isinstance(x, Tensor) or x.device.type != "cpu" for x in tensors):
+        return attend()
+    if transformed(*tensors) or wants_gradient(*tensors, power) or torch.is_autocast_enabled("cpu"):
+        return attend()
+
+    def one_row(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> Tensor | None:
+        names = ("q", "k_pages", "v_pages")
+        some = (q[:1, :, None], k_pages[:1], v_pages[:1])
+        check.check_qkv(*some, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=names)
+        check.check_window(window, is_causal=True)
+        check.check_offset(offset)
+        check_power(power, (q.shape[0], q.shape[1], 1), q.device, validate)
+        scale = check.check_score_scale(score_scale, q.shape[-1], (window, max_seqlen_k))
+        record = power_record(power, offset)
+        decode_pages = ops.implementation("cpu.pages").decode_pages
+        return decode_pages(q, k_pages, v_pages, *rest, lambda seen: record, scale, normalized_keys)
+
+    return attend(one_row)
 
 
 def attend_pages(

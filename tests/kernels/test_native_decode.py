@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor
 
-from softplus_attention import PowerByLength, softplus_attention_decode
+from softplus_attention import PowerByLength, softplus_attention_decode, softplus_attention_paged
 from softplus_attention.dispatch import Impl
 from softplus_attention.kernels.cpu import native
 from softplus_attention.kernels.cpu.pages import decode_pages
@@ -105,6 +105,21 @@ def test_powers_over_pages(power, window, offset):
 @pytest.mark.parametrize("width", [2, 15, 16, 64, 100, 128, 256])
 def test_head_dimensions(width):
     Pages(16, (3, 3), torch.float32, width).assert_right(None, 15)
+
+
+def test_paged_op_takes_it():
+    """A batch of which one request has two new rows; and what the op refuses."""
+    pages = Pages(16, (6, 2), torch.float32)
+    q, cu = torch.cat([pages.q[:1], pages.q]), torch.tensor([0, 2, 3, 4, 5, 6], dtype=torch.int32)
+    rest = (pages.k_pages, pages.v_pages, pages.table, torch.tensor(LENGTHS, dtype=torch.int32), cu, 2, max(LENGTHS))
+    short = softplus_attention_paged(q, *rest, score_scale=SCALE, enable_gqa=True)
+    general = softplus_attention_paged(q, *rest, score_scale=SCALE, enable_gqa=True, impl="reference")
+    torch.testing.assert_close(short, general, atol=1e-5, rtol=1e-4)
+    assert torch.equal(short[2:], pages.decode(None, 15)[1:])
+    with pytest.raises(ValueError, match="enable_gqa"):
+        softplus_attention_paged(q, *rest)
+    with pytest.raises(ValueError, match="`power`"):
+        softplus_attention_paged(q, *rest, power=0.5, enable_gqa=True)
 
 
 def decode(q: Tensor, k: Tensor, v: Tensor, power: float = 15) -> Tensor:

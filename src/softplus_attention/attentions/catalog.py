@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,8 @@ from softplus_attention import validation as check
 from softplus_attention.attentions.composed import composed_attention, composed_weights
 from softplus_attention.attentions.sdpa import sdpa_attention
 from softplus_attention.attentions.spec import AttentionSpec, Parameters, check_parameters, learned_parameters
-from softplus_attention.power import Power, PowerByLength, power_by_log
+from softplus_attention.kernels import ops
+from softplus_attention.power import Power, PowerByLength, PowerRecord, power_by_log, power_record
 from softplus_attention.reference import attention_stages, without_autocast
 from softplus_attention.visibility import Visibility, checked_cache, checked_documents
 
@@ -204,6 +207,23 @@ class Attention:
         window = self.window(window)
         visibility = checked_cache(q, k, v, cache_seqlens, cache_starts, window, enable_gqa, validate, normalized_keys)
         return self.attend(q, k, v, visibility, impl, parameters, validate, normalized_keys=normalized_keys)
+
+    def one_row_over_pages(
+        self, q: Tensor, parameters: Parameters | None, bounds: tuple[int | None, ...], normalized_keys: bool
+    ) -> Callable[..., Tensor | None] | None:
+        """``one_row`` of ``attend_pages`` for LSSA and LSSAR on a CPU. No row sees more keys than any of ``bounds``."""
+        if not self.spec.is_softplus_attention or q.device.type != "cpu":
+            return None
+
+        def power(seen: Tensor) -> PowerRecord:
+            given = parameters or {}
+            if "power_per_log" in given:
+                return power_record(power_by_log(given["power_per_log"], seen[:, None, None]), self.spec.offset)
+            return power_record(given.get("power", self.spec.sharpening), self.spec.offset)
+
+        scale = check.check_score_scale(self.score_scale, q.shape[-1], bounds)
+        decode = ops.implementation("cpu.pages").decode_pages
+        return partial(decode, power=power, score_scale=scale, normalized_keys=normalized_keys)
 
     def weights(
         self,

@@ -56,7 +56,8 @@ def attend_paged(
         # Of a graph that is captured the lengths cannot be read: there all places of the table are looked at.
         most = given["block_table"].shape[1] * given["k_cache"].shape[1]
         longest = most if q.is_cuda else max(1, int(keys.diff().max()))
-        out = attend_pages(decode, q, *pages, rows, 1, longest, window)
+        one_row = chosen.one_row_over_pages(q, parameters, (window, longest), normalized_keys)
+        out = attend_pages(decode, q, *pages, rows, 1, longest, window, one_row=one_row)
     else:
         total_rows, total_keys = int(rows[-1]), int(keys[-1])  # the rest is padding
         q, k, v = q[:total_rows], k[:total_keys], v[:total_keys]

@@ -32,7 +32,8 @@ def decode_pages(
     keys."""
     seen = seq_lens if window is None else seq_lens.clamp(max=window)
     ops = native.status().ops
-    if ops is not None and q.dtype != torch.float64:
+    rows_in_one_piece = k_pages.stride(3) == 1 and v_pages.stride(3) == 1
+    if ops is not None and q.dtype != torch.float64 and rows_in_one_piece:
         pages = (k_pages, v_pages, block_table)
         return ops.decode(q, *pages, seq_lens - seen, seq_lens, *power(seen), score_scale, normalized_keys)
     if not normalized_keys:

@@ -20,13 +20,10 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import SOFTMAX, Attention
 from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.dispatch import unit_keys
-from softplus_attention.kernels.cpu.pages import decode_pages
-from softplus_attention.paged import OneRow, attend_pages
-from softplus_attention.power import PowerRecord, power_by_log, power_record
+from softplus_attention.paged import attend_pages
 from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_device
 
 
@@ -166,6 +163,7 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         keys[batch.blocks, :, batch.offsets] = unit_keys(key[None])[0] if normalized else key
         values[batch.blocks, :, batch.offsets] = value
         parameters = self.parameters()
+        bounds = (self.window, batch.max_seqlen_k)
         decode = partial(self.attention.decode, normalized_keys=normalized, enable_gqa=True, parameters=parameters)
         output[: batch.tokens] = attend_pages(
             decode,
@@ -178,24 +176,6 @@ class PagedAttention(AttentionImpl[PagedBatch]):
             batch.max_seqlen_q,
             batch.max_seqlen_k,
             self.window,
-            one_row=self.one_row(parameters, batch) if query.device.type == "cpu" else None,
+            one_row=self.attention.one_row_over_pages(query, parameters, bounds, normalized),
         )
         return output
-
-    def one_row(self, parameters: Mapping[str, Tensor], batch: PagedBatch) -> OneRow | None:
-        """The way of LSSA and LSSAR through a decode step on a CPU."""
-        chosen = self.attention
-        if not chosen.spec.is_softplus_attention:
-            return None
-
-        def power(seen: Tensor) -> PowerRecord:
-            per_log = parameters.get("power_per_log")
-            given = (
-                parameters.get("power", chosen.spec.sharpening)
-                if per_log is None
-                else power_by_log(per_log, seen[:, None, None])
-            )
-            return power_record(given, chosen.spec.offset)
-
-        scale = check.check_score_scale(chosen.score_scale, self.head_size, (self.window, batch.max_seqlen_k))
-        return partial(decode_pages, power=power, score_scale=scale)
