@@ -248,8 +248,9 @@ struct Decode {
     const Piece& piece = pieces[number];
     Pages<T> cache = pages(v, piece);
     const float* scores = f + (piece.sequence * heads + piece.head * shared) * stride;
-    uint32_t chosen[CHUNK + WIDTH], offset = uint32_t(start[piece.sequence]);
+    uint32_t chosen[CHUNK + WIDTH];
     float weights[CHUNK + WIDTH];
+    const T* rows[CHUNK + WIDTH];
     RowTerms term[HEADS];
     for (int64_t first = 0; first < shared; first += HEADS) {
       int now = int(std::min<int64_t>(HEADS, shared - first)), n = 0;
@@ -263,6 +264,7 @@ struct Decode {
         }
       }
       while (n && chosen[n - 1] >= piece.end) n--;  // padding counts where every key does
+      for (int i = 0; i < n; i++) rows[i] = cache[uint32_t(start[piece.sequence]) + chosen[i]];
       for (int h = 0; h < now; h++) {
         const RowTerms& own = term[h];
         const float* from = scores + (first + h) * stride;
@@ -283,17 +285,17 @@ struct Decode {
           store(weights + i, w);
         }
         norms[number * shared + first + h] = sum(total);
-        add<N>(cache, offset, chosen, weights, n, outs + (number * shared + first + h) * padded_width);
+        add<N>(rows, weights, n, h == 0, outs + (number * shared + first + h) * padded_width);
       }
     }
   }
 
   template <int N>
-  void add(const Pages<T>& cache, uint32_t offset, const uint32_t* chosen, const float* weights, int n, float* to) {
+  void add(const T** rows, const float* weights, int n, bool first, float* to) {
     Vector sums[Row<T, N>::MOST] = {};
     for (int i = 0; i < n; i++) {
-      fetch(cache[offset + chosen[std::min(i + AHEAD, n - 1)]], width);
-      Row<T, N> value(cache[offset + chosen[i]], width);
+      if (first) fetch(rows[std::min(i + AHEAD, n - 1)], width);
+      Row<T, N> value(rows[i], width);
       for (int d = 0; d < value.size(); d++) sums[d] += value.x[d] * weights[i];
     }
     for (int64_t d = 0; d < padded_width / WIDTH; d++) store(to + d * WIDTH, sums[d]);
