@@ -177,7 +177,9 @@ def main() -> int:
         if options.vectors:
             torch.save(vectors, options.vectors)
     about = {"command": provenance.command("benchmarks/cpu_decode.py"), "commit": provenance.commit()}
-    about |= {"machine": provenance.machine(), "versions": provenance.versions(), "kernels": native.status().reason}
+    about |= {"machine": provenance.machine(), "versions": provenance.versions()}
+    ops = native.status().ops
+    about |= {"kernels": "PyTorch operations" if ops is None else f"C++: {ops.instructions()}"}
     about |= {"shape": {"key_heads": HEADS, "head_dim": vectors[0].shape[-1], "threads": 1}}
     granules = []
     for power in POWERS:

@@ -57,3 +57,18 @@ def test_whole_training_step(tmp_path: Path) -> None:
         stages = row["profile"]["stages"]
         assert 0 < row["profile"]["attention_ms"] < stages["forward"] + stages["backward"]
         assert f"{row['tokens_per_second']:,.0f}" in table
+
+
+@pytest.mark.slow
+def test_decode_steps(native_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOFTPLUS_ATTENTION_CPU", "native")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
+    output = tmp_path / "deep" / "decode.json"
+    table = python("benchmarks/cpu_decode.py", "--quick", "--output", str(output))
+    data = json.loads(output.read_text())
+    assert data["kernels"].startswith("C++")
+    for row in data["rows"]:
+        assert row["error"] <= row["limit"]
+        assert 0 < row["read"] < 1
+        assert row["lssar_bytes"] < row["softmax_bytes"]
+        assert f"ratio {row['ratio']:.2f}" in table

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 
-from softplus_attention.serving.vllm.backend import PagedAttention
+from softplus_attention.attentions.catalog import Attention
 
 MODELS: dict[str, dict[str, Any]] = {
     "recipe": {"power": "learned-log", "window": 32, "global_every": 2},
@@ -51,7 +51,7 @@ def test_matches_transformers(model: str, tmp_path: Path) -> None:
 
 def test_the_way_of_a_gpu(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step without the short way of CPUs: by ``Attention.decode``, which on a GPU runs the decode kernel."""
-    monkeypatch.setattr(PagedAttention, "one_row", lambda *_: None)
+    monkeypatch.setattr(Attention, "one_row_over_pages", lambda *_: None)
     with engine(recipe) as llm:
         answers = ask(llm)
     assert_as_in_transformers(answers, recipe)

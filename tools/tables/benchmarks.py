@@ -11,6 +11,7 @@ from tools.tables.markdown import TableError, hundredths, read_results, table, t
 
 ATTENTION, CPU, TRAINING = "attention-h200.json", "cpu.json", "training-h200.json"
 DECODE_GPU, DECODE_CPU, SERVING = "decode-h200.json", "decode-cpu.json", "serving-cpu.json"
+DECODE_OP_CPU = "decode-op-cpu.json"
 OURS, BASELINE, FASTEST = "lssar p=15", "sdpa flash", "sdpa cudnn"
 LEARNED, STAGE_1, UNIT_KEYS = "lssar learned", "lssa", "lssar p=15 unit keys"
 SHOWN_IN_DECODE = (FASTEST, BASELINE, "flex softmax", UNIT_KEYS, OURS)
@@ -248,6 +249,25 @@ def token_table_cpu(rows: Sequence[Row]) -> str:
     return table_by_cells(rows, cells)
 
 
+def decode_op_table(rows: Sequence[Row]) -> str:
+    """Microseconds of a decode step of the op on a CPU."""
+    powers = {"learned": "learned", "15": "p = 15"}
+    cells: dict[str, Callable[[Row], str]] = {
+        "keys": lambda row: f"{row['keys']:,}",
+        "dtype": lambda row: row["dtype"],
+        "requests": lambda row: str(row["batch"]),
+        "query heads per key head": lambda row: str(row["heads_per_key_head"]),
+        "power": lambda row: powers[row["power"]],
+        "cache": lambda row: "unit keys" if row["unit_keys"] else "raw keys",
+        "LSSAR us": lambda row: f"{row['lssar_us']:,.0f}",
+        "SDPA us": lambda row: f"{row['softmax_us']:,.0f}",
+        "ratio": lambda row: hundredths(row["ratio"]),
+        "values read": lambda row: f"{row['read']:.0%}",
+        "error / limit": lambda row: hundredths(row["error"] / row["limit"]),
+    }
+    return table_by_cells(sorted(rows, key=lambda row: (row["dtype"] != "float32", row["keys"])), cells)
+
+
 def serving_table(rows: Sequence[Row]) -> str:
     """Generated tokens per second on a CPU."""
     cells: dict[str, Callable[[Row], str]] = {
@@ -264,12 +284,13 @@ def serving_table(rows: Sequence[Row]) -> str:
 def make_tables(results: Path) -> dict[str, str]:
     rows = read_attention(results)
     cpu = read_results(results / CPU, "benchmarks/cpu.py")
-    training, on_gpu, on_cpu, serving = (
+    training, on_gpu, on_cpu, op_on_cpu, serving = (
         read_results(results / file, f"benchmarks/{program}.py")["rows"]
         for file, program in (
             (TRAINING, "training"),
             (DECODE_GPU, "decode"),
             (DECODE_CPU, "decode"),
+            (DECODE_OP_CPU, "cpu_decode"),
             (SERVING, "serving"),
         )
     )
@@ -287,5 +308,6 @@ def make_tables(results: Path) -> dict[str, str]:
         "training-times": training_table(training),
         "decode-gpu": token_table(on_gpu),
         "decode-cpu": token_table_cpu(on_cpu),
+        "decode-op-cpu": decode_op_table(op_on_cpu),
         "serving-cpu": serving_table(serving),
     }
