@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import randn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -545,3 +546,21 @@ def test_compiles_with_dynamic_lengths(name: str) -> None:
     for length in (20, 33):
         q = torch.randn(2, 4, length, 8)
         torch.testing.assert_close(compiled(q), chosen(q, q, q, is_causal=True))
+
+
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 30]], ids=["alike", "unequal"])
+def test_a_decode_step_without_a_mask(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all sequences see the same keys of a cache, torch's kernel gets these alone."""
+    q, k, v = (randn(2, 2, n, 8, seed=n, dtype=torch.float64) for n in (1, 64, 64))
+    k[:, :, 40:] = v[:, :, 40:] = torch.nan
+    fused, found = F.scaled_dot_product_attention, list[tuple[int, bool]]()
+
+    def recorded(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+        found.append((k.shape[2], attn_mask is None))
+        return fused(q, k, v, attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    seqlens = torch.tensor(lengths, dtype=torch.int32)
+    out = attention("softmax").decode(q, k, v, seqlens)
+    assert found == [(40, True) if lengths[0] == lengths[1] else (64, False)]
+    assert_close(out, attention("softmax").decode(q, k, v, seqlens, impl="reference"))

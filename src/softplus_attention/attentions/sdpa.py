@@ -14,6 +14,7 @@ from softplus_attention.attentions.composed import (
     scaled_queries,
 )
 from softplus_attention.attentions.spec import AttentionSpec, Parameters
+from softplus_attention.dispatch import transformed
 from softplus_attention.reference import compute_dtype, expand_kv_heads, seen_by_some_row, unit
 from softplus_attention.visibility import Visibility
 
@@ -32,6 +33,8 @@ def sdpa_attention(
 ) -> Tensor:
     """A softmax spec through torch's ``scaled_dot_product_attention``."""
     dtype, work = q.dtype, compute_dtype(q.dtype)
+    if spec.positions != "alibi":
+        k, v, visibility = cut_to_seen(k, v, visibility)
     t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
     if t_k == 0:
         return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
@@ -76,6 +79,19 @@ def sdpa_attention(
     if spec.positions == "alibi":
         mask = torch.where(mask, alibi_bias(heads, visibility, run_in), -torch.inf)
     return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), 0).to(dtype)
+
+
+def cut_to_seen(k: Tensor, v: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor, Visibility]:
+    """The keys of a decode step on a CPU, where all sequences see the same: with a mask, as a static cache brings one,
+    torch's kernel reads the whole cache, and slowly."""
+    ranged = visibility.key_end is not None or visibility.cache_seqlens is not None
+    if visibility.t_q != 1 or not ranged or visibility.mask is not None or k.device.type != "cpu" or transformed(k, v):
+        return k, v, visibility
+    start, end = (x.flatten().tolist() for x in visibility.ranges())
+    if len({*zip(start, end, strict=True)}) != 1:
+        return k, v, visibility
+    seen = slice(start[0], end[0])
+    return k[:, :, seen], v[:, :, seen], Visibility(1, end[0] - start[0], k.device)
 
 
 def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
