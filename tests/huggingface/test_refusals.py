@@ -16,7 +16,8 @@ import torch.distributed as dist
 from huggingface_models import CONFIGS, small_model, token_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
-from transformers import AttentionInterface, AutoModelForCausalLM, DistributedConfig, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
 
 from softplus_attention import softplus_attention
 from softplus_attention.attentions.catalog import attention

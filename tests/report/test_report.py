@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from softplus_attention.charts.draw import picture
 from softplus_attention.charts.model import LineChart, Series, aligned_rows, percent_words, text_rows
 from softplus_attention.cli import main
+from softplus_attention.evaluation.measures.loaded import LoadedResult, tell_apart
 from softplus_attention.report import build
 from softplus_attention.report import page as html_page
 from softplus_attention.report.discovery import find_results
@@ -269,6 +270,7 @@ def test_csv_holds_the_numbers_and_no_formulas():
 def test_results_of_this_repository_are_shown():
     page, problems = render_html(REPOSITORY / "results")
     assert problems == []
+    assert len(page.encode()) < 2e6
     assert "NVIDIA H200" in page
     for kind in ("rotary positions in every layer", "mix of layers"):
         assert f"Study, 30M, text A: loss by length, {kind}" in page
@@ -607,6 +609,14 @@ def test_verdicts_and_the_table_of_models(tmp_path):
     table = figures_of(tmp_path)["Models"]
     steady = dict(zip(table.head, text_rows(table.body)[1], strict=True))
     assert (steady["parameters"], steady["longest"], steady["loss there"]) == ("0.812M", "16x", "2.502")
+
+
+def test_one_model_on_two_texts_is_told_apart():
+    """By the names of the texts, and by what else differs."""
+    of = [{"text": {"text": ["x/book.txt", "notes.md"], "fingerprint": "1"}}, {"text": {"text": ["x/book.txt"]}}]
+    settings = [of[0], of[1], {**of[1], "power": "31"}]
+    found = tell_apart([LoadedResult("a", 128, True, one, {}, None) for one in settings])
+    assert [one.name for one in found] == ["a (book.txt, notes.md)", "a (book.txt)", "a (book.txt, power '31')"]
 
 
 def test_models_on_the_same_texts_are_paired(tmp_path):

@@ -152,5 +152,5 @@ def flat(data: Any, before: str = "") -> dict[str, str]:
 
 MEASUREMENTS = {
     "results", "loss", "standard_error", "rows", "table", "cells", "controls", "pretraining", "probes", "long",
-    "figures", "time", "memory", "evaluation", "training", "losses", "gradient_norms",
+    "figures", "time", "memory", "evaluation", "training", "losses", "gradient_norms", "methods",
 }  # fmt: skip

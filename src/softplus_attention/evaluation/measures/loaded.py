@@ -63,7 +63,15 @@ def tell_apart(members: Sequence[LoadedResult]) -> list[LoadedResult]:
             settings = [flat_settings(other.settings) for other in others]
             own = flat_settings(member.settings)
             different = [name for name in own if len({other.get(name) for other in settings}) > 1]
-            words = [f"{name} {own[name]}" for name in different if "fingerprint" not in name and "sha256" not in name]
+            data = data_name(member.settings) if len({data_name(other.settings) for other in others}) > 1 else ""
+            words = [data] * bool(data)
+            words += [
+                f"{name} {own[name]}"
+                for name in different
+                if "fingerprint" not in name
+                and "sha256" not in name
+                and not (data and name.startswith(("data: ", "text: ")))
+            ]
             member = replace(member, name=f"{member.name} ({', '.join(words[:2]) or member.model.get('fingerprint')})")
         found.append(member)
     return found
