@@ -39,6 +39,7 @@ def test_lengths_of_a_folder_and_in_memory(folder, tmp_path):
         entries = found.results[0]["results"]["lengths"]
         assert [{**entry, "seconds": 0} for entry in entries] == [{**entry, "seconds": 0} for entry in expected]
     assert f"{expected[1]['loss']:.4f}" in calls[0].table()
+    assert repr(calls[0]) == calls[0].table()
     assert f"<td>{expected[1]['loss']:.3f}</td>" in calls[0]._repr_html_()
     assert calls[0].plot().axes[0].get_ylabel() == "mean loss (nats)"
     both = calls[0] + evaluate.lengths(f"b={folder}+power=3", TEXT, [16, 64], device="cpu")
@@ -74,6 +75,11 @@ def test_results_of_two_measures_do_not_add(folder):
     one, other = evaluate.Evaluation("lengths", []), evaluate.Evaluation("maps", [])
     with pytest.raises(ValueError, match="`other` must be a result of lengths, got one of maps"):
         one + other
+
+
+def test_texts_that_are_too_short(folder):
+    with pytest.raises(ValueError, match=r"`texts` are too short: the longest has \d+ tokens, less than \d+ tokens"):
+        evaluate.lengths(folder, "a", device="cpu")
 
 
 def test_help_shows_the_settings():

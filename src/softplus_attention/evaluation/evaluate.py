@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from softplus_attention.charts.model import Figure, Table, aligned_rows
 from softplus_attention.evaluation.measures import measures
+from softplus_attention.utils import counted
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ __all__ = ["Evaluation", "inside", "lengths", "maps", "passkey"]
 MULTIPLES = (1, 2, 4, 8, 16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """What a measure found of one model or of several; ``+`` puts results of one measure together."""
 
@@ -37,6 +38,9 @@ class Evaluation:
         if other.measure != self.measure:
             fail("other", f"a result of {self.measure}", f"one of {other.measure}")
         return Evaluation(self.measure, [*self.results, *other.results])
+
+    def __repr__(self) -> str:
+        return self.table()
 
     def table(self) -> str:
         """As text, the same as the command prints."""
@@ -110,6 +114,9 @@ def lengths(
     loaded = open_model(model, training_length, device)
     documents = to_documents(texts, tokenizer, loaded)
     chosen = lengths or [n for m in MULTIPLES if (n := m * loaded.training_length) <= documents.longest]
+    if not chosen:
+        least = f"{loaded.training_length} tokens, the training length"
+        raise ValueError(f"`texts` are too short: the longest has {documents.longest} tokens, less than {least}")
     kept = None if folder is None else Path(folder)
     result = measure_lengths(
         loaded, documents, chosen, kept, sequences=sequences, control=control, control_share=control_share
@@ -238,7 +245,7 @@ def to_documents(texts: Documents | Sequence[str], tokenizer: Any, loaded: Loade
         return texts
     if isinstance(texts, str):
         texts = [texts]
-    return text_documents(texts, [f"{len(texts)} strings"], tokenizer or saved_tokenizer(loaded))
+    return text_documents(texts, [counted(len(texts), "string")], tokenizer or saved_tokenizer(loaded))
 
 
 def saved_tokenizer(loaded: LoadedModel) -> Any:
