@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, continuous, use_attention
 
+HAS_PAGES = continuous.ATTN_TYPE_TO_ALLOCATOR is not None
+pytestmark = pytest.mark.skipif(not HAS_PAGES, reason="transformers before 5.22: see test_refusals.py")
 PROMPTS = [[(7 * i * i + 3 * i + s) % 120 + 3 for i in range(n)] for s, n in ((1, 37), (5, 3), (9, 21), (5, 40))]
 GREEDY = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 LAYERS = {"window": 8, "global_every": 2, "power": "learned-log"}

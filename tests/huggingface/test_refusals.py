@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 
 from softplus_attention import softplus_attention
 from softplus_attention.attentions.catalog import attention
+from softplus_attention.huggingface import continuous
 from softplus_attention.huggingface.extension.modeling import extended
 from softplus_attention.huggingface.extension.settings import Extension
 
@@ -107,6 +108,14 @@ def test_heads_that_cannot_be_divided(family: str, processes: int, tmp_path: Pat
     word = "num_attention_heads" if processes == 3 else "num_key_value_heads"
     with pytest.raises(ValueError, match=f"`tp_size` must be a divisor of `{word}`"):
         kind.maybe_distribute_model(small_model(family), DistributedConfig(tp_size=processes), None)
+
+
+@pytest.mark.skipif(continuous.ATTN_TYPE_TO_ALLOCATOR is not None, reason="transformers 5.22 has the paged cache")
+@pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+def test_generate_batch_of_an_older_transformers(family: str) -> None:
+    """It would put softmax over pages in place of ours."""
+    with pytest.raises(ValueError, match=r"generate_batch: transformers [\d.]+ hands attentions no paged cache"):
+        small_model(family).generate_batch([[1, 2, 3]], max_new_tokens=3)
 
 
 def test_slopes_of_all_heads() -> None:
