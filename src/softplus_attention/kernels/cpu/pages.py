@@ -34,8 +34,8 @@ def decode_pages(
     ops = native.status().ops
     rows_in_one_piece = k_pages.stride(3) == 1 and v_pages.stride(3) == 1
     if ops is not None and q.dtype != torch.float64 and rows_in_one_piece:
-        pages = (k_pages, v_pages, block_table)
-        return ops.decode(q, *pages, seq_lens - seen, seq_lens, *power(seen), score_scale, normalized_keys)
+        caches = (k_pages, v_pages, block_table, seq_lens - seen, seq_lens)
+        return ops.decode(q, *caches, *power(seen), score_scale, normalized_keys)
     if not normalized_keys:
         return None
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])

@@ -33,7 +33,8 @@ def is_plain_softmax(spec: AttentionSpec) -> bool:
 
 
 class SoftplusBackend(AttentionBackend):
-    """The cache is (blocks, H_kv, block, 2 D): keys, of length 1 where the attention normalises them, and values."""
+    """The cache is (blocks, H_kv, block, 2 D), see ``keys_and_values``; keys are of length 1 where the attention
+    normalises them."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -98,6 +99,17 @@ class PagedBatchBuilder(AttentionMetadataBuilder[PagedBatch]):
         )
 
 
+def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """(blocks, H_kv, block, D) each. Where a head's part of a block is one piece of memory, its keys come first and its
+    values after them: a decode step reads all keys, and on the way no values that it will leave out."""
+    blocks, heads, size, width = kv_cache.shape
+    if kv_cache.stride(2) == width and kv_cache.stride(3) == 1:
+        keys, values = kv_cache.view(blocks, heads, 2, size, width // 2).unbind(2)
+    else:
+        keys, values = kv_cache.split(width // 2, -1)
+    return keys, values
+
+
 class PagedAttention(AttentionImpl[PagedBatch]):
     """One layer's ``attention``; ``parameters`` gives what the layer has learned for it, of this rank's heads."""
 
@@ -158,7 +170,7 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         if attn_metadata is None:  # memory is being profiled
             return output.zero_()
         batch, normalized = attn_metadata, self.attention.spec.qk_norm
-        keys, values = kv_cache.split(self.head_size, -1)
+        keys, values = keys_and_values(kv_cache)
         key, value = key[: batch.tokens], value[: batch.tokens]
         keys[batch.blocks, :, batch.offsets] = unit_keys(key[None])[0] if normalized else key
         values[batch.blocks, :, batch.offsets] = value
