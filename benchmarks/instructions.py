@@ -50,8 +50,8 @@ TILED = ("Q", "K", "V", "GradOut")  # descriptors in the Hopper kernels
 FLOATS = ("score_scale",)
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 NOT_ALIGNED = ("h", "h_kv", "inverse", "window", "range_stride", "seen_stride")
-INT_POINTERS = ("Flat", "Again", "Start", "End", "Counts", "FirstRow", "LastRow")
-HALF_POINTERS = ("Q", "K", "V", "Out", "Rest", "GradOut", "GradQ", "GradK", "GradV")
+INT_POINTERS = ("Flat", "Fallback", "Start", "End", "Counts", "FirstRow", "LastRow")
+HALF_POINTERS = ("Q", "K", "V", "Out", "Residual", "GradOut", "GradQ", "GradK", "GradV")
 
 
 def kernel_blocks(name: str, d: int, sharpen: bool) -> triton_launch.Blocks:

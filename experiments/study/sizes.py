@@ -13,7 +13,7 @@ WIDE = "-wide"
 OURS_WIDE, THEIRS_WIDE = f"{OURS}{WIDE}", f"{THEIRS}{WIDE}"  # heads of 128 in place of 64
 OURS_192, THEIRS_192 = f"{OURS_WIDE}192", f"{THEIRS_WIDE}192"
 OURS_256, THEIRS_256 = f"{OURS_WIDE}256", f"{THEIRS_WIDE}256"
-LEAST_SIZES = 3  # a line goes through two whatever they are
+MIN_SIZES = 3  # a line goes through two whatever they are
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def variance_of_a_seed(sizes: Sequence[Size], multiple: int) -> float | None:
 def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
     """The line through the gaps by least squares; of n and m seeds a gap has the weight 1 / (1 / n + 1 / m)."""
     points = [(size, gap) for size in sizes if (gap := gap_at(size, multiple)) is not None]
-    if len(points) < LEAST_SIZES:
+    if len(points) < MIN_SIZES:
         return None
     x = [math.log10(parameters(size)) for size, _ in points]
     # The variance of a gap in those of one run.

@@ -11,11 +11,11 @@ from softplus_attention.cli import main
 from softplus_attention.huggingface.loading import load_model
 
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "bytes-2.7m"
-MOST_BYTES = 15e6
+MAX_BYTES = 15e6
 
 
 def test_it_is_small_and_loads_as_it_was_trained() -> None:
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MOST_BYTES
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MAX_BYTES
     model = load_model(str(FOLDER))
     config = model.config
     assert (config.attention, config.power, config.global_every, config.window) == ("lssar", "learned-log", 3, 128)

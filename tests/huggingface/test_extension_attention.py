@@ -42,7 +42,7 @@ SHAPES = [(40, 40), (1, 1), (6, 6), (7, 7), (8, 8), (23, 40), (3, 9), (9, 11), (
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES.keys())
 @pytest.mark.parametrize(("rows", "length"), SHAPES)
 def test_matches_all_weights_at_once(rows: int, length: int, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "MOST_ROWS", 16)
+    monkeypatch.setattr(extension, "MAX_ROWS", 16)
     near, far = parts(rows, length)
     expected = dense_two_parts(near, far, length - rows, reach, 0.3)
     found = two_part_attention(near, far, length - rows, reach, 0.3)

@@ -44,12 +44,12 @@ def threads_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def tiles(elements: int, least_rows: int, most_rows: int) -> Iterator[None]:
-    before = chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS
-    chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS = elements, least_rows, most_rows
+    before = chunked.TILE_ELEMENTS, chunked.MIN_ROWS, chunked.MAX_ROWS
+    chunked.TILE_ELEMENTS, chunked.MIN_ROWS, chunked.MAX_ROWS = elements, least_rows, most_rows
     try:
         yield
     finally:
-        chunked.TILE_ELEMENTS, chunked.LEAST_ROWS, chunked.MOST_ROWS = before
+        chunked.TILE_ELEMENTS, chunked.MIN_ROWS, chunked.MAX_ROWS = before
 
 
 @st.composite

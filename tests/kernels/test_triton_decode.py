@@ -179,7 +179,7 @@ class TestAgainstTheReference:
     @pytest.mark.parametrize("power", [15, torch.tensor([2.0, 3.0, 5.0, 9.0])], ids=["15", "per head"])
     def test_more_sequences_than_a_grid_takes(self, power: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (torch.cat([x, x.flip(2) * 0.5, x + 1]) for x in caches(torch.float32, t_q=2, t_max=70))
-        monkeypatch.setattr(decode_launch, "MOST_ON_AXIS", 2 * k.shape[1])
+        monkeypatch.setattr(decode_launch, "MAX_ON_AXIS", 2 * k.shape[1])
         lengths, starts = torch.tensor([70, 21, 3, 44, 70, 2]), torch.tensor([0, 5, 0, 40, 1, 0])
         assert_agrees(q, k, v, lengths, cache_starts=starts, power=power)
 

@@ -89,7 +89,7 @@ def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) 
     found += [problem(power=PowerByLength(3, 2, 16)), problem(power=torch.full((2, 4, 70), 3.0))]
     assert all(hopper_launch.fits(one) for one in found)
     assert problem(window=2**40).window == 70  # which is an int32
-    monkeypatch.setattr(hopper_launch, "MOST_KEYS_WITH_RANGES", 69)
+    monkeypatch.setattr(hopper_launch, "MAX_KEYS_WITH_RANGES", 69)
     assert not hopper_launch.fits(ranges)
     assert hopper_launch.fits(problem())
 
@@ -101,7 +101,7 @@ def test_too_large_grids_use_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) 
     few = many[:, :20_000]
     assert hopper_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
     short = problem().q[:, :, :64]
-    monkeypatch.setattr(hopper_launch, "MOST_OF_A_GRID", 1)  # and 70 rows or keys are two blocks
+    monkeypatch.setattr(hopper_launch, "MAX_GRID", 1)  # and 70 rows or keys are two blocks
     assert hopper_launch.fits(problem(length=64))
     assert not hopper_launch.fits(problem())
     assert not hopper_launch.fits(dataclasses.replace(problem(), q=short))
@@ -173,7 +173,7 @@ def kinds_of_one(x: torch.Tensor) -> Any:
 
 
 def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "MOST_KINDS", 3)
+    monkeypatch.setattr(launch_cache, "MAX_KINDS", 3)
     found = [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
     assert len(launch_cache._kinds) <= 3
     assert found == [kinds((), [], (length, (16, 1))) for length in range(1, 40)]

@@ -29,7 +29,7 @@ from softplus_attention.kernels.hopper import dq as hopper_dq
 from softplus_attention.kernels.hopper import forward as hopper_forward
 from softplus_attention.kernels.hopper import forward_fallback as hopper_fallback
 from softplus_attention.kernels.hopper import launch as hopper_launch
-from softplus_attention.kernels.hopper.common import own_place
+from softplus_attention.kernels.hopper.common import program_position
 from softplus_attention.kernels.hopper.forward import least_mean, softplus_above, terms_above
 from softplus_attention.kernels.triton import common as triton_common
 from softplus_attention.kernels.triton.common import softplus2
@@ -65,7 +65,7 @@ def late_kernels(monkeypatch: pytest.MonkeyPatch) -> list[InterpretedKernel]:
     return interpret(monkeypatch, late_products=True)[1]
 
 
-CAREFUL = {"careful_pass", "dq_carefully", "dkv_carefully"}  # for rare blocks
+CAREFUL = {"nan_safe_pass", "dq_carefully", "dkv_carefully"}  # for rare blocks
 
 
 FORWARD = ["gluon_forward_kernel", "gluon_forward_again_kernel"]
@@ -173,7 +173,7 @@ def test_a_second_look_that_no_backward_follows(
     assert not (out.isnan() & expected.isfinite()).any()  # a weight may be too small for half precision
     others = torch.arange(64) != 3
     torch.testing.assert_close(out[..., others], plain[..., others], rtol=0.02, atol=0.02)
-    assert "careful_pass" in set().union(*(kernel.called for kernel in late_kernels))
+    assert "nan_safe_pass" in set().union(*(kernel.called for kernel in late_kernels))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_queries_of_every_size(size: float, power: float | None) -> None:
 @gluon.jit
 def places_kernel(Places, heads, inverse, num_warps: gl.constexpr):
     """Of every program its block, head and sequence, in the order in which programs start."""
-    block, head, b = own_place(heads, inverse)
+    block, head, b = program_position(heads, inverse)
     began = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
     gl.store(Places + 3 * began, block)
     gl.store(Places + 3 * began + 1, head)
@@ -285,7 +285,7 @@ def test_heads_in_another_order(
     forward = next(kernel for kernel in late_kernels if kernel.__name__ == FORWARD[0])
     assert forward.grids == [(6, 2, 2), (1, 2, 12), (2, 2, 6), (3, 2, 4)]
     ran = set().union(*(kernel.called for kernel in late_kernels))
-    assert ("careful_pass" in ran) == math.isnan(bad)
+    assert ("nan_safe_pass" in ran) == math.isnan(bad)
 
 
 @pytest.mark.parametrize("above", [False, True])
@@ -349,10 +349,10 @@ def test_keys_that_are_nearly_equal(power: int, noise: float) -> None:
 
 
 @gluon.jit
-def softplus_kernel(T, F, TERMS: gl.constexpr, FINE: gl.constexpr, num_warps: gl.constexpr):
+def softplus_kernel(T, F, TERMS: gl.constexpr, LOG_MODE: gl.constexpr, num_warps: gl.constexpr):
     o = gl.arange(0, 4096, layout=gl.BlockedLayout([4], [32], [num_warps], [0]))
     t = gl.load(T + o)
-    gl.store(F + o, softplus_above(t, TERMS, FINE) if TERMS > 0 else softplus2(t, FINE))
+    gl.store(F + o, softplus_above(t, TERMS, LOG_MODE) if TERMS > 0 else softplus2(t, LOG_MODE))
 
 
 @pytest.mark.parametrize("fine", [triton_common.SHORT.value, triton_common.LONG.value])

@@ -109,7 +109,7 @@ def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.Monk
 
 
 def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "MOST_CALLS", 3)
+    monkeypatch.setattr(launch_cache, "MAX_CALLS", 3)
     call = Caller()
     for length in range(1, 12):
         call(torch.zeros(4, 16 * length), torch.zeros(3, 16))

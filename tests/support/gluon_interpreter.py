@@ -35,7 +35,7 @@ from softplus_attention.kernels.hopper.tiles import Tiles
 
 NAN = float("nan")
 GARBAGE = 777.0
-LEAST_NORMAL = 2.0**-126  # what is below is nothing to some instructions
+MIN_NORMAL = 2.0**-126  # what is below is nothing to some instructions
 
 
 class Value(torch.Tensor):
@@ -354,7 +354,7 @@ def assembly(text: str, constraints: str, operands: Sequence[Any], dtype: Any, i
         return torch.log2(torch.as_tensor(operands[0])).as_subclass(Value)
     if text.startswith("rcp.approx.ftz.f32"):
         x = torch.as_tensor(operands[0])
-        return torch.where(x.abs() < LEAST_NORMAL, x * 0.0, x).reciprocal().as_subclass(Value)
+        return torch.where(x.abs() < MIN_NORMAL, x * 0.0, x).reciprocal().as_subclass(Value)
     raise NotImplementedError(text)
 
 

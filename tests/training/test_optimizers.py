@@ -146,7 +146,7 @@ class TestMuon:
         self, monkeypatch: pytest.MonkeyPatch, most_stacked: int, expected: list[int]
     ) -> None:
         """On a CPU products of stacks and of single matrices round alike, so that nothing needs a tolerance."""
-        monkeypatch.setattr(optimizers, "MOST_STACKED", most_stacked)
+        monkeypatch.setattr(optimizers, "MAX_STACKED", most_stacked)
         chance = torch.Generator().manual_seed(0)
         shapes = [(32, 32)] * 4 + [(96, 32), (7, 5), (32, 96)] * 3 + [(1, 9), (9, 1), (64, 48)]
         first = [torch.randn(shape, generator=chance) for shape in shapes]

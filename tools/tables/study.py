@@ -26,7 +26,7 @@ from experiments.study.records import (
     timed,
 )
 from experiments.study.sizes import (
-    LEAST_SIZES,
+    MIN_SIZES,
     OURS,
     OURS_WIDE,
     THEIRS,
@@ -44,8 +44,8 @@ from tools.tables.markdown import TableError, plain, signed, table_lines
 
 NOTHING = "No runs yet."
 SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
-LEAST_PASSKEY = 0.9
-MOST_BEHIND = 0.01
+MIN_PASSKEY = 0.9
+MAX_BEHIND = 0.01
 Cells = list[str]
 
 
@@ -193,7 +193,7 @@ def target_cells(size: Size, arm: str) -> Cells:
         cells[0] = verdict(own_rise.mean <= 0, signed(own_rise.mean, 4))
     if at_once is not None and best_at_once is not None:
         behind = at_once.mean - best_at_once[1]
-        cells[1] = verdict(behind <= MOST_BEHIND, signed(behind, 4))
+        cells[1] = verdict(behind <= MAX_BEHIND, signed(behind, 4))
     long = [multiple for multiple in size.multiples if multiple >= SHORTEST_LONG]
     pairs = [(multiple, loss_at(curves, multiple), best_baseline(size, multiple)) for multiple in long]
     ahead = {multiple: own.mean - best[1] for multiple, own, best in pairs if own is not None and best is not None}
@@ -210,7 +210,7 @@ def target_cells(size: Size, arm: str) -> Cells:
     found = {multiple: share for multiple, share in shares.items() if share is not None and multiple <= SHORTEST_LONG}
     if SHORTEST_LONG in found:
         lowest = min(found, key=lambda multiple: found[multiple])
-        cells[4] = verdict(found[lowest] >= LEAST_PASSKEY, f"lowest {100 * found[lowest]:.1f}% at {lowest}x")
+        cells[4] = verdict(found[lowest] >= MIN_PASSKEY, f"lowest {100 * found[lowest]:.1f}% at {lowest}x")
     return cells
 
 
@@ -219,9 +219,9 @@ def targets_table(size: Size) -> list[str]:
     if not arms:
         return []
     head = [
-        "arm", f"{size.longest}x - 1x at most 0.00", f"1x - best softmax's at most {MOST_BEHIND}",
+        "arm", f"{size.longest}x - 1x at most 0.00", f"1x - best softmax's at most {MAX_BEHIND}",
         f"at or below the best softmax from {SHORTEST_LONG}x on", f"full context better at {size.longest}x",
-        f"passkey at least {100 * LEAST_PASSKEY:.0f}% to {SHORTEST_LONG}x",
+        f"passkey at least {100 * MIN_PASSKEY:.0f}% to {SHORTEST_LONG}x",
     ]  # fmt: skip
     lines = title(size) + table_lines(head, [code(arms), *zip(*(target_cells(size, arm) for arm in arms), strict=True)])
     places = [multiple for multiple in size.multiples if multiple == 1 or multiple >= SHORTEST_LONG]
@@ -423,7 +423,7 @@ def gap_table(sizes: Sequence[Size]) -> list[str]:
     """At the lengths that all of them have."""
     shared = set.intersection(*(set(size.multiples) for size in sizes))
     multiples = [multiple for multiple in sorted(shared) if multiple == 1 or multiple >= SHORTEST_LONG]
-    with_slope = len(sizes) >= LEAST_SIZES
+    with_slope = len(sizes) >= MIN_SIZES
     freedom = f"for each factor of ten; {degrees_of_freedom(sizes, 1)} degrees of freedom"
     columns = [
         [*(size.name for size in sizes), "slope"],

@@ -28,9 +28,9 @@ REFERENCES: Any = (":", "-.", (0, (6, 2)), (0, (1, 4)))
 # Names come from files: a dollar sign in them is no mathematics.
 PLAIN_TEXT: Any = {"text.parse_math": False, "text.usetex": False}
 LONGEST_NAME = 60
-MOST_MAPS = 24 * 24
+MAX_MAPS = 24 * 24
 # matplotlib draws no picture of more than 65,536 pixels.
-MOST_INCHES = 400.0
+MAX_INCHES = 400.0
 DPI = 160
 SVG_DPI = 72
 LEGEND_INSIDE = 8  # series; longer legends stand beside the figure
@@ -78,7 +78,7 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     sizes = [figure_size(figure) for figure in figures]
     widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
     heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
-    size = (min(sum(widths), MOST_INCHES), min(sum(heights), MOST_INCHES))
+    size = (min(sum(widths), MAX_INCHES), min(sum(heights), MAX_INCHES))
     # Margins that are known need no search for them, which takes a third of the time.
     known = margins(figures[0]) if len(figures) == 1 and isinstance(figures[0], LineChart | HeatMaps) else None
     canvas = Canvas(figsize=size, layout="constrained" if known is None else None)
@@ -285,7 +285,7 @@ def cell_words(value: float | None, percent: bool) -> str:
 
 
 def layers_and_heads(chart: AttentionMaps) -> tuple[list[int], list[int]]:
-    chosen = sorted(chart.maps)[:MOST_MAPS]
+    chosen = sorted(chart.maps)[:MAX_MAPS]
     return sorted({layer for layer, _ in chosen}), sorted({head for _, head in chosen})
 
 

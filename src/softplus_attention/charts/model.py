@@ -12,7 +12,7 @@ Cell = str | Number | tuple[Number, Number]  # a pair is a value and its standar
 Rows = Sequence[Sequence[Cell]]
 
 
-MOST_DECIMALS = 6
+MAX_DECIMALS = 6
 WIDEST_RANGE = 1e5  # of a column: beyond it each number has digits of its own
 
 
@@ -194,7 +194,7 @@ def aligned_column(cells: Sequence[Cell]) -> list[str]:
     # Four digits of the largest number, or one of the smallest standard error.
     errors = [abs(cell[1]) for cell in cells if isinstance(cell, tuple) and cell[1]]
     decimals = -floor_log10(min(errors)) if errors else 3 - floor_log10(max(sizes))
-    return [fixed_cell(cell, min(max(decimals, 0), MOST_DECIMALS)) for cell in cells]
+    return [fixed_cell(cell, min(max(decimals, 0), MAX_DECIMALS)) for cell in cells]
 
 
 def floor_log10(size: float) -> int:

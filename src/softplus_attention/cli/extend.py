@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FAR = ("group", "clip", "yarn", "rope", "lssar", "auto")
 METHODS = ("heads", "yarn", "ntk", "selfextend", "window")
 WINDOW, NEAR, NEAR_CLIP = 2048, 2048, 4096
-LEAST_FIT = 2048
+MIN_FIT = 2048
 PROMPT = 1536  # tokens that heads are ranked by
 
 
@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
             fail(f"--{name}", f"at least {least}", getattr(options, name))
     if options.far == "lssar" and not options.fit:
         fail("--fit", "given with --far lssar, such as 15000: tokens that the heads are fitted to", "nothing")
-    if options.fit and (options.fit < LEAST_FIT or options.far not in ("lssar", "auto")):
-        fail("--fit", f"at least {LEAST_FIT} tokens, with --far lssar or auto", options.fit)
+    if options.fit and (options.fit < MIN_FIT or options.far not in ("lssar", "auto")):
+        fail("--fit", f"at least {MIN_FIT} tokens, with --far lssar or auto", options.fit)
     if not 0 <= options.minutes < float("inf"):
         fail("--minutes", "a number of minutes, 0 to leave the weights as they are", options.minutes)
     if options.minutes and (options.method != "heads" or options.heads == "0"):

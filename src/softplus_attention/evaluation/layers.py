@@ -21,7 +21,7 @@ QUANTITIES = (
 )
 # Means of log N closer than this are of layers that see the same, but for rounding.
 SAME_LOG_KEYS = 0.01
-MOST_NAMES = 3
+MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def equal_weights(curves: Sequence[tuple[str, Curve]]) -> list[tuple[str, Curve]
 
 def list_some(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
-    more = len(distinct) - MOST_NAMES
-    return "; ".join(distinct[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(distinct) - MAX_NAMES
+    return "; ".join(distinct[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def log_keys_curve(rows: Sequence[Mapping[str, Any]], group: LayerGroup) -> Curve:

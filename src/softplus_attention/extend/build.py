@@ -44,7 +44,7 @@ from softplus_attention.validation import fail
 STATE, LOCK = "extend.json", ".lock"
 TUNING = "tuning.pt"
 FORMAT = "softplus-attention extension"
-MOST_STATE = 16 * untrusted.MIB
+MAX_STATE = 16 * untrusted.MIB
 LETTERS_PER_TOKEN = 8  # no fewer tokens come of so many letters of ordinary text, in any vocabulary that is met
 DECODE_STEPS = 16
 
@@ -102,7 +102,7 @@ class Build:
                 expected = "a folder that does not exist yet, or one that this command began"
                 fail("--output", expected, repr(str(self.output)))
             return fresh
-        state = untrusted.read_json(path, MOST_STATE)
+        state = untrusted.read_json(path, MAX_STATE)
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             fail("--output", f"a folder whose {STATE} this command wrote", repr(str(path)))
         begun, wanted = state.get("request"), json.loads(json.dumps(wanted))

@@ -25,7 +25,7 @@ ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
 WITHOUT_CODE = "auto_map in its JSON; read that code, then pass --trust-remote-code to run it"
 LONGEST_REASON = 300
 LARGEST_JSON = 256 * untrusted.MIB
-LEAST_TENSOR = 64  # bytes that its name, type and shape take
+MIN_TENSOR = 64  # bytes that its name, type and shape take
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers", "decoder_layers")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -134,7 +134,7 @@ def check_model_folder(argument: str, source: str, trust_remote_code: bool = Fal
 def tensors_in(path: Path) -> int:
     """The tensors of a file of weights; of a format that does not list them no fewer than there can be."""
     if path.suffix != ".safetensors":
-        return path.stat().st_size // LEAST_TENSOR
+        return path.stat().st_size // MIN_TENSOR
     try:
         with safe_open(path, "pt") as file:
             return len(file.keys())

@@ -109,7 +109,7 @@ def needs_long_polynomial(code: int, dtype: torch.dtype) -> bool:
 
 
 def log_mode(precise: bool, code: int, dtype: torch.dtype) -> int:
-    """FINE as the kernels know it."""
+    """LOG_MODE of the kernels."""
     return SERIES if precise else LONG if needs_long_polynomial(code, dtype) else SHORT
 
 
@@ -215,7 +215,7 @@ class KernelArguments:
             "HAS_MASK": mask is not None,
             "POWER": self.power_code,
             "OFFSET": self.power.offset,
-            "FINE": log_mode(self.precise, self.power_code, self.q.dtype),
+            "LOG_MODE": log_mode(self.precise, self.power_code, self.q.dtype),
             "HAS_POWER_ROWS": self.has_power_rows,
             "D": self.d,
             "DV": self.dv,

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 # Versions whose launchers were seen to take addresses for tensors; another is asked in its own way.
 KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
 Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
-MOST_KINDS = 4096  # that are remembered: lengths may all differ
+MAX_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
 _relaunches: dict[Hashable, Relaunch] = {}
 _descriptors: dict[tuple[Any, ...], list[Any]] = {}
@@ -144,7 +144,7 @@ def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
     if made is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        if len(_descriptors) >= MOST_KINDS:
+        if len(_descriptors) >= MAX_KINDS:
             _descriptors.clear()
         made = _descriptors[tile] = make_tensordesc_arg(Described(*tile), kind)
     return made
@@ -193,7 +193,7 @@ def kinds(tensors: tuple[Tensor, ...], addresses: list[int], numbers: tuple[Any,
     written = marshal.dumps(numbers, 2)  # tells 1 from 1.0
     alike = _kinds.get(written)
     if alike is None:
-        if len(_kinds) >= MOST_KINDS:
+        if len(_kinds) >= MAX_KINDS:
             _kinds.clear()
         alike = _kinds[written] = tuple([kind_of_number(x) for x in numbers])
     return (tuple([x.dtype for x in tensors]), aligned, alike)
@@ -240,7 +240,7 @@ def all_aligned(pointers: tuple[Tensor, ...], numbers: tuple[int, ...]) -> bool:
 # Whole calls once more: all that a forward or a backward launches, but for the addresses of its tensors. A call says
 # which launches it needs by many small questions, about shapes, strides, powers and alignment. For calls that differ in
 # nothing but where their tensors lie, the answers are the same, and asking takes Python longer than launching.
-MOST_CALLS = 1024  # that are remembered: lengths may all differ
+MAX_CALLS = 1024  # that are remembered: lengths may all differ
 
 
 class Scratch(NamedTuple):
@@ -324,7 +324,7 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
     steps = [step for x in made if (step := record_step(x, all_tensors)) is not None]
     if len(steps) < len(made):
         return
-    if len(_calls) >= MOST_CALLS:
+    if len(_calls) >= MAX_CALLS:
         _calls.clear()
     _calls[key] = ReplayedCall(steps, *([(x.shape, x.dtype) for x in some] for some in scratch))
 

@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 G = 39.4784176044
 # Elements worked on at once: the intermediates of a chunk stay in the processor's cache.
 CHUNK = 8192
-MOST_ITERATIONS = 20
+MAX_ITERATIONS = 20
 RESIDUAL = 4e-15
 
 
@@ -142,7 +142,7 @@ def eccentric_anomaly(mean_anomaly: Array, eccentricity: Array) -> tuple[Array, 
     M, e = mean_anomaly, eccentricity
     E = M + np.copysign(0.85, M) * e
     sine, cosine = np.sin(E), np.cos(E)
-    for _ in range(MOST_ITERATIONS):
+    for _ in range(MAX_ITERATIONS):
         f = E - e * sine
         f -= M
         if np.abs(f).max(initial=0) <= RESIDUAL:

@@ -13,7 +13,7 @@ from softplus_attention.utils import untrusted
 from softplus_attention.utils.untrusted import UnreadableError, mapping, number_of, rows_of, typed
 
 LARGEST_PICTURE = 4 << 20
-MOST_PIXELS, PAGE_WIDTH, COLOURS = 40_000_000, 1000, 64
+MAX_PIXELS, PAGE_WIDTH, COLOURS = 40_000_000, 1000, 64
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -128,7 +128,7 @@ def smaller(png: bytes) -> bytes:
 
     try:
         with Image.open(BytesIO(png), formats=["PNG"]) as whole:
-            if whole.width * whole.height > MOST_PIXELS:
+            if whole.width * whole.height > MAX_PIXELS:
                 return png
             picture = whole.convert("RGB")
         picture.thumbnail((PAGE_WIDTH, 4 * PAGE_WIDTH))

@@ -20,7 +20,7 @@ from softplus_attention.report.sections import Block, Explorer, Picture, Section
 SCRIPTS = ("common.js", "charts.js", "explorer.js")
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-44, 3e38
 # Of a table this long only the CSV file has all rows.
-MOST_ROWS = 400
+MAX_ROWS = 400
 # A table of so many columns can stand beside a figure.
 NARROW = 4
 
@@ -122,9 +122,9 @@ def table(head: Sequence[str], body: Rows) -> str:
     first = "".join(f'<th scope="col">{cell(words)}</th>' for words in head)
     rows = "".join(
         f'<tr><th scope="row">{cell(row[0])}</th>' + "".join(f"<td>{cell(words)}</td>" for words in row[1:]) + "</tr>"
-        for row in aligned_rows(body[:MOST_ROWS])
+        for row in aligned_rows(body[:MAX_ROWS])
     )
-    more = f"<p>{len(body) - MOST_ROWS} more rows are in the CSV file.</p>" if len(body) > MOST_ROWS else ""
+    more = f"<p>{len(body) - MAX_ROWS} more rows are in the CSV file.</p>" if len(body) > MAX_ROWS else ""
     content = f"<table><thead><tr>{first}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{content}</div>{more}'
 

@@ -11,7 +11,7 @@ from softplus_attention.report.discovery import ResultSet
 from softplus_attention.report.sections import Section
 
 SUMMARY = "Summary"
-MOST_VERDICTS = 12
+MAX_VERDICTS = 12
 CAPTION = (
     "Losses in nats. A model holds as far as its loss is not above that at 1x, by 0.01 or by two standard errors; the "
     "gain is what the context beyond 1x is worth at the longest length."
@@ -22,7 +22,7 @@ def summary(members: Sequence[LoadedResult]) -> Section:
     verdicts = [words for m in members if (words := lengths.verdict(m))]
     rows = [lengths.summary_row(m) for m in members if m.content]
     table = [Table("Models", lengths.SUMMARY_HEAD, rows, CAPTION)] if rows else []
-    return Section(SUMMARY, [*(verdicts if len(verdicts) <= MOST_VERDICTS else []), *table])
+    return Section(SUMMARY, [*(verdicts if len(verdicts) <= MAX_VERDICTS else []), *table])
 
 
 def dates(found: ResultSet) -> str:

@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw", "muon")
 # Which of the two steps a group of parameters; part of the group, so that it is saved and loaded with it.
 STEPPED_BY = "stepped_by"
 # Numbers in a stack of matrices: under 1 GB with all that Muon makes of them. Larger matrices gain little from company.
-MOST_STACKED = 2**26
+MAX_STACKED = 2**26
 
 
 def build_optimizer(
@@ -86,14 +86,14 @@ class StackedMuon(torch.optim.Muon):
 
 
 def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of parameters of one shape, each of at most ``MOST_STACKED`` numbers."""
+    """Groups of parameters of one shape, each of at most ``MAX_STACKED`` numbers."""
     kinds: dict[Any, list[Tensor]] = {}
     for number, matrix in enumerate(matrices):
         # The shards of a DTensor cannot be stacked: each is a kind of its own.
         alone = number if hasattr(matrix, "full_tensor") else None
         kinds.setdefault((matrix.shape, matrix.dtype, matrix.device, alone), []).append(matrix)
     for kind in kinds.values():
-        most = max(1, MOST_STACKED // kind[0].numel())
+        most = max(1, MAX_STACKED // kind[0].numel())
         for start in range(0, len(kind), most):
             yield kind[start : start + most]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Work = Callable[[], Any]  # one call; it returns what the caller would keep
-LEAST_GPU_MS = 2.0  # a sample on a GPU repeats short calls until they take this long
+MIN_GPU_MS = 2.0  # a sample on a GPU repeats short calls until they take this long
 
 
 def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
@@ -39,7 +39,7 @@ def alternate(
     deadline = None if seconds is None else time.monotonic() + seconds
     calls = dict.fromkeys(works, 1)
     if device.type == "cuda":
-        calls = {name: max(1, round(LEAST_GPU_MS / milliseconds(work, device))) for name, work in works.items()}
+        calls = {name: max(1, round(MIN_GPU_MS / milliseconds(work, device))) for name, work in works.items()}
     samples: dict[str, list[float]] = {name: [] for name in works}
     for repetition in range(repetitions):
         if repetition and deadline is not None and time.monotonic() > deadline:

@@ -27,7 +27,7 @@ DAMAGED_ARRAYS = (
 )  # fmt: skip
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 DEEPEST_JSON = 64
-MOST_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
+MAX_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
 
 
 class UntrustedFileError(ValueError):
@@ -139,8 +139,8 @@ def read_json_lines(path: Path, limit: int = 64 * MIB) -> list[Any]:
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    if content.count(b"[") + content.count(b"{") > MOST_CONTAINERS:
-        raise UntrustedFileError(path, f"JSON of more than {MOST_CONTAINERS} lists and objects")
+    if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
+        raise UntrustedFileError(path, f"JSON of more than {MAX_CONTAINERS} lists and objects")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:

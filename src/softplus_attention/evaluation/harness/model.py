@@ -20,8 +20,8 @@ from softplus_attention.evaluation.models import LoadedModel
 from softplus_attention.utils.progress import Progress
 
 # Where no number of sequences is asked for.
-MOST_TOKENS = 16384
-MOST_ROWS = {"cpu": 8, "cuda": 64}
+MAX_TOKENS = 16384
+MAX_ROWS = {"cpu": 8, "cuda": 64}
 # Of float32: the logits, and the log-softmax of them that the harness takes.
 LOGIT_BYTES = 8
 BY_LENGTH = ("dynamic", "longrope")
@@ -44,8 +44,8 @@ class HarnessModel(HFLM):  # type: ignore[misc]
         """``most_rows`` is None for as many as memory allows, ``max_length`` for the length in the config."""
         super().__init__(pretrained=loaded.model, tokenizer=tokenizer, batch_size=1, max_length=max_length)
         device = loaded.model.device.type
-        self.most_rows = most_rows or MOST_ROWS.get(device, MOST_ROWS["cpu"])
-        self.most_tokens = MOST_TOKENS if most_rows is None else None
+        self.most_rows = most_rows or MAX_ROWS.get(device, MAX_ROWS["cpu"])
+        self.most_tokens = MAX_TOKENS if most_rows is None else None
         # Answers that are longer than the model's length: rotary positions go on, a table of positions does not.
         self.may_be_longer = max_length is None and loaded.longest is None
         self.what_limits = "the positions of the model" if loaded.longest == self.max_length else "the --max-length"

@@ -46,7 +46,7 @@ SOURCES = {
     "hotpotqa": ("hotpotqa.json", ("ruler_qa_hotpot",)),
 }
 WITH_SOURCES = tuple(part for _, parts in SOURCES.values() for part in parts)
-MOST_SAMPLES = 500  # of each length, the harness's number
+MAX_SAMPLES = 500  # of each length, the harness's number
 LENGTHS = (4096,)  # where none is asked for, the harness's
 # Random words and numbers of the smallest text have a few tokens more in another draw.
 MARGIN = 48
@@ -71,7 +71,7 @@ def write_overrides(folder: Path, built_in: Path, parts: Sequence[str], texts: T
     if parts:
         needle_module()
     for part in parts:
-        made: dict[str, Any] = {"part": part, "samples": min(limit or MOST_SAMPLES, MOST_SAMPLES)}
+        made: dict[str, Any] = {"part": part, "samples": min(limit or MAX_SAMPLES, MAX_SAMPLES)}
         made |= {source: str(path) for source, path in (texts or Texts()).paths().items()}
         word = {"include": str(built_in / f"{PARTS[part]}.yaml"), "task": part, "dataset_kwargs": made}
         # A tag is the one thing here that JSON has no form for.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 EVERYTHING = 1 << 62
-MOST_ROWS = 4096  # of a block
+MAX_ROWS = 4096  # of a block
 DENSE_ROWS = 256  # where torch has no fused attention that gives its log-sums
 
 Part = Literal["near", "far"]
@@ -55,7 +55,7 @@ def blocks(first: int, rows: int, near: int) -> Iterator[tuple[int, int]]:
     """(first, end) positions of blocks of rows: at most ``near`` rows each, none of them across position ``near``."""
     end = first + rows
     while first < end:
-        last = min(end, first + min(near, MOST_ROWS))
+        last = min(end, first + min(near, MAX_ROWS))
         if first < near < last:
             last = near
         yield first, last

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from softplus_attention import validation as check
 from softplus_attention.huggingface.extension.attention import EVERYTHING, Reach
 
-LEAST_SPARE, SPARE_SHARE = 64, 16  # tokens that a buffer grows by: at least the first, a sixteenth of what it holds
+MIN_SPARE, SPARE_SHARE = 64, 16  # tokens that a buffer grows by: at least the first, a sixteenth of what it holds
 
 
 class KeyBuffer:
@@ -43,7 +43,7 @@ class KeyBuffer:
     def reserve(self, tokens: int, keys: Tensor, values: Tensor) -> None:
         if self.keys is not None and self.keys.shape[2] >= tokens:
             return
-        capacity = min(self.limit, tokens + max(LEAST_SPARE, tokens // SPARE_SHARE))
+        capacity = min(self.limit, tokens + max(MIN_SPARE, tokens // SPARE_SHARE))
         grown = []
         for held, like in ((self.keys, keys), (self.values, values)):
             room = like.new_empty(*like.shape[:2], capacity, like.shape[3])

@@ -20,7 +20,7 @@ from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
 # Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
 TILE_ELEMENTS = 1 << 18
-LEAST_ROWS, MOST_ROWS = 64, 256
+MIN_ROWS, MAX_ROWS = 64, 256
 STEEP = 2**16  # a power that makes another weight of 1 - eps
 # Below this many scores in all (a decode step), starting threads costs more than it saves.
 WORTH_THREADS = 1 << 17
@@ -123,7 +123,7 @@ class TiledInputs:
         return x.reshape(self.groups, self.members, *x.shape[2:])
 
     def blocks_of_rows(self, keys: int) -> list[slice]:
-        least, most = max(1, LEAST_ROWS // self.shared), max(1, MOST_ROWS // self.shared)
+        least, most = max(1, MIN_ROWS // self.shared), max(1, MAX_ROWS // self.shared)
         block = min(most, max(TILE_ELEMENTS // max(1, self.shared * keys), least))
         return [slice(first, min(first + block, self.t_q)) for first in range(0, self.t_q, block)]
 

@@ -36,7 +36,7 @@ def place_of_terms(row, TERMS: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def score_terms(
     scores, norm, factor, slope, offset, below, flat, seen,
-    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+    POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Four times the shape of scores: sigmoid, u, u^(p-1), which g is multiplied by, and where rows have powers of
     their own log2 u. In LSSA u is the weight. MASKED: the first three are 0 where a row does not see a key (but u^(p-1)
@@ -47,7 +47,7 @@ def score_terms(
     t = scores * norm * factor
     if MASKED:
         t = gl.where(seen, t, float("-inf"))
-    f = softplus2(t, FINE)
+    f = softplus2(t, LOG_MODE)
     sigma = gl.exp2(t - f)
     u = saturated(f, slope, offset)
     steepness = u
@@ -57,7 +57,7 @@ def score_terms(
             log_u = special_log2(u)
             steepness = gl.exp2(below * log_u)
         else:
-            steepness = raised(u, 0.0, POWER, 1, FINE)
+            steepness = raised(u, 0.0, POWER, 1, LOG_MODE)
         if FLAT_ROWS:
             steepness = gl.where(flat, 1.0, steepness)
     return sigma, u, steepness, log_u

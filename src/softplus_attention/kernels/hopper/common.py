@@ -60,7 +60,7 @@ class RowWeights(NamedTuple):
 
 
 @gluon.jit
-def note_trouble(Again, trouble):
+def mark_for_fallback(Fallback, trouble):
     """Leaves the block of this program to a launch that looks again: Again has the number of such blocks, and then
     which they are, counted through the blocks of all heads.
 
@@ -68,12 +68,12 @@ def note_trouble(Again, trouble):
     since it holds more registers than all else.
     """
     if trouble > 0:
-        gl.store(Again + 1 + gl.atomic_add(Again, 1), gl.program_id(1) + gl.num_programs(1) * own_head())
+        gl.store(Fallback + 1 + gl.atomic_add(Fallback, 1), gl.program_id(1) + gl.num_programs(1) * own_head())
 
 
 @gluon.constexpr_function
 def fineness(dtype, power):
-    """FINE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
+    """LOG_MODE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
     Some powers show it, as ``triton.launch.needs_long_polynomial`` says."""
     return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
 
@@ -85,7 +85,7 @@ def own_head():
 
 
 @gluon.jit
-def own_place(heads, inverse):
+def program_position(heads, inverse):
     """The block, head and sequence of this program; ``inverse`` is ``hopper.launch.inverse_of`` the heads, since a
     division at a program's start would take longer than its first loads."""
     bh = own_head()
@@ -95,7 +95,7 @@ def own_place(heads, inverse):
 
 @gluon.jit
 def noted_place(number, blocks, heads):
-    """The same of a block that ``note_trouble`` has left."""
+    """The same of a block that ``mark_for_fallback`` has left."""
     return number % blocks, number // blocks % heads, number // (blocks * heads)
 
 
@@ -180,17 +180,17 @@ def rows_and_keys(
     """
     m, bh, b, head, kv_head = block_of_rows(place, t_q, shared, h_kv, BM)
     o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
-    sight = keys_in_sight(
+    span = keys_in_sight(
         m, o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride,
         CAUSAL, HAS_WINDOW, HAS_RANGES, BM, BN,
     )  # fmt: skip
-    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k) + sight[0]
-    b_counts = (sight[2] - sight[1]).to(gl.float32)
+    p_norm = Norms + (b * h_kv + kv_head) * norm_stride(t_k) + span[0]
+    b_counts = (span[2] - span[1]).to(gl.float32)
     b_p = b_counts * 0.0 + POWER
     if POWER < 0:
         p_power = Power + b * power_strides[0] + head * power_strides[1]
         b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
-    return (m, bh, b, head, kv_head), (o_m, b_counts, b_p), sight, p_norm
+    return (m, bh, b, head, kv_head), (o_m, b_counts, b_p), span, p_norm
 
 
 @gluon.jit
@@ -324,7 +324,7 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def no_more(copied):
+def invalidate(copied):
     """After the last wait for any of them. Their memory may be used for something else from here on, and not before:
     the compiler looks for their last use, and the hardware wants to be told."""
     count: gl.constexpr = copied.shape[0]
@@ -333,7 +333,7 @@ def no_more(copied):
 
 
 @gluon.jit
-def announce(copied, s, ring, TILES: gl.constexpr, wanted=True):
+def expect(copied, s, ring, TILES: gl.constexpr, wanted=True):
     """Tells the barrier of copies s how many tiles of the ring's size will come, and has to come before them."""
     mbarrier.expect(copied.index(s & 1), TILES * ring.shape[3] * ring.shape[4] * 2, pred=wanted)
 
@@ -353,7 +353,7 @@ def at_key(keys, n):
 
 
 @gluon.jit
-def arrived(copied, s):
+def wait_for(copied, s):
     """Waits for the copies s. Those of s + 2, which have the same barrier, must not have been announced before."""
     mbarrier.wait(copied.index(s & 1), (s >> 1) & 1)
 

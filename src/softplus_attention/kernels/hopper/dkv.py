@@ -17,34 +17,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from softplus_attention.kernels.hopper.backward import kept_rows, place_of_terms, score_terms, terms_of_a_row
 from softplus_attention.kernels.hopper.common import (
-    announce,
-    arrived,
     barriers,
     copy_tile,
+    expect,
     fineness,
-    no_more,
+    invalidate,
+    mark_for_fallback,
     not_finite,
-    note_trouble,
     noted_place,
-    own_place,
     product_layout,
+    program_position,
     read_tile,
     rows_of,
     store_tile,
     tile_of,
+    wait_for,
 )
-from softplus_attention.kernels.triton.common import AGAIN_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
+from softplus_attention.kernels.triton.common import FALLBACK_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
 
 
 @gluon.jit
 def dkv_slopes(
     scores, b_norm, b_factor, b_slope, b_offset, b_below, seen,
-    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
+    POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Three times [BN, BM]: weights, sigmoid, and what g is multiplied by, of one tile."""
     sigma, weight, steepness, _ = score_terms(
         scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_below[None, :],
-        b_offset[None, :] < 0, seen, POWER, FINE, MASKED, FLAT_ROWS,
+        b_offset[None, :] < 0, seen, POWER, LOG_MODE, MASKED, FLAT_ROWS,
     )  # fmt: skip
     if POWER != 0:
         weight = weight * steepness
@@ -96,7 +96,7 @@ def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
     """Starts the copies s: the i-th tile of a head's queries and of the gradients of its output, if it is wanted, and
     what ``gluon_dq_kernel`` left of its rows. That is read by threads, and copied by them."""
     at = (rows.place[0], rows.place[1], i * BM)
-    announce(rows.copied, s, rows.q_ring, 2, wanted)
+    expect(rows.copied, s, rows.q_ring, 2, wanted)
     copy_tile(rows.copied, s, rows.q_ring, s & 1, rows.Q, at, wanted)
     copy_tile(rows.copied, s, rows.do_ring, s & 1, rows.GradOut, at, wanted)
     o = gl.arange(0, rows.term_ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
@@ -125,7 +125,7 @@ def dkv_loop(
     for i in range(low, high):
         s = first + i
         async_copy.wait_group(0)
-        arrived(rows.copied, s)
+        wait_for(rows.copied, s)
         q_tile = tile_of(rows.q_ring, s & 1)
         do_tile = tile_of(rows.do_ring, s & 1)
         scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
@@ -206,7 +206,7 @@ def dkv_carefully(
 
 @gluon.jit
 def dkv_block(
-    place, Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+    place, Q, K, V, GradOut, Norms, Flat, Fallback, Rows, FirstRow, LastRow, GradK, GradV,
     t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
     seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -278,10 +278,10 @@ def dkv_block(
     else:
         copied = barriers(2)
         keys_copied = barriers(1)
-        announce(keys_copied, 0, k_ring, 2)
+        expect(keys_copied, 0, k_ring, 2)
         copy_tile(keys_copied, 0, k_ring, 0, K, (b, kv_head, n))
         copy_tile(keys_copied, 0, k_ring, 1, V, (b, kv_head, n))
-        arrived(keys_copied, 0)
+        wait_for(keys_copied, 0)
         trouble = 0
         first = gl.to_tensor(0) - low
         for i in range(0, shared):
@@ -311,9 +311,9 @@ def dkv_block(
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             async_copy.wait_group(0)
             first += high - low
-        no_more(copied)
-        no_more(keys_copied)
-        note_trouble(Again, gl.maximum(trouble, not_finite(b_dk + b_dv)))
+        invalidate(copied)
+        invalidate(keys_copied)
+        mark_for_fallback(Fallback, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:
         o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
@@ -328,7 +328,7 @@ def dkv_block(
 
 @gluon.jit
 def gluon_dkv_kernel(
-    Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+    Q, K, V, GradOut, Norms, Flat, Fallback, Rows, FirstRow, LastRow, GradK, GradV,
     t_q, t_k, shared, h_kv, inverse, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
     seen_stride,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -337,16 +337,17 @@ def gluon_dkv_kernel(
     """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``; AGAIN as in
     ``gluon_dq_kernel``."""
     if AGAIN:
-        for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
+        for i in range(gl.program_id(0), gl.load(Fallback), FALLBACK_PROGRAMS):
             dkv_block(
-                noted_place(gl.load(Again + 1 + i), gl.cdiv(t_k, ROW_BLOCK), h_kv),
-                Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV, t_q, t_k, shared, h_kv,
+                noted_place(gl.load(Fallback + 1 + i), gl.cdiv(t_k, ROW_BLOCK), h_kv),
+                Q, K, V, GradOut, Norms, Flat, Fallback, Rows, FirstRow, LastRow, GradK, GradV, t_q, t_k, shared, h_kv,
                 window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides, seen_stride,
                 CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, True,
             )  # fmt: skip
     else:
         dkv_block(
-            own_place(h_kv, inverse), Q, K, V, GradOut, Norms, Flat, Again, Rows, FirstRow, LastRow, GradK, GradV,
+            program_position(h_kv, inverse), Q, K, V, GradOut, Norms, Flat, Fallback, Rows, FirstRow, LastRow, GradK,
+            GradV,
             t_q, t_k, shared, h_kv, window, q_strides, k_strides, v_strides, grad_out_strides, dk_strides, dv_strides,
             seen_stride, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, NORMALIZED_KEYS, D, BM, False,
         )  # fmt: skip

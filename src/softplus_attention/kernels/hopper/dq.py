@@ -17,21 +17,20 @@ from softplus_attention.kernels.hopper.backward import kept_rows, place_of_terms
 from softplus_attention.kernels.hopper.common import (
     KeyTiles,
     RowScores,
-    announce,
-    arrived,
     at_key,
     barriers,
     by_thread,
     copy_tile,
+    expect,
     fineness,
+    invalidate,
     load_columns,
     load_layout,
-    no_more,
+    mark_for_fallback,
     not_finite,
-    note_trouble,
     noted_place,
-    own_place,
     product_layout,
+    program_position,
     query_norms,
     read_tile,
     row_scale,
@@ -40,12 +39,13 @@ from softplus_attention.kernels.hopper.common import (
     seen_keys,
     store_tile,
     tile_of,
+    wait_for,
 )
 from softplus_attention.kernels.triton.common import (
-    AGAIN_PROGRAMS,
-    LEAST_EXPONENT,
-    LEAST_NORMAL,
+    FALLBACK_PROGRAMS,
     LN2,
+    MIN_EXPONENT,
+    MIN_NORMAL,
     ROW_BLOCK,
     finite_rows,
     row_lift,
@@ -67,13 +67,13 @@ class RowTerms(NamedTuple):
 @gluon.jit
 def dq_slopes(
     scores, b_norm, scoring, row, seen,
-    POWER: gl.constexpr, FINE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
+    POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
 ):  # fmt: skip
     """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile. LIFTED: the first is
     multiplied by ``row_lift``."""
     sigma, u, steepness, log_u = score_terms(
         scores, b_norm[None, :], scoring.factor[:, None], row.slope[:, None], row.offset[:, None], row.below[:, None],
-        row.flat[:, None], seen, POWER, FINE, MASKED, FLAT_ROWS,
+        row.flat[:, None], seen, POWER, LOG_MODE, MASKED, FLAT_ROWS,
     )  # fmt: skip
     sigma = sigma * b_norm[None, :]
     if LIFTED:
@@ -93,7 +93,7 @@ def dq_gradient(g, steepness, b_delta, POWER: gl.constexpr):
 @gluon.jit
 def with_moments(moments, u, g, steepness, log_u):
     """Three sums, as held by each thread: those of ``triton.backward.PowerMoments``."""
-    log_u = gl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
+    log_u = gl.maximum(log_u, MIN_EXPONENT)  # finite where u and with it the weight is 0
     return (
         moments[0] + gl.sum(by_thread(u * g * log_u), 1),
         moments[1] + gl.sum(by_thread(u * g), 1),
@@ -104,7 +104,7 @@ def with_moments(moments, u, g, steepness, log_u):
 @gluon.jit
 def copy_keys(keys, j, n, wanted):
     """Starts the copies of the j-th tile of keys and of values, from the n-th key in sight on, if it is wanted."""
-    announce(keys.copied, j, keys.k_ring, 2, wanted)
+    expect(keys.copied, j, keys.k_ring, 2, wanted)
     copy_tile(keys.copied, j, keys.k_ring, j & 1, keys.K, at_key(keys, n), wanted)
     copy_tile(keys.copied, j, keys.v_ring, j & 1, keys.V, at_key(keys, n), wanted)
 
@@ -124,7 +124,7 @@ def dq_loop(
     fine: gl.constexpr = fineness(q_tile.dtype, POWER)
     for j in range(low, high):
         slot = j & 1
-        arrived(keys.copied, j)
+        wait_for(keys.copied, j)
         k_tile = tile_of(keys.k_ring, slot)
         b_norm = load_columns(keys.p_norm + j * BN, BN, LAYOUT)
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
@@ -200,7 +200,7 @@ def dq_carefully(
 
 @gluon.jit
 def dq_block(
-    place, Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower,
+    place, Q, K, V, GradOut, Out, Residual, Norms, Total, Height, Weight, Fallback, Start, End, Power, GradQ, GradPower,
     Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -226,7 +226,7 @@ def dq_block(
     o_m, b_counts, b_p = of_rows
     first_key, b_start, b_end, full_low, full_high, tiles = of_keys
     m_rows = o_m < t_q
-    b_below = gl.maximum(b_p - 1.0, LEAST_NORMAL)  # 0 times the logarithm of 0 is not a number
+    b_below = gl.maximum(b_p - 1.0, MIN_NORMAL)  # 0 times the logarithm of 0 is not a number
     p_row = bh * t_q + o_m
 
     row_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, D], dtype)
@@ -239,7 +239,7 @@ def dq_block(
     if not AGAIN:
         keys = KeyTiles(k_ring, v_ring, barriers(2), K, V, (b, kv_head, first_key), p_norm, tiles)
         rows_copied = barriers(1)
-        announce(rows_copied, 0, q_ring, 2)
+        expect(rows_copied, 0, q_ring, 2)
         copy_tile(rows_copied, 0, q_ring, 0, Q, (b, head, m))
         copy_tile(rows_copied, 0, q_ring, 1, GradOut, (b, head, m))
         copy_keys(keys, 0, 0, tiles > 0)
@@ -249,12 +249,12 @@ def dq_block(
     p_out = o_out.to(gl.int64)[:, None] * out_strides[2] + o_d[None, :] + (b * out_strides[0] + head * out_strides[1])
     m_out = (o_out < t_q)[:, None]
     b_o = gl.load(Out + p_out, mask=m_out, other=0.0).to(gl.float32)
-    b_o += gl.load(Rest + p_out, mask=m_out, other=0.0).to(gl.float32)
+    b_o += gl.load(Residual + p_out, mask=m_out, other=0.0).to(gl.float32)
     if AGAIN:
         q_tile.store(read_tile(rows_of(Q, b, head, m, q_strides), t_q - m, q_strides[2], BM, D))
         do_tile.store(read_tile(rows_of(GradOut, b, head, m, grad_out_strides), t_q - m, grad_out_strides[2], BM, D))
     else:
-        arrived(rows_copied, 0)
+        wait_for(rows_copied, 0)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
     b_inverse = query_norms(q_tile, layout)
     b_scale = row_scale(score_scale, b_counts)
@@ -313,10 +313,10 @@ def dq_block(
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
-        no_more(keys.copied)
-        no_more(rows_copied)
+        invalidate(keys.copied)
+        invalidate(rows_copied)
         trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
-        note_trouble(Again, trouble)
+        mark_for_fallback(Fallback, trouble)
 
     b_epsilon = gl.zeros([BM], gl.float32, rows)
     b_grad = gl.convert_layout(b_alpha, out_rows)[:, None] * b_steep
@@ -359,7 +359,7 @@ def dq_block(
 
 @gluon.jit
 def gluon_dq_kernel(
-    Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End, Power, GradQ, GradPower, Rows,
+    Q, K, V, GradOut, Out, Residual, Norms, Total, Height, Weight, Fallback, Start, End, Power, GradQ, GradPower, Rows,
     t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -371,17 +371,18 @@ def gluon_dq_kernel(
     AGAIN: those blocks alone that a launch without it has left in Again, as in ``gluon_forward_again``.
     """
     if AGAIN:
-        for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
+        for i in range(gl.program_id(0), gl.load(Fallback), FALLBACK_PROGRAMS):
             dq_block(
-                noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, ROW_BLOCK), shared * h_kv),
-                Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start, End,
+                noted_place(gl.load(Fallback + 1 + i), gl.cdiv(t_q, ROW_BLOCK), shared * h_kv),
+                Q, K, V, GradOut, Out, Residual, Norms, Total, Height, Weight, Fallback, Start, End,
                 Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides,
                 k_strides, v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
                 CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, True,
             )  # fmt: skip
     else:
         dq_block(
-            own_place(shared * h_kv, inverse), Q, K, V, GradOut, Out, Rest, Norms, Total, Height, Weight, Again, Start,
+            program_position(shared * h_kv, inverse), Q, K, V, GradOut, Out, Residual, Norms, Total, Height, Weight,
+            Fallback, Start,
             End, Power, GradQ, GradPower, Rows, t_q, t_k, shared, h_kv, window, score_scale, growth, q_strides,
             k_strides, v_strides, out_strides, grad_out_strides, dq_strides, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, POWER_GRAD, D, BN, BLOCK, False,

@@ -18,19 +18,18 @@ from softplus_attention.kernels.hopper.common import (
     KeyTiles,
     RowScores,
     RowWeights,
-    announce,
-    arrived,
     at_key,
     barriers,
     by_thread,
     copy_tile,
+    expect,
     fineness,
+    invalidate,
     load_columns,
-    no_more,
+    mark_for_fallback,
     not_finite,
-    note_trouble,
-    own_place,
     product_layout,
+    program_position,
     query_norms,
     row_scale,
     rows_and_keys,
@@ -39,6 +38,7 @@ from softplus_attention.kernels.hopper.common import (
     seen_keys,
     store_tile,
     tile_of,
+    wait_for,
     wrapped,
 )
 from softplus_attention.kernels.triton.common import (
@@ -57,19 +57,19 @@ from softplus_attention.kernels.triton.common import (
 # From here on queries stay in registers, so that products read keys alone from shared memory. Heads of 64 gain nothing
 # by it, and LSSAR has no registers left there.
 LONG_HEAD = gl.constexpr(128)
-MOST_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
+MAX_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
 # The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
 # Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
 # sum has. (With the long polynomial this is more careful than it need be.)
-LEAST_HEIGHT = gl.constexpr(0.25)
-LEAST_SHARE = gl.constexpr(2.0**-8)
-LEAST_SCORE = gl.constexpr(-2.0)
-LEAST_MEAN = gl.constexpr(2.0**-10)
+MIN_HEIGHT = gl.constexpr(0.25)
+MIN_SHARE = gl.constexpr(2.0**-8)
+MIN_SCORE = gl.constexpr(-2.0)
+MIN_MEAN = gl.constexpr(2.0**-10)
 # A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
 # Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
 # 1.4e-6, leaves them 6e-6 of the largest: with the power 2 a million add up to 3e-5.
-LEAST_POWER = gl.constexpr(5)
-LEAST_POWER_OF_LONG = gl.constexpr(2)
+MIN_POWER = gl.constexpr(5)
+MIN_POWER_OF_LONG = gl.constexpr(2)
 
 
 OWN = gl.constexpr(9)  # in place of a number of terms: the polynomial that sums and backward have
@@ -95,7 +95,7 @@ def least_rise(terms):
 
 
 @gluon.jit
-def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
+def softplus_above(t, TERMS: gl.constexpr, LOG_MODE: gl.constexpr):
     """log2(1 + 2^t) where it is above ``least_mean``, and something below that elsewhere.
 
     There 2^-t is at most 0.31, 0.55 or 0.77, for which log2(1 + e) is a polynomial with fewer terms than the short one
@@ -113,28 +113,29 @@ def softplus_above(t, TERMS: gl.constexpr, FINE: gl.constexpr):
         r = (0.09401079 * e - 0.27248671) * e + 0.46019851
         log = ((r * e - 0.71911207) * e + 1.44261486) * e
     else:
-        log = log2_one_plus(e, FINE)
+        log = log2_one_plus(e, LOG_MODE)
     return log + t
 
 
 @gluon.jit
 def first_loop(
     b_scaled, b_product, b_total, b_top, b_zero, queries, scoring, keys, ahead, first, low, high,
-    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr, FINE: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, BITS: gl.constexpr,
+    LOG_MODE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread. ``ahead`` says what
     comes next: the first keys of the tile that is to be copied and of that whose norms are to be read.
 
     BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
-    instruction a score where a polynomial takes four. At most MOST_FACTORS tiles fit into b_product.
+    instruction a score where a polynomial takes four. At most MAX_FACTORS tiles fit into b_product.
 
     BITS: b_top is integers, the bits of floats, of which an instruction compares three. From 0 on they are in order.
     """
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrived(keys.copied, s + 1)
+        wait_for(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
@@ -146,14 +147,14 @@ def first_loop(
             b_product += b_product * gl.exp2(gl.abs(t) * -1.0)
             f = gl.maximum(t, 0.0)
         else:
-            f = softplus2(t, FINE)
+            f = softplus2(t, LOG_MODE)
         b_total += gl.sum(by_thread(f), 1)
         if BITS:
             t = t.to(gl.int32, bitcast=True)
         b_top = gl.maximum(b_top, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        announce(keys.copied, s + 1, keys.k_ring, 1)  # s + 3, which has the same barrier and the same slot
+        expect(keys.copied, s + 1, keys.k_ring, 1)  # s + 3, which has the same barrier and the same slot
         copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead))
         n_ahead = wrapped(n_ahead + BN, keys.count * BN)
     return b_scaled, b_product, b_total, b_top, (n_ahead, n_next)
@@ -168,10 +169,10 @@ def logarithms(b_product):
 @gluon.jit
 def chunked_loop(
     b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, low, high,
-    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, LOG_MODE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """``first_loop`` over [low, high), with a product and a sum of its own for every MOST_FACTORS tiles.
+    """``first_loop`` over [low, high), with a product and a sum of its own for every MAX_FACTORS tiles.
 
     A product holds no more. And equal numbers, of which a crowd of equal keys makes thousands, all round to one side:
     so their sum is off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
@@ -181,11 +182,11 @@ def chunked_loop(
     b_none = gl.sum(by_thread(b_zero), 1)
     bits: gl.constexpr = BY_PRODUCT and not MASKED
     b_high = b_none.to(gl.int32) if bits else b_top
-    for begin in range(low, high, MOST_FACTORS):
+    for begin in range(low, high, MAX_FACTORS):
         b_scaled, b_product, b_part, b_high, ahead = first_loop(
             b_scaled, b_zero + 1.0, b_none, b_high, b_zero, queries, scoring, keys, ahead, first, begin,
-            gl.minimum(begin + MOST_FACTORS, high),
-            MASKED, HAS_STARTS, BY_PRODUCT, bits, FINE, BN, LAYOUT,
+            gl.minimum(begin + MAX_FACTORS, high),
+            MASKED, HAS_STARTS, BY_PRODUCT, bits, LOG_MODE, BN, LAYOUT,
         )  # fmt: skip
         b_sum += b_part
         if BY_PRODUCT:
@@ -198,7 +199,7 @@ def chunked_loop(
 @gluon.jit
 def sums(
     b_scaled, b_zero, queries, scoring, keys, full_low, full_high, ahead, first,
-    HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, FINE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+    HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, LOG_MODE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
     BY_PRODUCT the part of the sum that is logarithms."""
@@ -208,15 +209,15 @@ def sums(
     if HAS_STARTS:
         b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
             b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, 0, full_low,
-            True, True, BY_PRODUCT, FINE, BN, LAYOUT,
+            True, True, BY_PRODUCT, LOG_MODE, BN, LAYOUT,
         )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
         b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, full_low, full_high,
-        False, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        False, HAS_STARTS, BY_PRODUCT, LOG_MODE, BN, LAYOUT,
     )  # fmt: skip
     b_scaled, b_sum, b_logs, b_top, ahead = chunked_loop(
         b_scaled, b_sum, b_logs, b_top, b_zero, queries, scoring, keys, ahead, first, full_high, keys.count,
-        True, HAS_STARTS, BY_PRODUCT, FINE, BN, LAYOUT,
+        True, HAS_STARTS, BY_PRODUCT, LOG_MODE, BN, LAYOUT,
     )  # fmt: skip
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     b_total = gl.convert_layout(gl.sum(b_sum + b_logs, 1), rows)
@@ -227,7 +228,7 @@ def sums(
 @gluon.jit
 def second_loop(
     b_scaled, b_out, b_w, b_weight, b_zero, queries, scoring, weighing, keys, ahead, first, low, high,
-    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr,
+    MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, LOG_MODE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
@@ -237,16 +238,16 @@ def second_loop(
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        arrived(keys.copied, s + 1)
+        wait_for(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
         n_next = wrapped(n_next + BN, keys.count * BN)
         t = b_scaled * scoring.factor[:, None]
-        w = softplus_above(t, ABOVE, FINE) if ABOVE > 0 else softplus2(t, FINE)  # [BM, BN]
+        w = softplus_above(t, ABOVE, LOG_MODE) if ABOVE > 0 else softplus2(t, LOG_MODE)  # [BM, BN]
         if POWER != 0:
             u = saturated(w, weighing.slope[:, None], weighing.offset[:, None])
-            w = raised(u, weighing.power[:, None], POWER, 0, FINE)
+            w = raised(u, weighing.power[:, None], POWER, 0, LOG_MODE)
         if MASKED:
             w = gl.where(seen_keys(j * BN, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
@@ -257,7 +258,7 @@ def second_loop(
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
         wanted = j + 2 < keys.count
-        announce(keys.copied, s + 1, keys.k_ring, 2, wanted)
+        expect(keys.copied, s + 1, keys.k_ring, 2, wanted)
         copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead), wanted)
         n_ahead = wrapped(n_ahead + BN, keys.count * BN)
         copy_tile(keys.copied, s + 1, keys.v_ring, (j + 2) & 3, keys.V, at_key(keys, (j + 2) * BN), wanted)
@@ -266,7 +267,7 @@ def second_loop(
 
 @gluon.jit
 def gluon_forward_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
+    Q, K, V, Out, Residual, Norms, Total, Height, Weight, Flat, Fallback, Start, End, Power,
     t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -285,7 +286,7 @@ def gluon_forward_kernel(
     fine: gl.constexpr = fineness(dtype, POWER)
 
     place, of_rows, of_keys, p_norm = rows_and_keys(
-        own_place(shared * h_kv, inverse), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth,
+        program_position(shared * h_kv, inverse), Norms, Start, End, Power, t_q, t_k, shared, h_kv, window, growth,
         range_stride, power_strides, CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
     )  # fmt: skip
     m, bh, b, head, kv_head = place
@@ -302,14 +303,14 @@ def gluon_forward_kernel(
     gl.static_assert(BM == BN)  # a tile of queries is as large as one of keys
     q_tile = tile_of(q_ring, 0)
     n_next = wrapped(gl.to_tensor(BN), tiles * BN)
-    announce(copied, 0, k_ring, 2)
+    expect(copied, 0, k_ring, 2)
     copy_tile(copied, 0, q_ring, 0, Q, (b, head, m))
     copy_tile(copied, 0, k_ring, 0, K, at_key(keys, 0))
-    announce(copied, 1, k_ring, 3)
+    expect(copied, 1, k_ring, 3)
     copy_tile(copied, 1, k_ring, 1, K, at_key(keys, n_next))
     copy_tile(copied, 1, v_ring, 0, V, at_key(keys, 0))
     copy_tile(copied, 1, v_ring, 1, V, at_key(keys, BN))
-    arrived(copied, 0)
+    wait_for(copied, 0)
     b_factor = score_factor(row_scale(score_scale, b_counts), query_norms(q_tile, layout))  # [BM]
     scoring = RowScores(b_factor, b_start, b_end)
 
@@ -320,7 +321,7 @@ def gluon_forward_kernel(
     scores = warpgroup_mma(queries, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
     n_ahead = wrapped(n_next + BN, tiles * BN)
-    announce(copied, 2, k_ring, 1)
+    expect(copied, 2, k_ring, 1)
     copy_tile(copied, 2, k_ring, 0, K, at_key(keys, n_ahead))
     n_ahead = wrapped(n_ahead + BN, tiles * BN)
     ahead = (n_ahead, n_next)  # the tiles 3 and, for its norms, 1
@@ -333,7 +334,7 @@ def gluon_forward_kernel(
     any_flat = 0
     far_above = full_low  # tiles
     above = full_low
-    least_power: gl.constexpr = LEAST_POWER if fine == SHORT else LEAST_POWER_OF_LONG
+    least_power: gl.constexpr = MIN_POWER if fine == SHORT else MIN_POWER_OF_LONG
     low_power: gl.constexpr = POWER > 0 and least_power > POWER
     far: gl.constexpr = terms_above(fine, True)
     near: gl.constexpr = OWN if low_power else terms_above(fine, False)
@@ -352,8 +353,8 @@ def gluon_forward_kernel(
                 )  # fmt: skip
                 first = tiles
                 b_high = b_counts * softplus2(b_largest, fine) - b_excess * b_total
-                sure = (b_high > LEAST_HEIGHT * b_bent + LEAST_SHARE * b_total) & (b_largest > LEAST_SCORE)
-                sure = sure & (b_total > LEAST_MEAN * b_counts) & ((b_largest > 0) | (full_high == full_low))
+                sure = (b_high > MIN_HEIGHT * b_bent + MIN_SHARE * b_total) & (b_largest > MIN_SCORE)
+                sure = sure & (b_total > MIN_MEAN * b_counts) & ((b_largest > 0) | (full_high == full_low))
                 by_polynomial = gl.max(((b_counts > 0) & (sure == 0)).to(gl.int32), 0)
         if by_polynomial > 0:
             b_scaled, b_total, b_largest, b_bent, ahead = sums(
@@ -410,8 +411,8 @@ def gluon_forward_kernel(
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
-        arrived(copied, s)
-    no_more(copied)
+        wait_for(copied, s)
+    invalidate(copied)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     too_small = gl.to_tensor(0)
@@ -420,12 +421,12 @@ def gluon_forward_kernel(
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
     b_out = b_out * gl.convert_layout(special_inverse(b_weight), gl.SliceLayout(1, out_layout))[:, None]
     trouble = gl.maximum(gl.maximum(not_finite(b_out), too_small), any_flat)
-    note_trouble(Again, trouble)
+    mark_for_fallback(Fallback, trouble)
     if trouble > 0:
         gl.atomic_max(Flat + bh, 1)
     if HAS_REST or POWER == 0:  # the backward, and a second look at LSSA
         gl.store(Weight + p_row, b_weight, mask=m_rows & (HAS_REST or trouble > 0))
     store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
     if HAS_REST:
-        rest = b_out - b_out.to(dtype).to(gl.float32)
-        store_tile(rows_of(Rest, b, head, m, out_strides), rest, q_tile, t_q - m, out_strides[2])
+        residual = b_out - b_out.to(dtype).to(gl.float32)
+        store_tile(rows_of(Residual, b, head, m, out_strides), residual, q_tile, t_q - m, out_strides[2])

@@ -21,7 +21,7 @@ from softplus_attention.kernels.hopper.common import (
     store_tile,
 )
 from softplus_attention.kernels.triton.common import (
-    AGAIN_PROGRAMS,
+    FALLBACK_PROGRAMS,
     ROW_BLOCK,
     raised,
     score_factor,
@@ -30,13 +30,13 @@ from softplus_attention.kernels.triton.common import (
 
 
 @gluon.jit
-def careful_pass(
+def nan_safe_pass(
     b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, p_norm, count,
     k_stride, v_stride, tiles,
-    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, FINE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
+    HAS_STARTS: gl.constexpr, POWER: gl.constexpr, LOG_MODE: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As ``triton.forward.careful_pass``: output and sum of weights of a block with rows of equal scores, rows whose
+    """As ``triton.forward.nan_safe_pass``: output and sum of weights of a block with rows of equal scores, rows whose
     f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
     b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
     b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
@@ -52,10 +52,10 @@ def careful_pass(
         v_ring.index(1).store(gl.where(finite, 0.0, 1.0).to(dtype))
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_ring.index(0).permute([1, 0]), b_zero, use_acc=False)
-        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], FINE)
+        f = softplus2(scores * load_columns(p_norm + n, BN, LAYOUT)[None, :] * b_factor[:, None], LOG_MODE)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, FINE)
+            sharp = raised(gl.maximum(f * b_slope[:, None] - b_offset[:, None], 0.0), b_p[:, None], POWER, 0, LOG_MODE)
             w = gl.where(b_flat[:, None], w, sharp)
         w = gl.where(seen_keys(n, b_start, b_end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
@@ -68,7 +68,7 @@ def careful_pass(
 
 @gluon.jit
 def gluon_forward_again_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Again, Start, End, Power,
+    Q, K, V, Out, Residual, Norms, Total, Height, Weight, Flat, Fallback, Start, End, Power,
     t_q, t_k, shared, h_kv, inverse, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     range_stride, power_strides,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
@@ -86,15 +86,15 @@ def gluon_forward_again_kernel(
     q_tile = gl.allocate_shared_memory(dtype, [BM, D], gl.NVMMASharedLayout.get_default_for([BM, D], dtype))
     k_ring = gl.allocate_shared_memory(dtype, [1, BN, D], of_keys)
     v_ring = gl.allocate_shared_memory(dtype, [2, BN, D], of_keys)
-    for i in range(gl.program_id(0), gl.load(Again), AGAIN_PROGRAMS):
-        place, of_rows, sight, p_norm = rows_and_keys(
-            noted_place(gl.load(Again + 1 + i), gl.cdiv(t_q, BM), shared * h_kv), Norms, Start, End, Power,
+    for i in range(gl.program_id(0), gl.load(Fallback), FALLBACK_PROGRAMS):
+        place, of_rows, span, p_norm = rows_and_keys(
+            noted_place(gl.load(Fallback + 1 + i), gl.cdiv(t_q, BM), shared * h_kv), Norms, Start, End, Power,
             t_q, t_k, shared, h_kv, window, growth, range_stride, power_strides,
             CAUSAL, HAS_WINDOW, HAS_RANGES, POWER, HAS_POWER_ROWS, BM, BN, layout,
         )  # fmt: skip
         m, bh, b, head, kv_head = place
         o_m, b_counts, b_p = of_rows
-        first_key, b_start, b_end, _, _, tiles = sight
+        first_key, b_start, b_end, _, _, tiles = span
         p_k = rows_of(K, b, kv_head, first_key, k_strides)
         p_v = rows_of(V, b, kv_head, first_key, v_strides)
         m_rows = o_m < t_q
@@ -115,7 +115,7 @@ def gluon_forward_again_kernel(
             b_slope = b_counts / b_total / b_divisor
             b_offset = gl.where(b_counts > 3, 1.0, 0.0) / b_divisor
         b_level = b_counts / gl.where(b_total == 0, 1.0, b_total)
-        b_out, b_partial = careful_pass(
+        b_out, b_partial = nan_safe_pass(
             b_flat, b_level, b_factor, b_slope, b_offset, b_p, b_start, b_end, q_tile, k_ring, v_ring, p_k, p_v, p_norm,
             t_k - first_key, k_strides[2], v_strides[2], tiles,
             has_starts, POWER, fineness(dtype, POWER), D, BM, BN, layout, out_layout,
@@ -127,5 +127,5 @@ def gluon_forward_again_kernel(
             gl.store(Weight + p_row, b_weight, mask=m_rows)
         store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
         if HAS_REST:
-            rest = b_out - b_out.to(dtype).to(gl.float32)
-            store_tile(rows_of(Rest, b, head, m, out_strides), rest, q_tile, t_q - m, out_strides[2])
+            residual = b_out - b_out.to(dtype).to(gl.float32)
+            store_tile(rows_of(Residual, b, head, m, out_strides), residual, q_tile, t_q - m, out_strides[2])

@@ -31,10 +31,10 @@ TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
-MOST_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
+MAX_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
 LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
 LARGEST_STRIDE_OF_HEADS = 1 << 39  # and of sequences: a descriptor has 40 bits for the bytes
-MOST_OF_A_GRID = 65535  # programs along its second and third axis
+MAX_GRID = 65535  # programs along its second and third axis
 NEARBY = 12 << 20  # bytes: what programs that run at one time read more than once is to stay in the second-level cache
 
 
@@ -73,12 +73,12 @@ def fits(call: KernelArguments, *others: Tensor) -> bool:
     has binaries of its own."""
     return (
         unsupported_shape_reason(call.d, min(call.t_q, call.t_k), call.q.dtype) is None
-        and blocks_of(max(call.t_q, call.t_k)) <= MOST_OF_A_GRID
+        and blocks_of(max(call.t_q, call.t_k)) <= MAX_GRID
         and call.batch * call.h**2 < 1 << INVERSE_BITS
         and call.d == call.dv
         and call.power.offset
         and call.mask is None
-        and (call.start is None or call.t_k <= MOST_KEYS_WITH_RANGES)
+        and (call.start is None or call.t_k <= MAX_KEYS_WITH_RANGES)
         and available(call.q.device)
         and all(copyable(x) for x in (call.q, call.k, call.v, *others))
     )
@@ -92,7 +92,7 @@ def blocks_of(length: int) -> int:
 def heads_together(heads: int, size: float) -> int:
     """How many heads, each of which reads ``size`` bytes, come to NEARBY: of the numbers that divide ``heads`` the one
     next to it."""
-    low = -(-heads // MOST_OF_A_GRID)
+    low = -(-heads // MAX_GRID)
     pairs = [(n, heads // n) for n in range(1, math.isqrt(heads) + 1) if heads % n == 0]
     return min((n for pair in pairs for n in pair if n >= low), key=lambda n: abs(math.log(n * size / NEARBY)))
 
@@ -194,7 +194,7 @@ def backward(
     dq, dk, dv = grads
     count = call.batch * call.h * blocks_of(call.t_q) * ROWS
     rows = saved.stats.new_empty(terms_of_a_row(call.power_code, call.start is not None) * count)
-    # ``Again`` of the kernels: how many blocks need a second look, none yet, and room for which.
+    # ``Fallback`` of the kernels: how many blocks need a second look, none yet, and room for which.
     of_queries = aligned(1 + count // ROWS)
     fallback_blocks = saved.equal_score_flags.new_zeros(of_queries + 1 + call.batch * call.h_kv * blocks_of(call.t_k))
     backward_of_queries(call, grad_out, saved, dq, grad_power, rows, fallback_blocks)

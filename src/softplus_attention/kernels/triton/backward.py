@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from softplus_attention.kernels.triton.common import (
-    LEAST_EXPONENT,
     LN2,
+    MIN_EXPONENT,
     SERIES,
     Keys,
+    RowRange,
     Sharpening,
-    Sight,
     count_keys,
     excess,
     finite_rows,
@@ -58,10 +58,10 @@ class PowerMoments(NamedTuple):
 
 @triton.jit
 def dq_pass(
-    b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
+    b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, span,
     n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    FINE: tl.constexpr,
+    LOG_MODE: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, POWER_GRAD: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
     CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -73,14 +73,14 @@ def dq_pass(
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
-        f = softplus2(t, FINE)
+        f = softplus2(t, LOG_MODE)
         sigma = tl.exp2(t - f)  # the sigmoid
         if not PRECISE:
             sigma = sigma * b_norm[None, :]  # what it multiplies below is the raw k
             if b_k.dtype == tl.float16:
                 sigma = sigma * b_lift[:, None]
         if MASKED:
-            seen = seen_by(o_n, sight, HAS_MASK)
+            seen = seen_by(o_n, span, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
             g = tl.where(seen, g, 0.0)
             b_k = finite_rows(b_k)  # its rows are NaN through their sums; the others do not see it
@@ -88,7 +88,7 @@ def dq_pass(
             u = excess(f, sharpening, PRECISE, OFFSET)
             if MASKED:
                 u = tl.where(seen, u, 0.0)
-            steepness = raised(u, sharpening.power[:, None], POWER, 1, FINE)
+            steepness = raised(u, sharpening.power[:, None], POWER, 1, LOG_MODE)
             if CAREFUL:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
                 g = tl.where(steepness == 0, 0.0, g)  # also of a value that is not finite
@@ -97,8 +97,8 @@ def dq_pass(
                 b_sum += tl.sum(g, 1)
                 b_even = tl.dot(sigma.to(b_k.dtype), b_k, b_even, input_precision="ieee")
             if POWER_GRAD:
-                log_u = tl.log2(u) if FINE == SERIES else special_log2(u)
-                log_u = tl.maximum(log_u, LEAST_EXPONENT)  # finite where u and with it the weight is 0
+                log_u = tl.log2(u) if LOG_MODE == SERIES else special_log2(u)
+                log_u = tl.maximum(log_u, MIN_EXPONENT)  # finite where u and with it the weight is 0
                 moments = PowerMoments(
                     moments.product + tl.sum(u * g * log_u, 1),
                     moments.gain + tl.sum(u * g, 1),
@@ -110,14 +110,14 @@ def dq_pass(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, Out, Rest, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
+    Q, K, V, Out, Residual, GradOut, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
     GradQ, GradPower, Rows,
     t_q, t_k, h, h_kv, n_rows, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     grad_out_strides, dq_strides, range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, POWER_GRAD: tl.constexpr,
     HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
+    BN: tl.constexpr, PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     n_rows = tl.cast(n_rows, tl.int64)  # a few times the rows is beyond int32 before the rows are
     blocks = tl.cdiv(t_q, BM)
@@ -136,11 +136,11 @@ def dq_kernel(
         o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride, CAUSAL, HAS_WINDOW, HAS_RANGES
     )
     p_mask = mask_rows(Mask + b * mask_strides[0] + head * mask_strides[1], o_m, t_q, mask_strides[2], HAS_MASK)
-    sight = Sight(b_start, b_end, p_mask, mask_strides[3])
-    b_counts = count_keys(sight, Counts + b * count_strides[0] + head * count_strides[1], o_m, t_q, HAS_MASK)
+    span = RowRange(b_start, b_end, p_mask, mask_strides[3])
+    b_counts = count_keys(span, Counts + b * count_strides[0] + head * count_strides[1], o_m, t_q, HAS_MASK)
     p_power = Power + b * power_strides[0] + head * power_strides[1]
     b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
-    n_low, full_low, full_high, n_high = key_regions(sight, m_rows, BN, HAS_MASK)
+    n_low, full_low, full_high, n_high = key_regions(span, m_rows, BN, HAS_MASK)
 
     b_q = load_rows(Q + b * q_strides[0] + head * q_strides[1], o_m, t_q, q_strides[2], D, BD, True)  # [BM, BD]
     p_do = GradOut + b * grad_out_strides[0] + head * grad_out_strides[1]
@@ -148,7 +148,7 @@ def dq_kernel(
     b_o = load_rows(Out + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
     b_o = b_o.to(tl.float32)
     if HAS_REST:
-        b_o += load_rows(Rest + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
+        b_o += load_rows(Residual + b * out_strides[0] + head * out_strides[1], o_m, t_q, out_strides[2], DV, BDV, True)
     b_delta = tl.sum(b_o * b_do.to(tl.float32), 1)  # [BM]
     b_inverse = inverse_norm(b_q.to(tl.float32))
     b_unit = b_q.to(tl.float32) * b_inverse[:, None]
@@ -205,25 +205,27 @@ def dq_kernel(
         needs_care = tl.load(Flat + bh)
     if needs_care > 0:
         b_steep, b_even, b_sum, moments = dq_pass(
-            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
-            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, True, STAGES,
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, span,
+            n_low, n_high, D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, True,
+            STAGES,
         )  # fmt: skip
     else:
         if HAS_WINDOW or HAS_RANGES:
             b_steep, b_even, b_sum, moments = dq_pass(
                 b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening,
-                keys, sight, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True,
+                keys, span, n_low, full_low, D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, POWER_GRAD, True,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_steep, b_even, b_sum, moments = dq_pass(
                 b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening,
-                keys, sight, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, False,
+                keys, span, full_low, full_high, D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, POWER_GRAD,
+                False,
                 HAS_MASK, False, STAGES,
             )  # fmt: skip
         b_steep, b_even, b_sum, moments = dq_pass(
-            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, sight,
-            full_high, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, False,
+            b_steep, b_even, b_sum, moments, b_q, b_do, b_delta, b_factor, b_lift, b_flat, sharpening, keys, span,
+            full_high, n_high, D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, POWER_GRAD, True, HAS_MASK, False,
             STAGES,
         )  # fmt: skip
 
@@ -262,7 +264,7 @@ def dkv_pass(
     m_low, m_high, t_q, t_k, n_rows, window, growth, q_stride, do_stride, mask_stride_m, mask_stride_n, power_stride,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, PRECISE: tl.constexpr, LOG_MODE: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the rows [m_low, m_high) to the gradients of a block of keys. Rows beyond t_q read as 0 and add nothing."""
@@ -282,11 +284,11 @@ def dkv_pass(
             t = scores2(b_q * b_factor[:, None], b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
         else:
             t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)
-        f = softplus2(t, FINE)
+        f = softplus2(t, LOG_MODE)
         sigma = tl.exp2(t - f)
         if MASKED or POWER < 0:
             b_start, b_end = key_range(o_m, t_q, t_k, window, p_start, p_end, CAUSAL, HAS_WINDOW, HAS_RANGES)
-            sight = Sight(b_start, b_end, mask_rows(p_mask, o_m, t_q, mask_stride_m, HAS_MASK), mask_stride_n)
+            span = RowRange(b_start, b_end, mask_rows(p_mask, o_m, t_q, mask_stride_m, HAS_MASK), mask_stride_n)
         weight = f * b_slope[:, None]  # u
         if POWER != 0 and OFFSET:
             weight = tl.maximum(weight - b_offset[:, None], 0.0)
@@ -295,16 +297,16 @@ def dkv_pass(
         if POWER != 0:
             b_p = b_slope  # not read where the power is a number
             if POWER < 0:
-                b_counts = count_keys(sight, p_counts, o_m, t_q, HAS_MASK)
+                b_counts = count_keys(span, p_counts, o_m, t_q, HAS_MASK)
                 b_p = row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER, HAS_POWER_ROWS)
-            steepness = raised(weight, b_p[:, None], POWER, 1, FINE)
+            steepness = raised(weight, b_p[:, None], POWER, 1, LOG_MODE)
             if CAREFUL:
                 steepness = tl.where(b_offset[:, None] < 0, 1.0, steepness)
             weight = weight * steepness
         if PRECISE:
             weight = weight * load_vector(p_rows + 6 * n_rows, o_m, t_q, True)[:, None]
         if MASKED:
-            seen = seen_by(o_n, sight, HAS_MASK)
+            seen = seen_by(o_n, span, HAS_MASK)
             weight = tl.where(seen, weight, 0.0)
         b_dv = tl.dot(tl.trans(weight.to(b_do.dtype)), b_do, b_dv, input_precision="ieee")
         g = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_delta[:, None]
@@ -331,7 +333,7 @@ def dkv_kernel(
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A block of keys of one key head, over all the query heads that share it."""
     n_rows = tl.cast(n_rows, tl.int64)
@@ -387,28 +389,28 @@ def dkv_kernel(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
                 mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, OFFSET,
-                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, True, STAGES,
+                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, LOG_MODE, True, True, STAGES,
             )  # fmt: skip
         else:
             b_dk, b_dv = dkv_pass(
                 b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                 m_low, full_low, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2], mask_strides[2],
                 mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK, POWER, OFFSET,
-                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
+                HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, LOG_MODE, True, False, STAGES,
             )  # fmt: skip
             if not (HAS_RANGES or HAS_MASK):
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_low, full_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, False, False, STAGES,
+                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, LOG_MODE, False, False, STAGES,
                 )  # fmt: skip
             if HAS_WINDOW:
                 b_dk, b_dv = dkv_pass(
                     b_dk, b_dv, b_k, b_v, b_norm, o_n, p_q, p_do, p_rows, p_start, p_end, p_mask, p_counts, p_power,
                     full_high, m_high, t_q, t_k, n_rows, window, growth, q_strides[2], grad_out_strides[2],
                     mask_strides[2], mask_strides[3], power_strides[2], CAUSAL, HAS_WINDOW, HAS_RANGES, HAS_MASK,
-                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, FINE, True, False, STAGES,
+                    POWER, OFFSET, HAS_POWER_ROWS, D, DV, BD, BDV, BM, PRECISE, LOG_MODE, True, False, STAGES,
                 )  # fmt: skip
 
     if not NORMALIZED_KEYS:

@@ -3,7 +3,8 @@
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
 b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
 
-FINE says how exact logarithms are: SHORT, LONG or SERIES. PRECISE is float32: vectors are normalised before the product
+LOG_MODE says how exact logarithms are: SHORT,
+LONG or SERIES. PRECISE is float32: vectors are normalised before the product
 and the steps follow the reference; in half precision the norms apply after the product of the raw vectors, which loses
 nothing, and steps are folded to save work.
 """
@@ -26,12 +27,12 @@ NOWHERE = tl.constexpr(1 << 30)
 NORM_BLOCK = tl.constexpr(arguments.NORM_BLOCK)
 ROW_BLOCK = tl.constexpr(arguments.ROW_BLOCK)
 INVERSE_BITS = tl.constexpr(arguments.INVERSE_BITS)
-AGAIN_PROGRAMS = tl.constexpr(arguments.FALLBACK_PROGRAMS)
+FALLBACK_PROGRAMS = tl.constexpr(arguments.FALLBACK_PROGRAMS)
 SHORT = tl.constexpr(arguments.SHORT)
 LONG = tl.constexpr(arguments.LONG)
 SERIES = tl.constexpr(arguments.SERIES)
-LEAST_EXPONENT = tl.constexpr(-126.0)
-LEAST_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
+MIN_EXPONENT = tl.constexpr(-126.0)
+MIN_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
 LARGEST_LIFTED = tl.constexpr(0.125)
 LARGEST_LIFT = tl.constexpr(2.0**60)
 # Squares of norms between these are summed from squares that neither overflow nor vanish.
@@ -51,7 +52,7 @@ class Keys(NamedTuple):
     v_stride: tl.tensor
 
 
-class Sight(NamedTuple):
+class RowRange(NamedTuple):
     """What a block of rows may see: [BM] ranges, [BM] pointers to the rows of the mask, and the mask's key stride."""
 
     start: tl.tensor
@@ -91,13 +92,13 @@ def special_inverse(x):
 
 
 @triton.jit
-def log2_one_plus(e, FINE: tl.constexpr):
+def log2_one_plus(e, LOG_MODE: tl.constexpr):
     """log2(1 + e) for e in [0, 1]; small e keep their ratio.
 
     The special-function unit has an eighth of the throughput of the multiply-add units. Polynomials (minimax in
     relative error) leave it one call per score. SERIES is that of 2 atanh(z), z = e / (2 + e).
     """
-    if FINE == SERIES:
+    if LOG_MODE == SERIES:
         z = e / (2.0 + e)
         y = z * z
         r = 0.221953083 * y + 0.262308189
@@ -107,7 +108,7 @@ def log2_one_plus(e, FINE: tl.constexpr):
         r = r * y + 0.961796694
         r = r * y + 2.88539008
         return r * z
-    elif FINE == LONG:
+    elif LOG_MODE == LONG:
         r = 0.0204011854 * e - 0.0957975462
         r = r * e + 0.215284541
         r = r * e - 0.339089036
@@ -123,10 +124,10 @@ def log2_one_plus(e, FINE: tl.constexpr):
 
 
 @triton.jit
-def softplus2(t, FINE: tl.constexpr):
+def softplus2(t, LOG_MODE: tl.constexpr):
     """log2(1 + 2^t)"""
     # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
-    return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), FINE) + tl.maximum(t, 0.0)
+    return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), LOG_MODE) + tl.maximum(t, 0.0)
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def scores2(b_q, b_k, b_norm, b_factor, PRECISE: tl.constexpr):
 
 
 @triton.jit
-def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, FINE: tl.constexpr):
+def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, LOG_MODE: tl.constexpr):
     """u^(p - BELOW), where 0^0 is 0. POWER from 1 to 1023 goes by multiplication; -1 reads b_p [BM, 1]."""
     if POWER > 0:
         n: tl.constexpr = POWER - BELOW
@@ -184,12 +185,12 @@ def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, FINE: tl.constexpr)
                         w = w * square
                 if (n >> (i + 1)) > 0:
                     square = square * square
-    elif FINE == SERIES:
+    elif LOG_MODE == SERIES:
         w = tl.where(u == 0, 0.0, tl.exp2((b_p - BELOW) * tl.log2(u)))  # a NaN stays one
     else:
         w = tl.exp2((b_p - BELOW) * special_log2(u))
         if BELOW != 0:  # p may be 1, and 0 times the logarithm of 0 is not a number
-            w = tl.where(u >= LEAST_NORMAL, w, 0.0)
+            w = tl.where(u >= MIN_NORMAL, w, 0.0)
     return w
 
 
@@ -304,33 +305,33 @@ def mask_rows(p_mask, o_m, t_q, row_stride, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def seen_by(o_n, sight, HAS_MASK: tl.constexpr):
+def seen_by(o_n, span, HAS_MASK: tl.constexpr):
     """[BM, BN]: whether a row sees a key."""
-    seen = (o_n[None, :] >= sight.start[:, None]) & (o_n[None, :] < sight.end[:, None])
+    seen = (o_n[None, :] >= span.start[:, None]) & (o_n[None, :] < span.end[:, None])
     if HAS_MASK:
-        p = sight.p_mask[:, None] + o_n[None, :].to(tl.int64) * sight.mask_stride
+        p = span.p_mask[:, None] + o_n[None, :].to(tl.int64) * span.mask_stride
         seen &= tl.load(p, mask=seen, other=0) != 0
     return seen
 
 
 @triton.jit
-def count_keys(sight, p_counts, o_m, t_q, HAS_MASK: tl.constexpr):
+def count_keys(span, p_counts, o_m, t_q, HAS_MASK: tl.constexpr):
     """[BM]: N_i; under a mask it was counted beforehand."""
     if HAS_MASK:
         return tl.load(p_counts + o_m, mask=o_m < t_q, other=0).to(tl.float32)
     else:
-        return (sight.end - sight.start).to(tl.float32)
+        return (span.end - span.start).to(tl.float32)
 
 
 @triton.jit
-def key_regions(sight, m_rows, BN: tl.constexpr, HAS_MASK: tl.constexpr):
+def key_regions(span, m_rows, BN: tl.constexpr, HAS_MASK: tl.constexpr):
     """(low, full_low, full_high, high): [low, high) holds every visible key, and the tiles of [full_low, full_high) are
     visible to all rows. An empty middle leaves all of it to the last part."""
-    some = sight.end > sight.start
-    low = tl.min(tl.where(some, sight.start, NOWHERE)) // BN * BN
-    high = tl.max(tl.where(some, sight.end, 0))
-    full_low = tl.cdiv(tl.max(tl.where(m_rows, sight.start, 0)), BN) * BN
-    full_high = tl.min(tl.where(m_rows, sight.end, NOWHERE)) // BN * BN
+    some = span.end > span.start
+    low = tl.min(tl.where(some, span.start, NOWHERE)) // BN * BN
+    high = tl.max(tl.where(some, span.end, 0))
+    full_low = tl.cdiv(tl.max(tl.where(m_rows, span.start, 0)), BN) * BN
+    full_high = tl.min(tl.where(m_rows, span.end, NOWHERE)) // BN * BN
     if HAS_MASK:
         full_high = full_low
     if full_high <= full_low:

@@ -146,7 +146,8 @@ def scores_kernel(
     Q, K, Scratch, Lengths, Starts,
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, score_scale, q_strides, k_strides, f_stride,
     HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, NORMALIZED_KEYS: tl.constexpr,
-    WIDE: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr,
+    WIDE: tl.constexpr, PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, BY_PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
@@ -211,7 +212,7 @@ def scores_kernel(
             # Softplus would make a plausible 0 of -inf. Not t - t: a fused multiply-add need not make 0 of it.
             t = tl.where(tl.abs(t) < float("inf"), t, float("nan"))
         seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
-        f = tl.where(seen, softplus2(t, FINE), 0.0)
+        f = tl.where(seen, softplus2(t, LOG_MODE), 0.0)
         b_total += tl.sum(f, 1)
         b_largest = tl.maximum(b_largest, tl.max(f, 1))
         tl.store(p_f[:, None] + o_n[None, :], f, mask=m_rows[:, None])
@@ -223,14 +224,14 @@ def scores_kernel(
 
 @triton.jit
 def weights_of(
-    p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr, FINE: tl.constexpr
+    p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr, LOG_MODE: tl.constexpr
 ):
     """[BR, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
     f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
         # Not tl.maximum, which makes 0 of a NaN.
-        w = tl.where(b_flat[:, None], w, raised(tl.where(w < 0, 0.0, w), b_p[:, None], POWER, 0, FINE))
+        w = tl.where(b_flat[:, None], w, raised(tl.where(w < 0, 0.0, w), b_p[:, None], POWER, 0, LOG_MODE))
     return tl.where(w <= b_least[:, None], 0.0, w)
 
 
@@ -258,7 +259,8 @@ def values_kernel(
     rows, t_q, t_max, h_kv, splits, window, f_units, partial_units, negligible, growth, v_strides, power_strides,
     f_stride, HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr, POWER: tl.constexpr,
     HAS_POWER_ROWS: tl.constexpr, OFFSET: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BR: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr, FINE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
+    LOG_MODE: tl.constexpr,
 ):  # fmt: skip
     """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, not to be read where Weight
     is 0. BR rows to a program, BM where they are multiplied.
@@ -319,7 +321,7 @@ def values_kernel(
     b_out = tl.zeros([BM, BDV], tl.float32)
     for n in tl.range(n_first, n_high, splits * BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
-        w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
+        w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, LOG_MODE)
         b_weight += tl.sum(w, 1)
         b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
         b_out = tl.dot(repeated((w * LIFT).to(b_v.dtype), BM), b_v, b_out, input_precision="ieee")
@@ -332,7 +334,7 @@ def values_kernel(
         for n in tl.range(n_first, n_high, splits * BN, num_stages=1):
             for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
                 o_n = n + part + tl.arange(0, 16)
-                w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, FINE)
+                w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, LOG_MODE)
                 b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
                 finite = (b_v - b_v) == 0
                 b_clean = tl.where(finite, b_v, 0.0).to(b_v.dtype)

@@ -26,8 +26,8 @@ PROGRAMS_PER_MULTIPROCESSOR = 12
 PROGRAMS_AT_A_TIME = 3
 # Where a program would have fewer tiles than that there are half as many: what each does but once would be most of it.
 FEW_TILES = 8
-MOST_SPLITS = 256
-MOST_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
+MAX_SPLITS = 256
+MAX_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
 VECTOR_NUMBERS = 1024  # held by a program of unit_kernel
 # Keys whose N * w / W is below this add nothing that the output's dtype can hold.
@@ -100,7 +100,7 @@ def splits_for(tiles: int, programs: int, device: torch.device) -> int:
 def whole_waves(wanted: int, programs: int, many: int) -> int:
     fewer = max(1, wanted // programs)
     splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * many) / x)
-    return min(splits, MOST_SPLITS)
+    return min(splits, MAX_SPLITS)
 
 
 def decode(
@@ -123,8 +123,8 @@ def decode(
     h_kv, t_max, dv = k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]
     if not out.numel() or not t_max:
         return out.zero_()
-    if batch * h_kv > MOST_ON_AXIS:
-        most = MOST_ON_AXIS // h_kv
+    if batch * h_kv > MAX_ON_AXIS:
+        most = MAX_ON_AXIS // h_kv
         for rows in (slice(first, first + most) for first in range(0, batch, most)):
             lengths, starts = (None if x is None else x[rows] for x in (cache_seqlens, cache_starts))
             own = power if power.rows is None else power._replace(rows=power.rows.expand(batch, h, t_q)[rows])

@@ -12,8 +12,8 @@ import triton.language as tl
 from softplus_attention.kernels.triton.common import (
     EQUAL_SCORES,
     Keys,
+    RowRange,
     Sharpening,
-    Sight,
     count_keys,
     excess,
     inverse_norm,
@@ -70,8 +70,8 @@ def key_norms_kernel(
 
 @triton.jit
 def first_pass(
-    b_total, b_largest, b_q, b_factor, keys, sight, n_low, n_high,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, FINE: tl.constexpr,
+    b_total, b_largest, b_q, b_factor, keys, span, n_low, n_high,
+    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr, LOG_MODE: tl.constexpr,
     MASKED: tl.constexpr,
     HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -84,9 +84,9 @@ def first_pass(
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
         t = scores2(b_q, b_k, b_norm, b_factor, PRECISE)  # [BM, BN]
-        f = softplus2(t, FINE)
+        f = softplus2(t, LOG_MODE)
         if MASKED:
-            seen = seen_by(o_n, sight, HAS_MASK)
+            seen = seen_by(o_n, span, HAS_MASK)
             f = tl.where(seen, f, 0.0)
             t = tl.where(seen, t, float("-inf"))
         b_part = tl.sum(f, 1) - b_lost
@@ -99,21 +99,21 @@ def first_pass(
 
 @triton.jit
 def second_pass(
-    b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
+    b_out, b_weight, b_q, b_factor, sharpening, keys, span, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    FINE: tl.constexpr,
+    LOG_MODE: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, PRECISE)  # [BN, BD], [BN]
-        w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)  # [BM, BN]
+        w = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), LOG_MODE)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if POWER != 0:
-            w = raised(excess(w, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, FINE)
+            w = raised(excess(w, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, LOG_MODE)
         if MASKED:
-            w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
+            w = tl.where(seen_by(o_n, span, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         b_out = tl.dot(w.to(b_v.dtype), b_v, b_out, input_precision="ieee")
     return b_out, b_weight
@@ -121,8 +121,8 @@ def second_pass(
 
 @triton.jit
 def only_pass(
-    b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, n_high,
-    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, FINE: tl.constexpr,
+    b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, span, n_low, n_high,
+    D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, LOG_MODE: tl.constexpr,
     POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights, both relative to the weight of the largest
@@ -133,11 +133,13 @@ def only_pass(
         t = scores2(b_q, b_k, b_norm, b_factor, False)  # [BM, BN]
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, MASKED)  # [BN, BDV]
         if MASKED:
-            t = tl.where(seen_by(o_n, sight, HAS_MASK), t, float("-inf"))
+            t = tl.where(seen_by(o_n, span, HAS_MASK), t, float("-inf"))
         larger = tl.maximum(b_largest, tl.max(t, 1))
-        b_inverse = tl.where(larger > float("-inf"), 1.0 / softplus2(larger, FINE), 0.0)
-        before = raised((softplus2(b_largest, FINE) * b_inverse)[:, None], b_p[:, None], POWER, 0, FINE)  # [BM, 1]
-        w = raised(softplus2(t, FINE) * b_inverse[:, None], b_p[:, None], POWER, 0, FINE)
+        b_inverse = tl.where(larger > float("-inf"), 1.0 / softplus2(larger, LOG_MODE), 0.0)
+        before = raised(
+            (softplus2(b_largest, LOG_MODE) * b_inverse)[:, None], b_p[:, None], POWER, 0, LOG_MODE
+        )  # [BM, 1]
+        w = raised(softplus2(t, LOG_MODE) * b_inverse[:, None], b_p[:, None], POWER, 0, LOG_MODE)
         b_weight = b_weight * tl.sum(before, 1) + tl.sum(w, 1)
         b_out = tl.dot(w.to(b_v.dtype), b_v, b_out * before, input_precision="ieee")
         b_largest = larger
@@ -145,10 +147,10 @@ def only_pass(
 
 
 @triton.jit
-def careful_pass(
-    b_out, b_weight, b_flat, b_level, b_q, b_factor, sharpening, keys, sight, n_low, n_high,
+def nan_safe_pass(
+    b_out, b_weight, b_flat, b_level, b_q, b_factor, sharpening, keys, span, n_low, n_high,
     D: tl.constexpr, BD: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PRECISE: tl.constexpr,
-    FINE: tl.constexpr,
+    LOG_MODE: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The second pass again, for blocks that hold rows of equal scores (stage 1 stands), rows whose f' float16 cannot
@@ -160,13 +162,13 @@ def careful_pass(
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, True, PRECISE)
-        f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), FINE)
+        f = softplus2(scores2(b_q, b_k, b_norm, b_factor, PRECISE), LOG_MODE)
         b_v = load_rows(keys.v, o_n, keys.count, keys.v_stride, DV, BDV, True)
         w = f * b_level[:, None]
         if POWER != 0:
-            sharp = raised(excess(f, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, FINE)
+            sharp = raised(excess(f, sharpening, PRECISE, OFFSET), sharpening.power[:, None], POWER, 0, LOG_MODE)
             w = tl.where(b_flat[:, None], w, sharp)
-        w = tl.where(seen_by(o_n, sight, HAS_MASK), w, 0.0)
+        w = tl.where(seen_by(o_n, span, HAS_MASK), w, 0.0)
         b_weight += tl.sum(w, 1)
         finite = (b_v - b_v) == 0
         b_out = tl.dot(w.to(b_v.dtype), tl.where(finite, b_v, 0.0).to(b_v.dtype), b_out, input_precision="ieee")
@@ -177,13 +179,13 @@ def careful_pass(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, Out, Rest, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
+    Q, K, V, Out, Residual, Norms, Total, Height, Weight, Flat, Start, End, Mask, Counts, Power,
     t_q, t_k, h, h_kv, window, score_scale, growth, q_strides, k_strides, v_strides, out_strides,
     range_stride, mask_strides, count_strides, power_strides,
     CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr, HAS_MASK: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_POWER_ROWS: tl.constexpr, HAS_REST: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PRECISE: tl.constexpr, FINE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
@@ -208,11 +210,11 @@ def forward_kernel(
         o_m, t_q, t_k, window, Start + b * range_stride, End + b * range_stride, CAUSAL, HAS_WINDOW, HAS_RANGES
     )
     p_mask = mask_rows(Mask + b * mask_strides[0] + head * mask_strides[1], o_m, t_q, mask_strides[2], HAS_MASK)
-    sight = Sight(b_start, b_end, p_mask, mask_strides[3])
-    b_counts = count_keys(sight, Counts + b * count_strides[0] + head * count_strides[1], o_m, t_q, HAS_MASK)
+    span = RowRange(b_start, b_end, p_mask, mask_strides[3])
+    b_counts = count_keys(span, Counts + b * count_strides[0] + head * count_strides[1], o_m, t_q, HAS_MASK)
     p_power = Power + b * power_strides[0] + head * power_strides[1]
     b_p = row_power(b_counts, p_power, o_m, t_q, power_strides[2], growth, POWER, HAS_POWER_ROWS)
-    n_low, full_low, full_high, n_high = key_regions(sight, m_rows, BN, HAS_MASK)
+    n_low, full_low, full_high, n_high = key_regions(span, m_rows, BN, HAS_MASK)
 
     b_q = load_rows(Q + b * q_strides[0] + head * q_strides[1], o_m, t_q, q_strides[2], D, BD, True)  # [BM, BD]
     b_scale = score_scale * tl.log(tl.maximum(b_counts, 1.0))
@@ -233,32 +235,32 @@ def forward_kernel(
         b_total = tl.zeros([BM], tl.float32)
         if HAS_WINDOW or HAS_RANGES:
             b_total, b_largest = first_pass(
-                b_total, b_largest, b_q, b_factor, keys, sight, n_low, full_low,
-                D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
+                b_total, b_largest, b_q, b_factor, keys, span, n_low, full_low,
+                D, BD, BN, PRECISE, LOG_MODE, True, HAS_MASK, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_total, b_largest = first_pass(
-                b_total, b_largest, b_q, b_factor, keys, sight, full_low, full_high,
-                D, BD, BN, PRECISE, FINE, False, HAS_MASK, STAGES,
+                b_total, b_largest, b_q, b_factor, keys, span, full_low, full_high,
+                D, BD, BN, PRECISE, LOG_MODE, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_total, b_largest = first_pass(
-            b_total, b_largest, b_q, b_factor, keys, sight, full_high, n_high,
-            D, BD, BN, PRECISE, FINE, True, HAS_MASK, STAGES,
+            b_total, b_largest, b_q, b_factor, keys, span, full_high, n_high,
+            D, BD, BN, PRECISE, LOG_MODE, True, HAS_MASK, STAGES,
         )  # fmt: skip
     if POWER != 0 and ONE_PASS:
         if HAS_WINDOW or HAS_RANGES:
             b_out, b_weight, b_largest = only_pass(
-                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, n_low, full_low,
-                D, BD, DV, BDV, BN, FINE, POWER, True, HAS_MASK, STAGES,
+                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, span, n_low, full_low,
+                D, BD, DV, BDV, BN, LOG_MODE, POWER, True, HAS_MASK, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_out, b_weight, b_largest = only_pass(
-                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_low, full_high,
-                D, BD, DV, BDV, BN, FINE, POWER, False, HAS_MASK, STAGES,
+                b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, span, full_low, full_high,
+                D, BD, DV, BDV, BN, LOG_MODE, POWER, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_out, b_weight, b_largest = only_pass(
-            b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, sight, full_high, n_high,
-            D, BD, DV, BDV, BN, FINE, POWER, True, HAS_MASK, STAGES,
+            b_out, b_weight, b_largest, b_q, b_factor, b_p, keys, span, full_high, n_high,
+            D, BD, DV, BDV, BN, LOG_MODE, POWER, True, HAS_MASK, STAGES,
         )  # fmt: skip
     if POWER != 0:
         if OFFSET:
@@ -267,7 +269,7 @@ def forward_kernel(
         else:
             b_total = tl.maximum(b_counts, 1.0)  # as good as any: it cancels
         b_slope = b_counts / b_total
-        b_height = b_slope * softplus2(b_largest, FINE) - b_offset
+        b_height = b_slope * softplus2(b_largest, LOG_MODE) - b_offset
         b_sharp = b_counts > 0
         if OFFSET:
             b_sharp = b_height > EQUAL_SCORES  # not where NaN
@@ -284,17 +286,17 @@ def forward_kernel(
     if POWER == 0 or not ONE_PASS:
         if HAS_WINDOW or HAS_RANGES:
             b_out, b_weight = second_pass(
-                b_out, b_weight, b_q, b_factor, sharpening, keys, sight, n_low, full_low,
-                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, True, HAS_MASK, STAGES,
+                b_out, b_weight, b_q, b_factor, sharpening, keys, span, n_low, full_low,
+                D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, True, HAS_MASK, STAGES,
             )  # fmt: skip
         if not HAS_MASK:
             b_out, b_weight = second_pass(
-                b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_low, full_high,
-                D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, False, HAS_MASK, STAGES,
+                b_out, b_weight, b_q, b_factor, sharpening, keys, span, full_low, full_high,
+                D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, False, HAS_MASK, STAGES,
             )  # fmt: skip
         b_out, b_weight = second_pass(
-            b_out, b_weight, b_q, b_factor, sharpening, keys, sight, full_high, n_high,
-            D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, True, HAS_MASK, STAGES,
+            b_out, b_weight, b_q, b_factor, sharpening, keys, span, full_high, n_high,
+            D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, True, HAS_MASK, STAGES,
         )  # fmt: skip
 
     any_flat = tl.max(b_flat.to(tl.int32))
@@ -305,9 +307,9 @@ def forward_kernel(
             trouble = tl.maximum(trouble, tl.max((b_total < b_counts * 1e-3).to(tl.int32)))
     if (trouble > 0) | (any_flat > 0):
         b_level = b_counts / tl.where(b_total == 0, 1.0, b_total)
-        b_out, b_weight = careful_pass(
+        b_out, b_weight = nan_safe_pass(
             tl.zeros([BM, BDV], tl.float32), tl.zeros([BM], tl.float32), b_flat, b_level, b_q, b_factor, sharpening,
-            keys, sight, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, FINE, POWER, OFFSET, HAS_MASK, STAGES,
+            keys, span, n_low, n_high, D, BD, DV, BDV, BN, PRECISE, LOG_MODE, POWER, OFFSET, HAS_MASK, STAGES,
         )  # fmt: skip
         tl.atomic_max(Flat + bh, 1)
     b_out = b_out / tl.where(b_weight == 0, 1.0, b_weight)[:, None]
@@ -317,5 +319,5 @@ def forward_kernel(
     p_out = Out + b * out_strides[0] + head * out_strides[1]
     store_rows(p_out, b_out, o_m, t_q, out_strides[2], DV, BDV)
     if HAS_REST:
-        rest = b_out - b_out.to(Out.dtype.element_ty).to(tl.float32)
-        store_rows(Rest + b * out_strides[0] + head * out_strides[1], rest, o_m, t_q, out_strides[2], DV, BDV)
+        residual = b_out - b_out.to(Out.dtype.element_ty).to(tl.float32)
+        store_rows(Residual + b * out_strides[0] + head * out_strides[1], residual, o_m, t_q, out_strides[2], DV, BDV)

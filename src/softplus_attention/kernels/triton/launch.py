@@ -159,7 +159,7 @@ def forward(call: KernelArguments, saved: SavedForBackward) -> Scratch | None:
     out, residual, stats, flags, norms = saved
     blocks = forward_blocks(call.width, call.precise, call.power.sharpen)
     fwd.forward_kernel[(blocks_of(call.t_q, blocks.rows) * call.batch * call.h,)](
-        Q=call.q, K=call.k, V=call.v, Out=out, Rest=residual, Norms=norms, Total=stats[0], Height=stats[1],
+        Q=call.q, K=call.k, V=call.v, Out=out, Residual=residual, Norms=norms, Total=stats[0], Height=stats[1],
         Weight=stats[2], Flat=flags, HAS_REST=residual.numel() > 0, score_scale=call.score_scale,
         out_strides=out.stride()[:3],
         **call.shared_arguments(), **blocks.options(),
@@ -186,7 +186,7 @@ def backward(
 
     blocks = dq_blocks(call.width, call.precise)
     bwd.dq_kernel[(blocks_of(call.t_q, blocks.rows) * call.batch * call.h,)](
-        Q=call.q, K=call.k, V=call.v, Out=out, Rest=residual, GradOut=grad_out, Norms=norms, Total=stats[0],
+        Q=call.q, K=call.k, V=call.v, Out=out, Residual=residual, GradOut=grad_out, Norms=norms, Total=stats[0],
         Height=stats[1], Weight=stats[2], Flat=flags, HAS_REST=residual.numel() > 0, GradQ=dq,
         GradPower=stats if grad_power is None else grad_power, POWER_GRAD=grad_power is not None, Rows=rows,
         n_rows=n_rows, score_scale=call.score_scale,
