@@ -81,6 +81,17 @@ def test_rooms_import_only_those_above_them() -> None:
     }
 
 
+def test_tests_have_the_rooms_of_the_package() -> None:
+    beside = {"benchmarks", "docs", "examples", "experiments", "first_hour", "support"}
+    folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/*.py")}
+    assert folders - beside <= set(ROOMS)
+
+
+def test_names_of_tests_are_short() -> None:
+    names = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert [name for name in sorted(names) if len(name) > 50] == []
+
+
 class TestImport:
     def test_brings_torch_only(self, imported: dict[str, Any]) -> None:
         """Nothing but our own modules and the standard library."""
