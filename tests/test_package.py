@@ -88,7 +88,9 @@ def test_tests_have_the_rooms_of_the_package() -> None:
 
 
 def test_names_of_tests_are_short() -> None:
-    names = {name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    names = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
     assert [name for name in sorted(names) if len(name) > 50] == []
 
 

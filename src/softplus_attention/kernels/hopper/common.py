@@ -324,7 +324,7 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def invalidate(copied):
+def invalidate_copies(copied):
     """After the last wait for any of them. Their memory may be used for something else from here on, and not before:
     the compiler looks for their last use, and the hardware wants to be told."""
     count: gl.constexpr = copied.shape[0]
@@ -333,7 +333,7 @@ def invalidate(copied):
 
 
 @gluon.jit
-def expect(copied, s, ring, TILES: gl.constexpr, wanted=True):
+def expect_copies(copied, s, ring, TILES: gl.constexpr, wanted=True):
     """Tells the barrier of copies s how many tiles of the ring's size will come, and has to come before them."""
     mbarrier.expect(copied.index(s & 1), TILES * ring.shape[3] * ring.shape[4] * 2, pred=wanted)
 
@@ -353,7 +353,7 @@ def at_key(keys, n):
 
 
 @gluon.jit
-def wait_for(copied, s):
+def wait_for_copies(copied, s):
     """Waits for the copies s. Those of s + 2, which have the same barrier, must not have been announced before."""
     mbarrier.wait(copied.index(s & 1), (s >> 1) & 1)
 

@@ -19,9 +19,9 @@ from softplus_attention.kernels.hopper.backward import kept_rows, place_of_terms
 from softplus_attention.kernels.hopper.common import (
     barriers,
     copy_tile,
-    expect,
+    expect_copies,
     fineness,
-    invalidate,
+    invalidate_copies,
     mark_for_fallback,
     not_finite,
     noted_place,
@@ -31,7 +31,7 @@ from softplus_attention.kernels.hopper.common import (
     rows_of,
     store_tile,
     tile_of,
-    wait_for,
+    wait_for_copies,
 )
 from softplus_attention.kernels.triton.common import FALLBACK_PROGRAMS, ROW_BLOCK, finite_rows, norm_stride
 
@@ -96,7 +96,7 @@ def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
     """Starts the copies s: the i-th tile of a head's queries and of the gradients of its output, if it is wanted, and
     what ``gluon_dq_kernel`` left of its rows. That is read by threads, and copied by them."""
     at = (rows.place[0], rows.place[1], i * BM)
-    expect(rows.copied, s, rows.q_ring, 2, wanted)
+    expect_copies(rows.copied, s, rows.q_ring, 2, wanted)
     copy_tile(rows.copied, s, rows.q_ring, s & 1, rows.Q, at, wanted)
     copy_tile(rows.copied, s, rows.do_ring, s & 1, rows.GradOut, at, wanted)
     o = gl.arange(0, rows.term_ring.shape[1], layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
@@ -125,7 +125,7 @@ def dkv_loop(
     for i in range(low, high):
         s = first + i
         async_copy.wait_group(0)
-        wait_for(rows.copied, s)
+        wait_for_copies(rows.copied, s)
         q_tile = tile_of(rows.q_ring, s & 1)
         do_tile = tile_of(rows.do_ring, s & 1)
         scores = warpgroup_mma(k_tile, q_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
@@ -278,10 +278,10 @@ def dkv_block(
     else:
         copied = barriers(2)
         keys_copied = barriers(1)
-        expect(keys_copied, 0, k_ring, 2)
+        expect_copies(keys_copied, 0, k_ring, 2)
         copy_tile(keys_copied, 0, k_ring, 0, K, (b, kv_head, n))
         copy_tile(keys_copied, 0, k_ring, 1, V, (b, kv_head, n))
-        wait_for(keys_copied, 0)
+        wait_for_copies(keys_copied, 0)
         trouble = 0
         first = gl.to_tensor(0) - low
         for i in range(0, shared):
@@ -311,8 +311,8 @@ def dkv_block(
             b_dk, b_dv, b_w, b_ds = warpgroup_mma_wait(0, deps=[t_dk, t_dv, b_w, b_ds])
             async_copy.wait_group(0)
             first += high - low
-        invalidate(copied)
-        invalidate(keys_copied)
+        invalidate_copies(copied)
+        invalidate_copies(keys_copied)
         mark_for_fallback(Fallback, gl.maximum(trouble, not_finite(b_dk + b_dv)))
 
     if not NORMALIZED_KEYS:

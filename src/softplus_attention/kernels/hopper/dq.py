@@ -21,9 +21,9 @@ from softplus_attention.kernels.hopper.common import (
     barriers,
     by_thread,
     copy_tile,
-    expect,
+    expect_copies,
     fineness,
-    invalidate,
+    invalidate_copies,
     load_columns,
     load_layout,
     mark_for_fallback,
@@ -39,7 +39,7 @@ from softplus_attention.kernels.hopper.common import (
     seen_keys,
     store_tile,
     tile_of,
-    wait_for,
+    wait_for_copies,
 )
 from softplus_attention.kernels.triton.common import (
     FALLBACK_PROGRAMS,
@@ -104,7 +104,7 @@ def with_moments(moments, u, g, steepness, log_u):
 @gluon.jit
 def copy_keys(keys, j, n, wanted):
     """Starts the copies of the j-th tile of keys and of values, from the n-th key in sight on, if it is wanted."""
-    expect(keys.copied, j, keys.k_ring, 2, wanted)
+    expect_copies(keys.copied, j, keys.k_ring, 2, wanted)
     copy_tile(keys.copied, j, keys.k_ring, j & 1, keys.K, at_key(keys, n), wanted)
     copy_tile(keys.copied, j, keys.v_ring, j & 1, keys.V, at_key(keys, n), wanted)
 
@@ -124,7 +124,7 @@ def dq_loop(
     fine: gl.constexpr = fineness(q_tile.dtype, POWER)
     for j in range(low, high):
         slot = j & 1
-        wait_for(keys.copied, j)
+        wait_for_copies(keys.copied, j)
         k_tile = tile_of(keys.k_ring, slot)
         b_norm = load_columns(keys.p_norm + j * BN, BN, LAYOUT)
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
@@ -239,7 +239,7 @@ def dq_block(
     if not AGAIN:
         keys = KeyTiles(k_ring, v_ring, barriers(2), K, V, (b, kv_head, first_key), p_norm, tiles)
         rows_copied = barriers(1)
-        expect(rows_copied, 0, q_ring, 2)
+        expect_copies(rows_copied, 0, q_ring, 2)
         copy_tile(rows_copied, 0, q_ring, 0, Q, (b, head, m))
         copy_tile(rows_copied, 0, q_ring, 1, GradOut, (b, head, m))
         copy_keys(keys, 0, 0, tiles > 0)
@@ -254,7 +254,7 @@ def dq_block(
         q_tile.store(read_tile(rows_of(Q, b, head, m, q_strides), t_q - m, q_strides[2], BM, D))
         do_tile.store(read_tile(rows_of(GradOut, b, head, m, grad_out_strides), t_q - m, grad_out_strides[2], BM, D))
     else:
-        wait_for(rows_copied, 0)
+        wait_for_copies(rows_copied, 0)
     b_delta = gl.convert_layout(gl.sum(b_o * do_tile.load(by_row).to(gl.float32), 1), rows)  # [BM]
     b_inverse = query_norms(q_tile, layout)
     b_scale = row_scale(score_scale, b_counts)
@@ -313,8 +313,8 @@ def dq_block(
             full_high, tiles, True, has_starts, POWER, POWER_GRAD, BN, layout, out_layout,
         )  # fmt: skip
         b_steep, b_even, b_a, b_b = warpgroup_mma_wait(0, deps=[b_steep, b_even, b_a, b_b])
-        invalidate(keys.copied)
-        invalidate(rows_copied)
+        invalidate_copies(keys.copied)
+        invalidate_copies(rows_copied)
         trouble = gl.maximum(not_finite(b_steep + b_even), gl.max((b_flat & (b_counts > 0)).to(gl.int32), 0))
         mark_for_fallback(Fallback, trouble)
 

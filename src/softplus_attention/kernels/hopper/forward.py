@@ -22,9 +22,9 @@ from softplus_attention.kernels.hopper.common import (
     barriers,
     by_thread,
     copy_tile,
-    expect,
+    expect_copies,
     fineness,
-    invalidate,
+    invalidate_copies,
     load_columns,
     mark_for_fallback,
     not_finite,
@@ -38,7 +38,7 @@ from softplus_attention.kernels.hopper.common import (
     seen_keys,
     store_tile,
     tile_of,
-    wait_for,
+    wait_for_copies,
     wrapped,
 )
 from softplus_attention.kernels.triton.common import (
@@ -135,7 +135,7 @@ def first_loop(
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        wait_for(keys.copied, s + 1)
+        wait_for_copies(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
@@ -154,7 +154,7 @@ def first_loop(
         b_top = gl.maximum(b_top, gl.max(by_thread(t), 1))
         scores = warpgroup_mma_wait(0, deps=[scores])
         b_scaled = scores * b_norm[None, :]
-        expect(keys.copied, s + 1, keys.k_ring, 1)  # s + 3, which has the same barrier and the same slot
+        expect_copies(keys.copied, s + 1, keys.k_ring, 1)  # s + 3, which has the same barrier and the same slot
         copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead))
         n_ahead = wrapped(n_ahead + BN, keys.count * BN)
     return b_scaled, b_product, b_total, b_top, (n_ahead, n_next)
@@ -238,7 +238,7 @@ def second_loop(
     n_ahead, n_next = ahead
     for j in range(low, high):
         s = first + j
-        wait_for(keys.copied, s + 1)
+        wait_for_copies(keys.copied, s + 1)
         k_tile = tile_of(keys.k_ring, (s + 1) & 1)
         scores = warpgroup_mma(queries, k_tile.permute([1, 0]), b_zero, use_acc=False, is_async=True)
         b_norm = load_columns(keys.p_norm + n_next, BN, LAYOUT)
@@ -258,7 +258,7 @@ def second_loop(
         scores = warpgroup_mma_wait(1, deps=[scores])
         b_scaled = scores * b_norm[None, :]
         wanted = j + 2 < keys.count
-        expect(keys.copied, s + 1, keys.k_ring, 2, wanted)
+        expect_copies(keys.copied, s + 1, keys.k_ring, 2, wanted)
         copy_tile(keys.copied, s + 1, keys.k_ring, (s + 1) & 1, keys.K, at_key(keys, n_ahead), wanted)
         n_ahead = wrapped(n_ahead + BN, keys.count * BN)
         copy_tile(keys.copied, s + 1, keys.v_ring, (j + 2) & 3, keys.V, at_key(keys, (j + 2) * BN), wanted)
@@ -303,14 +303,14 @@ def gluon_forward_kernel(
     gl.static_assert(BM == BN)  # a tile of queries is as large as one of keys
     q_tile = tile_of(q_ring, 0)
     n_next = wrapped(gl.to_tensor(BN), tiles * BN)
-    expect(copied, 0, k_ring, 2)
+    expect_copies(copied, 0, k_ring, 2)
     copy_tile(copied, 0, q_ring, 0, Q, (b, head, m))
     copy_tile(copied, 0, k_ring, 0, K, at_key(keys, 0))
-    expect(copied, 1, k_ring, 3)
+    expect_copies(copied, 1, k_ring, 3)
     copy_tile(copied, 1, k_ring, 1, K, at_key(keys, n_next))
     copy_tile(copied, 1, v_ring, 0, V, at_key(keys, 0))
     copy_tile(copied, 1, v_ring, 1, V, at_key(keys, BN))
-    wait_for(copied, 0)
+    wait_for_copies(copied, 0)
     b_factor = score_factor(row_scale(score_scale, b_counts), query_norms(q_tile, layout))  # [BM]
     scoring = RowScores(b_factor, b_start, b_end)
 
@@ -321,7 +321,7 @@ def gluon_forward_kernel(
     scores = warpgroup_mma(queries, tile_of(k_ring, 0).permute([1, 0]), b_zero, use_acc=False)
     b_scaled = scores * load_columns(p_norm, BN, layout)[None, :]
     n_ahead = wrapped(n_next + BN, tiles * BN)
-    expect(copied, 2, k_ring, 1)
+    expect_copies(copied, 2, k_ring, 1)
     copy_tile(copied, 2, k_ring, 0, K, at_key(keys, n_ahead))
     n_ahead = wrapped(n_ahead + BN, tiles * BN)
     ahead = (n_ahead, n_next)  # the tiles 3 and, for its norms, 1
@@ -411,8 +411,8 @@ def gluon_forward_kernel(
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
     for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
-        wait_for(copied, s)
-    invalidate(copied)
+        wait_for_copies(copied, s)
+    invalidate_copies(copied)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     too_small = gl.to_tensor(0)
