@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +22,20 @@ def start(device: str) -> None:
     if world_size() > 1 and not dist.is_initialized():
         from accelerate import PartialState
 
-        PartialState(cpu=device == "cpu", **({"backend": "gloo"} if device == "cpu" else {}))
+        words: dict[str, Any] = {"backend": "gloo"} if device == "cpu" else {}
+        PartialState(cpu=device == "cpu", timeout=timedelta(minutes=30), **words, **store_of_this_attempt())
+
+
+def store_of_this_attempt() -> dict[str, Any]:
+    """torchrun keeps its store when it starts the processes of a machine again, and in it the addresses of those that
+    are gone: they would be found there. Several machines may count their attempts differently."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not is_shared or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        return {}
+    untyped: Any = dist
+    store = untyped.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return {"store": untyped.PrefixStore(f"attempt {attempt}", store), "rank": rank(), "world_size": world_size()}
 
 
 def world_size() -> int:

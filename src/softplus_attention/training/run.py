@@ -115,6 +115,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     share = config.batch_size // readers
     micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
     schedule, kwargs = learning_rate_schedule(config)
+    distributed.start("cpu" if use_cpu else "cuda")
     arguments = TrainingArguments(
         output_dir=config.output,
         max_steps=config.steps,

@@ -399,7 +399,8 @@ MEASURE = Measure(
     help="loss by length, and whether the long context is used",
     description="The mean loss over all positions of the same documents, cut to 1 to 64 times the training length, and "
     "by position. The control compares the loss on the same target tokens with the full context and with the last 1x "
-    "tokens alone: a flat curve can come from a model that ignores what is far away.",
+    "tokens alone: a flat curve can come from a model that ignores what is far away. Under torchrun each sequence lies "
+    "on all processes, for lengths that one does not hold.",
     add_arguments=add_arguments,
     run=run,
     table=table,
