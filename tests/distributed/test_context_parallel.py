@@ -47,6 +47,13 @@ def test_bytes_are_those_of_the_formula(processes: int) -> None:
     assert found["ulysses"] == pytest.approx([1, 1], abs=0.01)
 
 
+def test_transfers_behind_attention() -> None:
+    """Of the second half of the heads forward, of the last one backward."""
+    events = run(2)["events"]
+    assert events[:6] == ["begin", "begin", "wait", "attend", "wait", "attend"]
+    assert events[6:] == ["attend back", "begin", "attend back", "begin", "wait", "wait"]
+
+
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_bfloat16_is_within_the_yardstick(processes: int) -> None:
     parts = run(processes)["yardstick"]

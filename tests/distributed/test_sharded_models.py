@@ -28,6 +28,14 @@ def test_losses_of_sharded_sequences(found: dict) -> None:
         assert error < 1e-6, name  # losses are float32
 
 
+def test_all_agree_on_what_fits(found: dict) -> None:
+    """Or some would wait for the others."""
+    *told, fitting = found["no room"]
+    assert len({*told}) == 1
+    assert f"on each of {found['processes']} processes, and" in told[0]
+    assert fitting == 16384 // 4096
+
+
 def test_divided_heads_give_the_same(found: dict) -> None:
     models = {name: one for name, one in found["heads"].items() if name != "refused"}
     assert len(models) == 4

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,9 @@ from torch.distributed.tensor.experimental._context_parallel import (
 from torch.distributed.tensor.parallel import parallelize_module
 
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
-from softplus_attention.attentions.catalog import ATTENTIONS, attention
+from softplus_attention.attentions.catalog import ATTENTIONS, Attention, attention
 from softplus_attention.distributed import (
+    Gathering,
     bytes_of_a_layer,
     context_parallel,
     context_parallel_attention,
@@ -286,6 +288,36 @@ def yardstick(device: str, width: int, length: int) -> dict[str, float]:
     return found
 
 
+def order_of_events() -> list[str]:
+    """Of a layer, forward and backward: transfers begun and awaited, and the attention of each half of the heads."""
+    events: list[str] = []
+
+    def told(name: str, run):
+        def call(*words, **more):
+            events.append(name)
+            return run(*words, **more)
+
+        return call
+
+    plain = Attention.attend
+
+    def attend(self, *words, **more):
+        events.append("attend")
+        out = plain(self, *words, **more)
+        out.register_hook(lambda _: events.append("attend back"))
+        return out
+
+    record = context_parallel(64)
+    q, k, v = (torch.randn(1, h, record.rows, WIDTH).requires_grad_() for h in (4, 2, 2))
+    with (
+        mock.patch.object(Gathering, "begin", told("begin", Gathering.begin)),
+        mock.patch.object(Gathering, "wait", told("wait", Gathering.wait)),
+        mock.patch.object(Attention, "attend", attend),
+    ):
+        context_parallel_attention(q, k, v, record).sum().backward()
+    return events
+
+
 class Core(torch.nn.Module):
     def forward(self, query, key, value, start=None, end=None):
         words = {"is_causal": True} if start is None else {"key_start": start, "key_end": end}
@@ -365,6 +397,7 @@ def main() -> dict[str, object]:
     found["dtensor"] = dtensor_errors()
     found["plans"] = torch_plans()
     found["bytes"] = count_received()
+    found["events"] = order_of_events()
     found["refused"] = refusals()
     return found
 

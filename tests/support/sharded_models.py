@@ -4,6 +4,7 @@ import copy
 import os
 import tempfile
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from transformers.distributed import DistributedConfig
 
 from softplus_attention.distributed import context_parallel, parallelize_heads, shard_batch, sharded
 from softplus_attention.evaluation.lengths import cut_documents, loss_by_length
+from softplus_attention.evaluation.memory import TooLongError, sequences_at_once
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 from softplus_attention.nn import SoftplusAttention
 
@@ -151,6 +153,20 @@ def trainer_of_transformers() -> dict[str, str]:
     return found
 
 
+def no_room_on_one_process() -> list[Any]:
+    """What each process is told where the memory of the last one does not suffice, and where it does."""
+    room = 10**5 if dist.get_rank() == dist.get_world_size() - 1 else 10**12
+    told: list[Any] = [None] * dist.get_world_size()
+    with mock.patch("softplus_attention.evaluation.memory.free_bytes", return_value=room):
+        try:
+            found: Any = sequences_at_once(softplus_gpt(), 4096, group=dist.group.WORLD)
+        except TooLongError as error:
+            found = str(error)
+    dist.all_gather_object(told, found)
+    with mock.patch("softplus_attention.evaluation.memory.free_bytes", return_value=10**5 * room):
+        return [*told, sequences_at_once(softplus_gpt(), 4096, group=dist.group.WORLD)]
+
+
 def divided_heads(folder: str) -> dict[str, Any]:
     """Tensor parallel as ``from_pretrained`` does it: logits, gradients, generation; numbers held by each process."""
     found: dict[str, Any] = {}
@@ -277,6 +293,7 @@ def main(folder: str) -> dict[str, Any]:
         found["sequences"] |= sharded_sequences(mode)
     found["few targets"] = batch_with_few_targets()
     found["lengths"] = losses_by_length()
+    found["no room"] = no_room_on_one_process()
     found["heads"] = divided_heads(folder)
     found["module"] = module_with_divided_heads()
     found["refused"] = refusals()
