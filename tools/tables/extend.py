@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,10 @@ NAMES = {
     "rerope": "ReRoPE",
     "window": "StreamingLLM, window 4,096",
     "duo": "DuoAttention's split, 24 heads as they are",
+    "duo:heads=all": "the model as it is, in our cache",
 }
 OURS = ("heads", "heads:far=group,near=2048")
+SHORT = ("original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope", "window", *reversed(OURS))
 KINDS = ("novel", "essay", "scripture", "manual")
 
 
@@ -81,21 +82,40 @@ def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
     return table(head, columns)
 
 
+def short_table(methods: dict[str, dict[str, Any]], files: list[dict[str, Any]], long: int) -> str:
+    """The rows that a reader needs; of the needles those of ten in a haystack, which all methods were asked for."""
+    asked = {
+        method: own["needles"]
+        for file in files
+        if file["needles"] == 10
+        for method, own in file["methods"].items()
+        if own["needles"]
+    }
+    columns = [[format_method(method) for method in SHORT]]
+    for length in (2048, 16384, 65536):
+        columns.append([mean_cell(methods[method]["loss"].get(str(length), [])[:long]) for method in SHORT])
+    for length in (8192, 16384, 65536):
+        columns.append([found_cell(asked.get(method, {}).get(str(length), [])) for method in SHORT])
+    whole = methods["original"]["cache_bytes"]["65536"]
+    columns.append([f"{100 * methods[method]['cache_bytes']['65536'] / whole:.0f}%" for method in SHORT])
+    losses = [f"loss at {length}K" for length in (2, 16, 64)]
+    return table(["", *losses, "found at 8K, %", "at 16K, %", "at 64K, %", "cache at 64K"], columns)
+
+
+def found_cell(asked: list[dict[str, Any]]) -> str:
+    hits = [hit for one in asked for hit in one["found"]]
+    if not hits:
+        return "-"
+    share = statistics.fmean(hits)
+    return f"{100 * share:.0f} ± {100 * (share * (1 - share) / len(hits)) ** 0.5:.0f}"
+
+
 def needles_table(files: list[dict[str, Any]]) -> str:
     rows = [(file["needles"], method, own["needles"]) for file in files for method, own in file["methods"].items()]
     rows = [row for row in rows if row[2]]
     columns = [[format_method(method) for _, method, _ in rows], [str(count) for count, _, _ in rows]]
     for length in LENGTHS:
-        cells = []
-        for _, _, asked in rows:
-            hits = [hit for one in asked.get(str(length), []) for hit in one["found"]]
-            if not hits:
-                cells.append("-")
-                continue
-            share = statistics.fmean(hits)
-            error = (share * (1 - share) / len(hits)) ** 0.5
-            cells.append(f"{100 * share:.0f} ± {100 * error:.0f}")
-        columns.append(cells)
+        columns.append([found_cell(asked.get(str(length), [])) for _, _, asked in rows])
     return table(["found, %", "needles a haystack", *(f"{length // 1024}K" for length in LENGTHS)], columns)
 
 
@@ -119,25 +139,43 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
 
 
 def cost_table(path: Path) -> str:
-    if not path.exists():
-        return "Not measured: `benchmarks/extend.py` writes this table's data."
-    found = json.loads(path.read_text())
-    names = list(next(iter(found["decode"].values())))
-    lines: list[list[str]] = [[], [], [], [], []]
-    for length, rows in found["decode"].items():
-        for name in names:
-            row = rows[name]
+    found = read_results(path, "benchmarks/extend.py")
+    lines: list[list[str]] = [[], [], [], [], [], []]
+    for length in sorted({*found["decode"], *found["prefill"]}, key=int):
+        prefills = found["prefill"].get(length, {})
+        for name in {**found["decode"].get(length, {}), **prefills}:
+            row, own = found["decode"].get(length, {}).get(name), prefills.get(name)
+            part = "" if own is None or "layers" not in own else f" for {own['layers']} layers"
             lines[0].append(f"{int(length):,}")
             lines[1].append(format_method(name))
-            lines[2].append(f"{row['cache_bytes'] / 2**20:,.0f} MiB")
-            lines[3].append(f"{row['tokens_per_second']:.1f}")
-            own = found["prefill"].get(length, {}).get(name)
-            lines[4].append("-" if own is None else f"{own['seconds']:.1f} s, {own['peak_bytes'] / 2**20:,.0f} MiB")
-    machine = (
-        f"{found['machine']['cpu']}, {found['threads']} threads, {found['dtype']}, torch {found['versions']['torch']}"
+            lines[2].append("-" if row is None else f"{row['cache_bytes'] / 2**20:,.0f} MiB")
+            lines[3].append("-" if row is None else f"{row['tokens_per_second']:.1f}")
+            lines[4].append("-" if own is None else f"{own['seconds']:.0f} s{part}")
+            lines[5].append("-" if own is None or part else f"{own['peak_bytes'] / 2**20:,.0f} MiB")
+    about = (
+        f"{found['machine']['cpu']}, {found['threads']} thread{'s' if found['threads'] > 1 else ''}, "
+        f"{found['time']} time, {found['dtype']}, torch {found['versions']['torch']}, {found['commit'][:7]}."
     )
-    head = ["tokens", "model", "cache", "decode, tokens/s", "prefill, peak memory"]
-    return table(head, lines) + f"\n\n{machine}, {found['commit'][:7]}."
+    head = ["tokens", "model", "cache", "decode, tokens/s", "prefill", "peak memory of a prefill"]
+    return table(head, lines) + f"\n\n{about}"
+
+
+def tasks_table(paths: list[Path]) -> str:
+    """Accuracies of each task, a column for each model."""
+    files = [read_results(path, "softplus-attention evaluate downstream") for path in paths]
+    cells: dict[tuple[str, str, str], list[str]] = {}
+    values: list[list[float]] = []
+    for file in files:
+        rows = [row for row in file["results"]["tasks"] if row["metric"] == "acc"]
+        values.append([row["value"] for row in rows])
+        for row in rows:
+            chance = f"{100 * row['chance']:.0f}" if row.get("chance") is not None else "-"
+            cell = f"{100 * row['value']:.1f} ± {100 * row['standard_error']:.1f}"
+            cells.setdefault((row["task"], str(row["samples"]), chance), []).append(cell)
+    cells[f"mean of {len(values[0])}", "", ""] = [f"{100 * statistics.fmean(own):.1f}" for own in values]
+    keys = [list(column) for column in zip(*cells, strict=True)]
+    columns = [list(column) for column in zip(*cells.values(), strict=True)]
+    return table(["accuracy, %", "items", "chance", *(file["model"]["name"] for file in files)], keys + columns)
 
 
 def gpu_table(path: Path) -> str:
@@ -161,6 +199,7 @@ def make_tables(results: Path) -> dict[str, str]:
     long = sum(one["tokens"] >= LENGTHS[-1] for one in documents)
     best = OURS[1]
     return {
+        "extend-short": short_table(methods, files, long),
         "extend-context": context_table(methods, long),
         "extend-paired": paired_table(methods, best, long),
         "extend-needles": needles_table(files),
