@@ -166,7 +166,7 @@ def killed_under_torchrun(run: Run, kills: int, seed: int) -> int:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [
         "--max-restarts",
-        str(kills),
+        str(kills + 2),
         "--monitor-interval",
         "0.1",
         "-m",
