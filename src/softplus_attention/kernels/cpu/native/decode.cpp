@@ -23,7 +23,7 @@ constexpr int64_t CHUNK = 512;  // keys of one piece of work: what is added to w
 constexpr int HEADS = 8;        // query heads for which a key is read at once
 constexpr int AHEAD = 32;       // rows by which memory is asked for them before they are needed: half of the time
 constexpr int WIDEST = 256;     // head dimension
-constexpr int64_t WORTH_THREADS = 1 << 18;  // bytes of keys
+constexpr int64_t WORTH_THREADS = 1 << 20;  // bytes
 
 using Words = uint32_t __attribute__((vector_size(WIDTH * 4)));
 using Shorts = uint16_t __attribute__((vector_size(WIDTH * 2)));
@@ -325,15 +325,15 @@ struct Decode {
     for (int64_t row = 0; row < int64_t(count.size()) * heads; row++) scale_query(row);
     int64_t keys = 0, n = int64_t(pieces.size());
     for (const Piece& piece : pieces) keys += piece.end - piece.begin;
-    int64_t grain = keys * depth * int64_t(sizeof(T)) < WORTH_THREADS ? std::max<int64_t>(n, 1) : 1;
-    auto each = [&](int64_t number, auto&& work) {
-      at::parallel_for(0, number, grain, [&](int64_t a, int64_t b) {
+    auto each = [&](int64_t number, int64_t bytes, auto&& work) {
+      at::parallel_for(0, number, bytes < WORTH_THREADS ? std::max<int64_t>(number, 1) : 1, [&](int64_t a, int64_t b) {
         for (int64_t i = a; i < b; i++) work(i);
       });
     };
-    each(n, [&](int64_t i) { score<N>(i); });
-    each(n, [&](int64_t i) { gather<N_VALUES>(i); });
-    each(int64_t(count.size()) * heads, [&](int64_t i) { join(i); });
+    int64_t bytes = keys * depth * int64_t(sizeof(T));
+    each(n, bytes, [&](int64_t i) { score<N>(i); });
+    each(n, bytes, [&](int64_t i) { gather<N_VALUES>(i); });
+    each(int64_t(count.size()) * heads, n * shared * width * 4, [&](int64_t i) { join(i); });
   }
 
   std::optional<at::Tensor> operator()(const at::Tensor& starts, const at::Tensor& ends) {
