@@ -160,24 +160,6 @@ def cost_table(path: Path) -> str:
     return table(head, lines) + f"\n\n{about}"
 
 
-def tasks_table(paths: list[Path]) -> str:
-    """Accuracies of each task, a column for each model."""
-    files = [read_results(path, "softplus-attention evaluate downstream") for path in paths]
-    cells: dict[tuple[str, str, str], list[str]] = {}
-    values: list[list[float]] = []
-    for file in files:
-        rows = [row for row in file["results"]["tasks"] if row["metric"] == "acc"]
-        values.append([row["value"] for row in rows])
-        for row in rows:
-            chance = f"{100 * row['chance']:.0f}" if row.get("chance") is not None else "-"
-            cell = f"{100 * row['value']:.1f} ± {100 * row['standard_error']:.1f}"
-            cells.setdefault((row["task"], str(row["samples"]), chance), []).append(cell)
-    cells[f"mean of {len(values[0])}", "", ""] = [f"{100 * statistics.fmean(own):.1f}" for own in values]
-    keys = [list(column) for column in zip(*cells, strict=True)]
-    columns = [list(column) for column in zip(*cells.values(), strict=True)]
-    return table(["accuracy, %", "items", "chance", *(file["model"]["name"] for file in files)], keys + columns)
-
-
 def gpu_table(path: Path) -> str:
     found = read_results(path, PROGRAM)
     rows = [(int(n), name, own) for name, by in found["methods"].items() for n, own in by["speed"].items()]
