@@ -4,9 +4,10 @@ python benchmarks/cpu_training.py --output cpu_training.json      the demo's mod
 python benchmarks/cpu_training.py --shape 30M --batch 2 --steps 4
 
 The recommended recipe: two local layers to one global layer, LSSAR with learned factors of log N beside softmax with
-QK-norm, log N and a learned scale, Muon. Steps of the two alternate in one process, so that other work on the machine
-slows both. The median of the steps counts, in wall time and in processor time (which other work hardly changes).
-Operators are profiled step by step; the median counts there too. Tokens are random.
+QK-norm, log N and a learned scale, Muon. LSSAR runs on the C++ kernels and on PyTorch's operations. Steps alternate in
+one process, so that other work on the machine slows all. The median of the steps counts, in wall time and in processor
+time (which other work hardly changes). Operators are profiled step by step; the median counts there too. Tokens are
+random.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import set_seed
 
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
+from softplus_attention.kernels.cpu import native
 from softplus_attention.recipes import ATTENTIONS, GLOBAL_EVERY
 from softplus_attention.training.config import TrainConfig
 from softplus_attention.training.losses import linear_loss
@@ -34,7 +36,9 @@ from softplus_attention.utils import provenance
 
 # layers, width, heads, vocabulary
 SHAPES = {"demo": (4, 128, 2, 256), "30M": (6, 384, 3, 50257), "124M": (12, 768, 6, 50257)}
-ARMS = dict(zip(("softmax", "lssar"), ATTENTIONS.values(), strict=True))
+SOFTMAX, LSSAR = ATTENTIONS.values()
+# The settings, and what runs on the CPU
+ARMS = {"softmax": (SOFTMAX, "torch"), "lssar": (LSSAR, "native"), "lssar, PyTorch's operations": (LSSAR, "torch")}
 STAGES = ("forward", "backward", "optimizer")
 ATTENTION = ("softplus_attention::", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
@@ -42,11 +46,12 @@ ATTENTION = ("softplus_attention::", "aten::_scaled_dot_product_flash_attention_
 class Arm:
     def __init__(self, name: str, shape: str, tokens: int, batch: int) -> None:
         layers, width, heads, vocabulary = SHAPES[shape]
+        settings, self.kernels = ARMS[name]
         with tempfile.TemporaryDirectory() as folder:
             self.config = TrainConfig(
                 data="random", output=folder, layers=layers, width=width, heads=heads, sequence_length=tokens,
                 window=tokens // 2, global_every=GLOBAL_EVERY, optimizer="muon", learning_rate=3e-3,
-                batch_size=batch, loss="chunked", device="cpu", **ARMS[name],
+                batch_size=batch, loss="chunked", device="cpu", **settings,
             )  # fmt: skip
         set_seed(0)
         self.name, self.model = name, SoftplusGPTForCausalLM(model_config(self.config, vocabulary, 0))
@@ -58,6 +63,10 @@ class Arm:
         self.seconds: list[tuple[float, float]] = []  # wall and processor time of each step
 
     def step(self) -> None:
+        with native.using(self.kernels):
+            self.step_on_these_kernels()
+
+    def step_on_these_kernels(self) -> None:
         begun = time.perf_counter(), time.process_time()
         with record_function("forward"):
             loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
@@ -93,13 +102,13 @@ def profiled(arm: Arm, steps: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    head = f"{'arm':<8} {'step ms':>8} {'processor ms':>13} {'tokens/s':>9} {'of softmax':>11} {'(processor)':>12}"
+    head = f"{'arm':<28} {'step ms':>8} {'processor ms':>13} {'tokens/s':>9} {'of softmax':>11} {'(processor)':>12}"
     lines = [head + f"{'attention ms':>14} {'forward':>8} {'backward':>9} {'optimizer':>10}"]
     for row in rows:
         wall, processor = (rows[0][name] / row[name] for name in ("step_ms", "processor_ms"))
         stages = "".join(f"{row['profile']['stages'][name]:>{len(name) + 2}.0f}" for name in STAGES)
         lines.append(
-            f"{row['arm']:<8} {row['step_ms']:>8.0f} {row['processor_ms']:>13.0f} {row['tokens_per_second']:>9,.0f}"
+            f"{row['arm']:<28} {row['step_ms']:>8.0f} {row['processor_ms']:>13.0f} {row['tokens_per_second']:>9,.0f}"
             f" {wall:>11.2f} {processor:>12.2f} {row['profile']['attention_ms']:>13.0f} {stages}"
         )
     for row in rows:

@@ -27,32 +27,53 @@ class TestBenchmark:
         assert "--quick" in text
         assert "--output" in text
 
-    def test_quick(self, tmp_path: Path) -> None:
+    def test_quick(self, tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
         output = tmp_path / "deep" / "cpu.json"
-        table = python("benchmarks/cpu.py", "--quick", "--output", str(output))
+        table = python("benchmarks/cpu.py", "--quick", "--output", str(output), "--figure", str(tmp_path / "growth"))
         data = json.loads(output.read_text())
-        assert data["command"] == f"python benchmarks/cpu.py --quick --output {output.name}"
-        for key in ("date", "commit", "machine", "versions"):
+        assert data["command"].startswith(f"python benchmarks/cpu.py --quick --output {output.name}")
+        for key in ("date", "commit", "machine", "versions", "kernels"):
             assert data[key], key
         assert data["machine"]["cores"] >= 1
         assert data["versions"]["torch"] == torch.__version__
         assert data["versions"]["softplus_attention"] == softplus_attention.__version__
         for row in data["time"]:
-            assert row["ratio"] == pytest.approx(row["chunked_ms"] / row["sdpa_ms"])
-            assert f"{row['ratio']:.2f}" in table
+            for arm in ("native", "torch"):
+                assert row[f"{arm}_ratio"] == pytest.approx(row[f"{arm}_ms"] / (row["pairs"] * row["sdpa_ms"]))
+                assert f"{row[f'{arm}_ratio']:.2f}" in table
         assert {row["direction"] for row in data["time"]} == {"forward", "forward+backward"}
         assert {row["threads"] for row in data["time"]} == {1, 2}
-        assert {row["implementation"] for row in data["memory"]} == {"chunked", "sdpa", "reference"}
+        assert {row["implementation"] for row in data["memory"]} == {"native", "torch", "sdpa", "reference"}
         assert all(row["bytes"] >= 0 for row in data["memory"])
+        assert [row["length"] for row in data["growth"]] == [64, 128]
+        assert (tmp_path / "growth.svg").exists()
+
+    def test_no_numbers_of_a_wrong_result(
+        self, native_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A copy of the program that times another attention than it says."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
+        changed = tmp_path / "benchmarks" / "cpu.py"
+        changed.parent.mkdir()
+        source = (ROOT / "benchmarks" / "cpu.py").read_text()
+        changed.write_text(source.replace('"lssa": None', '"lssa": 1.001 if impl == "chunked" else None'))
+        command = [sys.executable, str(changed), "--quick", "--output", str(tmp_path / "cpu.json")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 1
+        assert "native, lssa" in result.stderr
+        assert "no numbers of a wrong result" in result.stderr
+        assert not (tmp_path / "cpu.json").exists()
 
 
 @pytest.mark.slow
-def test_whole_training_step(tmp_path: Path) -> None:
+def test_whole_training_step(tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
     output = tmp_path / "deep" / "training.json"
     words = ["--tokens", "64", "--batch", "1", "--steps", "2", "--threads", "1", "--output", str(output)]
     table = python("benchmarks/cpu_training.py", *words)
     data = json.loads(output.read_text())
-    assert [row["arm"] for row in data["rows"]] == ["softmax", "lssar"]
+    assert [row["arm"] for row in data["rows"]] == ["softmax", "lssar", "lssar, PyTorch's operations"]
     for row in data["rows"]:
         stages = row["profile"]["stages"]
         assert 0 < row["profile"]["attention_ms"] < stages["forward"] + stages["backward"]

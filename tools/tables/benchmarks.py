@@ -186,14 +186,47 @@ def host_table(rows: Sequence[Row]) -> str:
     return table(["host time, ms", "forward", "backward"], columns)
 
 
+CPU_SETTINGS = {
+    "p15": "p = 15",
+    "learned": "learned factors of log N",
+    "lssa": "LSSA",
+    "window": "p = 15, window of 512",
+}
+
+
 def cpu_time_table(rows: Sequence[Row]) -> str:
+    """Times SDPA's, by the C++ kernels and in brackets by PyTorch's operations."""
+    found = {(row["setting"], row["direction"], row["threads"], row["length"]): row for row in rows}
+    places = sorted({place[2:] for place in found}, reverse=True, key=lambda place: (place[0], -place[1]))
+    lines = list(dict.fromkeys(place[:2] for place in found))
+    columns = [[f"{CPU_SETTINGS[setting]}, {direction.replace('+', ' + ')}" for setting, direction in lines]]
+    for place in places:
+        cells = [found.get((*line, *place)) for line in lines]
+        columns.append([f"{x['native_ratio']:.2f} ({x['torch_ratio']:.2f})" if x else "" for x in cells])
+    return table(["", *(f"T = {length}, {threads} thread{'s' * (threads > 1)}" for threads, length in places)], columns)
+
+
+def cpu_half_table(rows: Sequence[Row]) -> str:
+    cells: dict[str, Callable[[Row], str]] = {
+        "": lambda row: f"{CPU_SETTINGS[row['setting']]}, {row['direction'].replace('+', ' + ')}",
+        "T": lambda row: str(row["length"]),
+        "bfloat16 ms": lambda row: f"{row['native_ms']:.1f}",
+        "float32 ms": lambda row: f"{row['float32_ms']:.1f}",
+        "ratio": lambda row: hundredths(row["ratio"]),
+        "PyTorch's operations ms": lambda row: f"{row['torch_ms']:.1f}",
+        "SDPA ms": lambda row: f"{row['sdpa_ms']:.1f}",
+    }
+    return table_by_cells(rows, cells)
+
+
+def cpu_packed_table(rows: Sequence[Row]) -> str:
     cells: dict[str, Callable[[Row], str]] = {
         "threads": lambda row: str(row["threads"]),
-        "T": lambda row: str(row["length"]),
         "": lambda row: row["direction"].replace("+", " + "),
-        "chunked ms": lambda row: f"{row['chunked_ms']:.0f}",
-        "SDPA ms": lambda row: f"{row['sdpa_ms']:.0f}",
-        "ratio": lambda row: hundredths(row["ratio"]),
+        "packed ms": lambda row: f"{row['native_ms']:.1f}",
+        "one document ms": lambda row: f"{row['whole_ms']:.1f}",
+        "of its pairs": lambda row: f"{100 * row['pairs']:.0f}%",
+        "time of a pair": lambda row: hundredths(row["ratio"]),
     }
     return table_by_cells(rows, cells)
 
@@ -203,11 +236,12 @@ def cpu_memory_table(rows: Sequence[Row]) -> str:
     found = {(row["implementation"], row["direction"], row["length"]): row["bytes"] for row in rows}
     lengths = sorted({length for *_, length in found})
     head, columns = ["T"], [[str(length) for length in lengths]]
-    for implementation, name in {"chunked": "chunked", "sdpa": "SDPA", "reference": "reference"}.items():
+    names = {"native": "C++", "torch": "PyTorch's operations", "sdpa": "SDPA", "reference": "reference"}
+    for implementation, name in names.items():
         for direction in ("forward", "forward+backward"):
-            head.append(f"{name} {direction.replace('+', ' + ')}")
+            head.append(f"{name}, {direction.replace('+', ' + ')}")
             sizes = [found.get((implementation, direction, length)) for length in lengths]
-            columns.append(["" if size is None else f"{size / 2**20:.0f}" for size in sizes])
+            columns.append(["" if size is None else f"{size / 2**20:.1f}" for size in sizes])
     return table(head, columns)
 
 
@@ -304,6 +338,8 @@ def make_tables(results: Path) -> dict[str, str]:
         "attention-trained-d128": by_length(rows, "trained", 128),
         "attention-decode": decode_table(rows),
         "cpu-time": cpu_time_table(cpu["time"]),
+        "cpu-half": cpu_half_table(cpu["half"]),
+        "cpu-packed": cpu_packed_table(cpu["packed"]),
         "cpu-memory": cpu_memory_table(cpu["memory"]),
         "training-times": training_table(training),
         "decode-gpu": token_table(on_gpu),
