@@ -13,8 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import CONFIGS, small_model, token_rows
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, Trainer, TrainingArguments
+from huggingface_models import CONFIGS, GROUPED, IDS, SIZE, small_model, token_rows
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    LlamaForCausalLM,
+    MixtralConfig,
+    Trainer,
+    TrainingArguments,
+)
 
 from softplus_attention.huggingface import SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.saving import model_card
@@ -229,3 +238,20 @@ class TestCard:
         small_model("llama", "sdpa").save_pretrained(tmp_path)
         assert not (tmp_path / "README.md").exists()
         assert saved_config(tmp_path)["model_type"] == "llama"
+
+
+def test_the_text_model_of_a_composite_one_alone(tmp_path: Path) -> None:
+    """AutoModelForCausalLM loads it by the config of a part, to which the settings of the whole belong."""
+    text = {**SIZE, **IDS, **GROUPED, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 2}
+    vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64}
+    vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    torch.manual_seed(0)
+    config = Llama4Config(text_config={**text, "initializer_range": 0.2}, vision_config=vision)
+    whole = Llama4ForConditionalGeneration(config)
+    softmax = logits(whole)
+    use_attention(whole, "lssar", power=3).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model).__name__ == "SoftplusLlama4ForCausalLM"
+    torch.testing.assert_close(logits(model), logits(whole))
+    assert (logits(model) - softmax).abs().max() > 1e-2

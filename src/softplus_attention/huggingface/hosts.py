@@ -214,7 +214,10 @@ def __getattr__(name: str) -> Any:
         body["model_type"] = PREFIX + host
     else:
         bases = (HostModel, modeling_auto.MODEL_MAPPING._load_attr_from_module(host, host_name))
-        body["config_class"] = configuration_auto.CONFIG_MAPPING[PREFIX + host]
+        own, whole = bases[1].config_class, configuration_auto.CONFIG_MAPPING[host]
+        # AutoModelForCausalLM loads the text model of a composite one by this: then the part's config is the host's.
+        is_part = own is whole.sub_configs.get("text_config")
+        body["config_class"] = own if is_part else configuration_auto.CONFIG_MAPPING[PREFIX + own.model_type]
     # Weights of the host's checkpoints are renamed by its type or by the name of a class.
     renamed = conversion_mapping.get_checkpoint_conversion_mapping(host if is_config else host_name)
     if renamed is not None:

@@ -105,7 +105,11 @@ def keep_attention_names() -> None:
     def from_dict_keeping_name(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         if kwargs.get("attn_implementation", "") is None and has_own(config_dict.get("attn_implementation")):
             del kwargs["attn_implementation"]
-        return from_dict(cls, config_dict, **kwargs)
+        found = from_dict(cls, config_dict, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found
+        if SETTINGS in vars(config):  # a part may be all that is loaded of a composite model
+            propagate_settings(config)
+        return found
 
     def set_unless_none(self: PreTrainedConfig, value: Any) -> None:
         if value is None and has_own(attention_names(self)):
