@@ -213,8 +213,8 @@ def __getattr__(name: str) -> Any:
         bases: tuple[type, ...] = (HostConfig, configuration_auto.CONFIG_MAPPING[host])
         body["model_type"] = PREFIX + host
     else:
-        bases = (HostModel, modeling_auto.MODEL_MAPPING._load_attr_from_module(host, host_name))
-        own, whole = bases[1].config_class, configuration_auto.CONFIG_MAPPING[host]
+        base = modeling_auto.MODEL_MAPPING._load_attr_from_module(host, host_name)
+        bases, own, whole = (HostModel, base), base.config_class, configuration_auto.CONFIG_MAPPING[host]
         # AutoModelForCausalLM loads the text model of a composite one by this: then the part's config is the host's.
         is_part = own is whole.sub_configs.get("text_config")
         body["config_class"] = own if is_part else configuration_auto.CONFIG_MAPPING[PREFIX + own.model_type]
