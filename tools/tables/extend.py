@@ -102,6 +102,18 @@ def short_table(methods: dict[str, dict[str, Any]], files: list[dict[str, Any]],
     return table(["", *losses, "found at 8K, %", "at 16K, %", "at 64K, %", "cache at 64K"], columns)
 
 
+def readme_table(methods: dict[str, dict[str, Any]], cost: dict[str, Any], long: int) -> str:
+    shown = ("original", "yarn:factor=8", "selfextend", "window", OURS[1])
+    columns = [["**`extend --heads 12`**" if method == OURS[1] else format_method(method) for method in shown]]
+    for length in (8192, 65536):
+        columns.append([mean_cell(methods[method]["loss"][str(length)][:long]) for method in shown])
+    whole = methods["original"]["cache_bytes"]["65536"]
+    columns.append([f"{100 * methods[method]['cache_bytes']['65536'] / whole:.0f}%" for method in shown])
+    speed = (cost["decode"]["65536"].get(method) for method in shown)
+    columns.append(["" if row is None else f"{row['tokens_per_second']:.1f}" for row in speed])
+    return table(["at 64K, trained at 8K", "loss at 8K", "loss", "cache", "tokens/s, one CPU core"], columns)
+
+
 def found_cell(asked: list[dict[str, Any]]) -> str:
     hits = [hit for one in asked for hit in one["found"]]
     if not hits:
@@ -181,6 +193,7 @@ def make_tables(results: Path) -> dict[str, str]:
     long = sum(one["tokens"] >= LENGTHS[-1] for one in documents)
     best = OURS[1]
     return {
+        "extend-readme": readme_table(methods, read_results(folder / "cpu.json", "benchmarks/extend.py"), long),
         "extend-short": short_table(methods, files, long),
         "extend-context": context_table(methods, long),
         "extend-paired": paired_table(methods, best, long),

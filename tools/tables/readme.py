@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.study.records import Size, loss_at, read_study
 from tools.tables import benchmarks
-from tools.tables.benchmarks import LONG, LONG_CACHE, OURS, STAGE_1, TRAINING, UNIT_KEYS, Row, column, select
+from tools.tables.benchmarks import LONG, LONG_CACHE, OURS, TRAINING, UNIT_KEYS, Row, column, select
 from tools.tables.markdown import TableError, hundredths, read_results, table, value_range
 
 MULTIPLES = (1, 16, 64)
@@ -32,7 +32,7 @@ ROWS: dict[str, tuple[str, dict[str, tuple[str, str | None]]]] = {
                 "LSSAR, learned power": (OURS_WIDE, None),
             },
         )
-        for parameters, size in (("30M", "10m-again"), ("124M", "85m-again"), ("354M", "300m-again"))
+        for parameters, size in (("30M", "10m-again"), ("354M", "300m-again"))
     },
 }
 
@@ -44,18 +44,18 @@ def losses_table(sizes: Sequence[Size]) -> str:
         if name not in known:
             raise TableError(f"there are no runs of {name}")
         size = known[name]
-        rows.append([f"**{group}**", *[""] * (1 + len(MULTIPLES))])
+        rows.append([f"**{group}**", *[""] * len(MULTIPLES)])
         for words, (arm, option) in arms.items():
             curves = size.curves(arm, option) if arm in size.arms else []
             found = [loss_at(curves, multiple) for multiple in MULTIPLES]
             if None in found:
                 raise TableError(f"{arm} at {name} was not measured at {MULTIPLES} times its length")
-            rows.append([words, *(f"{loss.mean:.3f}" for loss in found if loss), str(len(curves))])
+            rows.append([words, *(f"{loss.mean:.3f}" for loss in found if loss)])
     lengths = {known[name].any_run.config["sequence_length"] for name, _ in ROWS.values()}
     if len(lengths) != 1:
         raise TableError(f"the runs of the table were trained at several lengths: {sorted(lengths)}")
     length = lengths.pop()
-    head = ["validation loss at (tokens)", *(f"{multiple * length:,}" for multiple in MULTIPLES), "seeds"]
+    head = ["validation loss at (tokens)", *(f"{multiple * length:,}" for multiple in MULTIPLES)]
     return table(head, list(zip(*rows, strict=True)))
 
 
@@ -71,7 +71,6 @@ def speed_table(rows: Sequence[Row], training: Sequence[Row]) -> str:
     lines = {
         f"LSSAR, training step of the op, from {LONG:,} tokens": by_head_dim(select(rows, OURS, least=LONG), "ratio"),
         "LSSAR, forward": by_head_dim(select(rows, OURS), "forward_ratio"),
-        "LSSA, forward": by_head_dim(select(rows, STAGE_1), "forward_ratio"),
         "LSSAR, memory of a training step": by_head_dim(select(rows, OURS), "step_ratio"),
         "LSSAR, decode from 32K keys, relative to the fastest SDPA": by_head_dim(
             select(rows, UNIT_KEYS, "decode", least=LONG_CACHE), "forward_ratio"
