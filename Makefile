@@ -17,7 +17,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
-# The C++ kernels for this CPU where there is a compiler; without them the demo takes longer.
+# The C++ kernels for this CPU where there is a compiler; without them everything runs, slower.
 demo: setup
 	$(BIN)/softplus-attention build || true
 	$(BIN)/softplus-attention demo
@@ -42,6 +42,7 @@ $(SERVING)/installed: pyproject.toml constraints-serving.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-serving.txt
 	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	$(SERVING)/bin/python -c '$(NAME_VLLM)'
+	$(SERVING)/bin/softplus-attention build || true
 	touch $@
 
 serving: $(SERVING)/installed

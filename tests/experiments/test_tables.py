@@ -91,11 +91,11 @@ def attention_rows() -> list[dict[str, Any]]:
 
 def test_readme_speed_is_a_range_over_lengths() -> None:
     rows, ratios = attention_rows(), iter((0.5, 0.75, 0.625))
-    for row in benchmarks.select(rows, "lssa", head_dim=64):
+    for row in benchmarks.select(rows, "lssar p=15", head_dim=64):
         row["forward_ratio"] = next(ratios)
     training = [{"attention": "lssar", "time_to_softmax": 1.25}]
     table = readme.speed_table(rows, training)
-    assert "| LSSA, forward | 0.50 to 0.75 |" in table
+    assert "| LSSAR, forward | 0.50 to 0.75 |" in table
     assert table.endswith("| 1.25 |  |")
     with pytest.raises(TableError, match="no row of lssar"):
         readme.speed_table(rows, [])
