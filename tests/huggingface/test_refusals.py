@@ -67,7 +67,10 @@ def test_torch_context_parallel(family: str) -> None:
     assert model(rows).logits.equal(want)
 
 
-@pytest.mark.parametrize("attend", [softplus_attention, attention("sigmoid"), attention("softmax")], ids=["op", "sigmoid", "softmax"])
+OPS = {"lssar": softplus_attention, "sigmoid": attention("sigmoid"), "softmax": attention("softmax")}
+
+
+@pytest.mark.parametrize("attend", OPS.values(), ids=OPS)
 @pytest.mark.usefixtures("one_process")
 def test_torch_context_parallel_of_an_op(attend: Any) -> None:
     rows = torch.randn(1, 2, 8, 16)
