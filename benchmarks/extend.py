@@ -35,12 +35,11 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     if options.child:
-        child(options)
+        measure_prefill(options)
         return
-    found: dict[str, Any] = {"decode": {}, "prefill": {}}
-    if options.output.exists():
-        found |= json.loads(options.output.read_text())
-    found |= {
+    rows: list[dict[str, Any]] = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
+    done = {(row["section"], row["tokens"], row["model"]) for row in rows}
+    found = {
         "command": provenance.command("benchmarks/extend.py"),
         "commit": provenance.commit(),
         "machine": provenance.machine(torch.device("cpu")),
@@ -48,21 +47,26 @@ def main() -> None:
         "threads": options.threads,
         "time": "processor" if options.threads == 1 else "wall",
         "dtype": options.dtype,
+        "rows": rows,
     }
+
+    def add(section: str, length: int, name: str, measured: dict[str, Any]) -> None:
+        print(f"{section} {length:6d} {name:32s} {measured}", flush=True)
+        rows.append({"section": section, "tokens": length, "model": name, **measured})
+        write_json(options.output, found)
+
     for length in options.lengths:
-        if str(length) not in found["decode"]:
-            found["decode"][str(length)] = decode(options, length)
-            write_json(options.output, found)
+        if not any(("decode", length, name) in done for name in options.methods):
+            for name, measured in decode(options, length).items():
+                add("decode", length, name, measured)
     for length in options.prefill:
-        rows = found["prefill"].setdefault(str(length), {})
         for name in options.methods:
-            if name in rows:
-                continue
-            arguments = [*sys.argv[1:], "--child", name, "--lengths", str(length)]
-            done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=True)
-            rows[name] = json.loads(done.stdout.splitlines()[-1])
-            print(f"prefill {length:6d} {name:32s} {rows[name]}", flush=True)
-            write_json(options.output, found)
+            if ("prefill", length, name) not in done:
+                arguments = [*sys.argv[1:], "--child", name, "--lengths", str(length)]
+                child = subprocess.run(
+                    [sys.executable, __file__, *arguments], capture_output=True, text=True, check=True
+                )
+                add("prefill", length, name, json.loads(child.stdout.splitlines()[-1]))
 
 
 def parse() -> argparse.Namespace:
@@ -104,7 +108,7 @@ def memory(name: str) -> int:
 
 
 @torch.inference_mode()
-def child(options: argparse.Namespace) -> None:
+def measure_prefill(options: argparse.Namespace) -> None:
     model, (length,) = load(options, options.child), options.lengths
     model(torch.arange(64)[None])
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts anew
@@ -163,7 +167,6 @@ def decode(options: argparse.Namespace, length: int) -> dict[str, Any]:
             "seconds": [round(x, 5) for x in (low, median, high)],
             "cache_bytes": cache_bytes(caches[name]),
         }
-        print(f"decode {length:6d} {name:32s} {rows[name]}", flush=True)
     return rows
 
 

@@ -192,7 +192,7 @@ def test_prepare_removes_only_its_own_files(tmp_path: Path, begun: bool) -> None
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         (output / name).write_text("mine")
     words = ("data", "prepare", str(tmp_path / "blank.txt"), "--tokenizer", "bytes", "--output", str(output))
-    assert "at least one document" in refused(*words)
+    assert "documents are empty, or there are none" in refused(*words)
     assert output.exists() == begun
     assert {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()} == mine
 

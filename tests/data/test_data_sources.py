@@ -185,7 +185,7 @@ class TestOddText:
             output = str(tmp_path / str(place))
             assert main([*words, "--separator", separator, "--output", output]) == 0
             said = capsys.readouterr().out
-            assert f"text         {count} documents" in said
+            assert f"text         {count} document" in said
             again = shlex.split(said.splitlines()[-1].removeprefix("made by"))
             assert main(again[1:]) == 0
             assert capsys.readouterr().out == said

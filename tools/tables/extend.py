@@ -151,8 +151,16 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
     return table(["loss at 32K", *map(format_method, chosen)], columns)
 
 
-def cost_table(path: Path) -> str:
+def read_cost(path: Path) -> dict[str, Any]:
+    """The header, and measurements by section, tokens and model."""
     found = read_results(path, "benchmarks/extend.py")
+    sections: dict[str, dict[str, dict[str, Any]]] = {"decode": {}, "prefill": {}}
+    for row in found["rows"]:
+        sections[row["section"]].setdefault(str(row["tokens"]), {})[row["model"]] = row
+    return found | sections
+
+
+def cost_table(found: dict[str, Any]) -> str:
     lines: list[list[str]] = [[], [], [], [], [], []]
     for length in sorted({*found["decode"], *found["prefill"]}, key=int):
         prefills = found["prefill"].get(length, {})
@@ -193,13 +201,14 @@ def make_tables(results: Path) -> dict[str, str]:
     methods, documents = merged(files), files[0]["documents"]
     long = sum(one["tokens"] >= LENGTHS[-1] for one in documents)
     best = OURS[1]
+    cost = read_cost(folder / "cpu.json")
     return {
-        "extend-readme": readme_table(methods, read_results(folder / "cpu.json", "benchmarks/extend.py"), long),
+        "extend-readme": readme_table(methods, cost, long),
         "extend-short": short_table(methods, files, long),
         "extend-context": context_table(methods, long),
         "extend-paired": paired_table(methods, best, long),
         "extend-needles": needles_table(files),
         "extend-kinds": kinds_table(methods, documents, ["yarn:factor=4", "selfextend", "rerope", "heads", best]),
-        "extend-cost": cost_table(folder / "cpu.json"),
+        "extend-cost": cost_table(cost),
         "extend-gpu": gpu_table(folder / "speed-h200.json"),
     }
