@@ -112,7 +112,8 @@ def readme_table(methods: dict[str, dict[str, Any]], cost: dict[str, Any], long:
     # transformers' own cache copies itself at every token: the original has ours too.
     speed = (cost["decode"]["65536"].get("duo:heads=all" if method == "original" else method) for method in shown)
     columns.append(["" if row is None else f"{row['tokens_per_second']:.1f}" for row in speed])
-    return table(["at 64K, trained at 8K", "loss at 8K", "loss", "cache", "tokens/s in our cache, one CPU core"], columns)
+    head = ["at 64K, trained at 8K", "loss at 8K", "loss", "cache", "tokens/s in our cache, one CPU core"]
+    return table(head, columns)
 
 
 def found_cell(asked: list[dict[str, Any]]) -> str:
