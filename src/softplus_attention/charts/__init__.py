@@ -1,4 +1,4 @@
-"""What a figure shows (`model`), and how matplotlib draws it (`draw`); a report's page draws the same by its script."""
+"""Chart data (`model`) and drawing with matplotlib (`draw`); the report page draws the same data in JavaScript."""
 
 from __future__ import annotations
 

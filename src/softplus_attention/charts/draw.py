@@ -1,4 +1,4 @@
-"""Charts by matplotlib, each as PNG and SVG, in colours that are told apart without seeing colour."""
+"""Draws charts with matplotlib as PNG and SVG, in a colour-blind-safe palette."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from softplus_attention.charts.model import (
 )
 from softplus_attention.utils.files import replacing
 
-# Okabe and Ito's colours, with a line style each: the order is the order of the curves.
+# Okabe and Ito's palette, with a line style for each; curves take them in order.
 COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 STYLES = ("-", "--", "-", "-.", ":", "--", "-.", ":")
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*")
 HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo")
 REFERENCES: Any = (":", "-.", (0, (6, 2)), (0, (1, 4)))
-# Names come from files: a dollar sign in them is no mathematics.
+# Names come from files, so a dollar sign is not math mode.
 PLAIN_TEXT: Any = {"text.parse_math": False, "text.usetex": False}
 LONGEST_NAME = 60
 MAX_MAPS = 24 * 24
-# matplotlib draws no picture of more than 65,536 pixels.
+# matplotlib limits images to 65,536 pixels a side.
 MAX_INCHES = 400.0
 DPI = 160
 SVG_DPI = 72
-LEGEND_INSIDE = 8  # series; longer legends stand beside the figure
+LEGEND_INSIDE = 8  # series; longer legends go outside the axes
 HEAT_COLUMNS = 4
 
 
 def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> list[Path]:
-    """``path`` with .png and .svg; several figures are panels of one picture."""
+    """Writes ``path`` as .png and .svg; several figures become panels of one picture."""
     import matplotlib
 
     with matplotlib.rc_context(PLAIN_TEXT), warnings.catch_warnings():
-        # Scripts that matplotlib's own font lacks come out as boxes.
+        # Glyphs missing in matplotlib's font are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph")
         canvas = picture(figures if isinstance(figures, Sequence) else [figures], columns)
         if (engine := canvas.get_layout_engine()) is not None:
-            # Laid out once for both files: it costs as much as drawing.
+            # One layout for both files: it takes as long as drawing.
             engine.execute(canvas)
             canvas.set_layout_engine("none")
         return save(canvas, path)
 
 
 def save(canvas: Any, path: Path) -> list[Path]:
-    """``path`` with .png and .svg. Each is drawn once: ``savefig`` of a figure that was laid out draws twice."""
+    """Writes ``path`` as .png and .svg, drawing each once; ``savefig`` would draw twice."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     png, svg = (path.with_suffix(suffix) for suffix in (".png", ".svg"))
-    # The same figure gives the same file: no date, no random identifiers.
+    # Reproducible files: no date, no random ids.
     with matplotlib.rc_context({"svg.hashsalt": "softplus-attention", "svg.fonttype": "none"}):
         with replacing(png) as file:
             canvas.set_dpi(DPI)
@@ -71,7 +71,7 @@ def save(canvas: Any, path: Path) -> list[Path]:
 
 
 def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
-    """A canvas with a panel for each figure, in rows."""
+    """A matplotlib figure with a panel for each figure, in rows."""
     from matplotlib.figure import Figure as Canvas
 
     columns = 2 if len(figures) == 4 else min(columns, len(figures))
@@ -79,7 +79,7 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
     widths = [max(width for width, _ in sizes[column::columns]) for column in range(columns)]
     heights = [max(height for _, height in sizes[row : row + columns]) for row in range(0, len(sizes), columns)]
     size = (min(sum(widths), MAX_INCHES), min(sum(heights), MAX_INCHES))
-    # Margins that are known need no search for them, which takes a third of the time.
+    # Known margins avoid constrained layout, which takes a third of the time.
     known = margins(figures[0]) if len(figures) == 1 and isinstance(figures[0], LineChart | HeatMaps) else None
     canvas = Canvas(figsize=size, layout="constrained" if known is None else None)
     if len(figures) == 1:
@@ -92,22 +92,22 @@ def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
         panels = list(grid.flat)
     for figure, panel in zip(figures, panels, strict=False):
         if isinstance(figure, LineChart):
-            lines(figure, panel)
+            draw_lines(figure, panel)
         elif isinstance(figure, BarChart):
-            bars(figure, panel)
+            draw_bars(figure, panel)
         elif isinstance(figure, HeatMap):
-            heat(panel.subplots(), figure, panel)
+            draw_heat_map(panel.subplots(), figure, panel)
         elif isinstance(figure, HeatMaps):
-            heats(figure, panel)
+            draw_heat_maps(figure, panel)
         else:
-            maps(figure, panel)
+            draw_attention_maps(figure, panel)
     if len({figure.text for figure in figures if isinstance(figure, AttentionMaps)}) > 1:
         canvas.suptitle("the texts are NOT the same")
     return canvas
 
 
 def figure_size(figure: Figure) -> tuple[float, float]:
-    """Inches, width and height."""
+    """Width and height in inches."""
     if isinstance(figure, LineChart):
         names = [len(label(series.name)) for series in figure.series]
         is_long = len(names) > LEGEND_INSIDE
@@ -126,19 +126,19 @@ def figure_size(figure: Figure) -> tuple[float, float]:
 
 
 def margins(figure: LineChart | HeatMaps) -> tuple[float, float, float, float]:
-    """Inches left, right, below and above of the axes: room for their labels, for a legend and for a scale."""
+    """Left, right, bottom and top margins in inches, for labels, legend and colour bar."""
     if isinstance(figure, HeatMaps):
         return 0.6 + 0.07 * max(len(name) for _, one in figure.maps for name in one.rows), 1.1, 0.75, 0.75
     return 0.85, figure_size(figure)[0] - 7.2 + 0.15, 0.75, 0.4
 
 
 def label(name: str) -> str:
-    """matplotlib leaves names that begin with an underscore out of its legend."""
+    """Shortens a name, and puts a space before a leading underscore, which matplotlib would leave out of the legend."""
     cut = name if len(name) <= LONGEST_NAME else name[: LONGEST_NAME - 1] + "…"
     return " " + cut if cut.startswith("_") else cut
 
 
-def lines(chart: LineChart, canvas: Any) -> None:
+def draw_lines(chart: LineChart, canvas: Any) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes = canvas.subplots()
@@ -159,7 +159,7 @@ def lines(chart: LineChart, canvas: Any) -> None:
         axes.axhline(chart.baseline, color="#888888", linewidth=1, zorder=0)
     if chart.y_scale == "log":
         axes.set_yscale("log")
-        # The usual labels are written in mathematics, which is not read here: names may hold a dollar.
+        # The default labels use math mode, which is off (PLAIN_TEXT).
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     bottom, top = chart.y_range
@@ -178,15 +178,15 @@ def lines(chart: LineChart, canvas: Any) -> None:
 
 
 def draw_series(axes: Any, series: Series) -> None:
-    there = [(place, value) for place, value in enumerate(series.y) if value is not None]
-    x, y = [series.x[place] for place, _ in there], [value for _, value in there]
+    present = [(place, value) for place, value in enumerate(series.y) if value is not None]
+    x, y = [series.x[place] for place, _ in present], [value for _, value in present]
     if series.reference:
         style = REFERENCES[series.look % len(REFERENCES)]
         axes.plot(x, y, label=label(series.name), color="#777777", linestyle=style, linewidth=1.5)
         return
     colour = COLOURS[series.look % len(COLOURS)]
     dashed = series.dashed or series.look // len(COLOURS) % 2 == 1
-    errors = None if series.error is None else [max(series.error[place] or 0.0, 0.0) for place, _ in there]
+    errors = None if series.error is None else [max(series.error[place] or 0.0, 0.0) for place, _ in present]
     axes.errorbar(
         x,
         y,
@@ -209,15 +209,15 @@ def thinned(places: Sequence[float], most: int) -> list[float]:
     return list(places[::step])
 
 
-def bars(chart: BarChart, canvas: Any) -> None:
+def draw_bars(chart: BarChart, canvas: Any) -> None:
     axes = canvas.subplots()
     width = 0.8 / max(1, len(chart.series))
     for number, series in enumerate(chart.series):
-        there = [(x, place) for place, x in enumerate(series.x) if series.y[place] is not None]
-        errors = None if series.error is None else [series.error[place] or 0 for _, place in there]
+        present = [(x, place) for place, x in enumerate(series.x) if series.y[place] is not None]
+        errors = None if series.error is None else [series.error[place] or 0 for _, place in present]
         axes.bar(
-            [x + (number - (len(chart.series) - 1) / 2) * width for x, _ in there],
-            [series.y[place] for _, place in there],
+            [x + (number - (len(chart.series) - 1) / 2) * width for x, _ in present],
+            [series.y[place] for _, place in present],
             0.92 * width,
             yerr=errors,
             label=label(series.name),
@@ -236,7 +236,7 @@ def bars(chart: BarChart, canvas: Any) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def heats(chart: HeatMaps, canvas: Any) -> None:
+def draw_heat_maps(chart: HeatMaps, canvas: Any) -> None:
     columns = min(HEAT_COLUMNS, len(chart.maps))
     rows = -(-len(chart.maps) // columns)
     panels = canvas.subplots(rows, columns, squeeze=False)
@@ -245,20 +245,20 @@ def heats(chart: HeatMaps, canvas: Any) -> None:
             axes.set_visible(False)
             continue
         is_last = place == len(chart.maps) - 1
-        heat(axes, chart.maps[place][1], canvas if is_last else None, panels)
+        draw_heat_map(axes, chart.maps[place][1], canvas if is_last else None, panels)
     canvas.suptitle(label(chart.title), fontsize=10)
 
 
-def heat(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
-    """With its scale on the ``canvas``, where there is one: for all ``panels`` or this one."""
+def draw_heat_map(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
+    """Draws a heat map; ``canvas`` gets the colour bar, shared by all ``panels`` if given."""
     values = [[float("nan") if value is None else value for value in row] for row in chart.values]
     image = axes.imshow(values, cmap="cividis", vmin=chart.low, vmax=chart.high, aspect="auto")
     for r, row in enumerate(chart.values):
         for c, value in enumerate(row):
-            words = cell_words(value, chart.percent)
+            text = format_cell(value, chart.percent)
             dark = value is not None and (value - chart.low) / ((chart.high - chart.low) or 1) < 0.5
             if len(chart.columns) <= 24:
-                axes.text(c, r, words, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+                axes.text(c, r, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
     axes.set_xticks(range(len(chart.columns)), chart.columns, fontsize=8)
     axes.set_yticks(range(len(chart.rows)), chart.rows, fontsize=8)
     axes.set_xlabel(chart.x_label)
@@ -276,7 +276,7 @@ def heat(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) -> None:
     scale.set_ticks(ends, labels=[f"{percent_words(end)}%" if chart.percent else f"{end:.2g}" for end in ends])
 
 
-def cell_words(value: float | None, percent: bool) -> str:
+def format_cell(value: float | None, percent: bool) -> str:
     if value is None:
         return "-"
     if percent:
@@ -289,8 +289,8 @@ def layers_and_heads(chart: AttentionMaps) -> tuple[list[int], list[int]]:
     return sorted({layer for layer, _ in chosen}), sorted({head for _, head in chosen})
 
 
-def maps(chart: AttentionMaps, canvas: Any) -> None:
-    """All heads of a model, a row of pictures per layer; each is scaled to its largest weight."""
+def draw_attention_maps(chart: AttentionMaps, canvas: Any) -> None:
+    """All heads of a model, one row per layer; each map is scaled to its largest weight."""
     import numpy
 
     layers, heads = layers_and_heads(chart)

@@ -1,4 +1,4 @@
-"""What a figure shows, once: the page draws it, matplotlib draws it, and its numbers are written as CSV."""
+"""Chart data, shared by the report page, matplotlib and the CSV files."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Number = float | None
-Cell = str | Number | tuple[Number, Number]  # a pair is a value and its standard error
+Cell = str | Number | tuple[Number, Number]  # a pair: value and standard error
 Rows = Sequence[Sequence[Cell]]
 
 
 MAX_DECIMALS = 6
-WIDEST_RANGE = 1e5  # of a column: beyond it each number has digits of its own
+WIDEST_RANGE = 1e5  # max / min of a column; beyond it numbers are not aligned
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Series:
     x: Sequence[float]
     y: Sequence[Number]
     error: Sequence[Number] | None = None
-    # Which colour and marker: one model has the same in every figure. The second round of colours is dashed, with marks
-    # that are hollow. Of references, which dashes.
+    # Index of colour and marker, the same for a model in every figure; of references, of the dash pattern. Indices
+    # beyond the palette are dashed with hollow markers.
     look: int = 0
     dashed: bool = False
     reference: bool = False  # a line to compare with, not a measurement
-    band: tuple[Sequence[Number], Sequence[Number]] | None = None  # the lower and the upper end
+    band: tuple[Sequence[Number], Sequence[Number]] | None = None  # lower and upper bounds
 
 
 def chart_columns(x_label: str, lines: Sequence[Series]) -> tuple[list[str], list[list[Cell]]]:
@@ -55,9 +55,9 @@ class LineChart:
     caption: str = ""
     x_scale: str = "linear"  # or "log2"
     y_scale: str = "linear"  # or "log"
-    times_of: float | None = None  # the length that is 1x
+    times_of: float | None = None  # the length labelled 1x
     y_range: tuple[Number, Number] = (None, None)
-    baseline: Number = None  # a level to compare with, in sight always
+    baseline: Number = None  # a horizontal reference line, always in view
     kind: str = field(default="lines", init=False)
 
     def table(self) -> tuple[list[str], Rows]:
@@ -66,7 +66,7 @@ class LineChart:
 
 @dataclass(frozen=True)
 class BarChart:
-    """A group of bars at each of ``places``; the x of a series are numbers of places."""
+    """A group of bars at each of ``places``; the x of a series are indices into them."""
 
     title: str
     x_label: str
@@ -106,10 +106,10 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Several side by side on one scale: by model, or by run."""
+    """Several heat maps on one scale, for example one per model or run."""
 
     title: str
-    maps: Sequence[tuple[str, HeatMap]]  # each with what it is of
+    maps: Sequence[tuple[str, HeatMap]]  # (name, map)
     caption: str = ""
     kind: str = field(default="heats", init=False)
 
@@ -120,7 +120,7 @@ class HeatMaps:
 
 @dataclass(frozen=True)
 class AttentionMaps:
-    """One model on one text: ``maps[(layer, head)]`` has r + 1 weights in row r."""
+    """Attention maps of one model on one text: row r of ``maps[(layer, head)]`` has r + 1 weights."""
 
     title: str
     model: str
@@ -132,7 +132,7 @@ class AttentionMaps:
     kind: str = field(default="maps", init=False)
 
     def table(self) -> tuple[list[str], Rows]:
-        """The weights that are not zero."""
+        """The nonzero weights."""
         head = ["layer", "head", "query", "key", "weight"]
         return head, [
             [layer, head_, query, key, weight]
@@ -156,11 +156,11 @@ class Table:
 
 Chart = LineChart | BarChart | HeatMap
 Figure = Chart | HeatMaps | AttentionMaps
-Block = Figure | Table | str  # a string is a note for the reader
+Block = Figure | Table | str  # a string is a note
 
 
 class SeriesStyles:
-    """One colour and marker per model name, the same in every figure of the page."""
+    """Assigns one colour and marker to each model name, for all figures of a page."""
 
     def __init__(self) -> None:
         self.places: dict[str, int] = {}
@@ -170,7 +170,7 @@ class SeriesStyles:
 
 
 def text_rows(rows: Rows) -> list[list[str]]:
-    """Each cell with the digits that it has, for a file."""
+    """Cells as text with their own digits, for CSV files."""
     return [[cell_text(cell) for cell in row] for row in rows]
 
 
@@ -181,7 +181,7 @@ def cell_text(cell: Cell) -> str:
 
 
 def aligned_rows(rows: Rows) -> list[list[str]]:
-    """As many decimals in all of a column, for the eye."""
+    """Cells as text with the same number of decimals in each column, for display."""
     columns = [aligned_column(column) for column in zip(*rows, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -210,7 +210,7 @@ def fixed_cell(cell: Cell, decimals: int) -> str:
 
 
 def shown(value: Number) -> str:
-    """Four significant digits or more, whole numbers as they are, and nothing where there is no number."""
+    """At least four significant digits; integers in full; "" for None."""
     if value is None:
         return ""
     if value == int(value) and abs(value) < 1e15:
@@ -219,7 +219,7 @@ def shown(value: Number) -> str:
 
 
 def percent_words(share: Number) -> str:
-    """Hundredths without the sign, of two significant digits where they are below 1: 0.036, not 0.0."""
+    """Percent without the sign, with two significant digits below 1: 0.036, not 0.0."""
     if share is None:
         return ""
     hundredths = 100 * share
@@ -235,7 +235,7 @@ def percent_words(share: Number) -> str:
 
 
 def to_json(figure: Chart) -> dict[str, Any]:
-    """What the page's script draws; it takes what is left out for None or false."""
+    """The figure as JSON for the page's script, which reads missing fields as None or false."""
     return {name: value for name, value in asdict(figure, dict_factory=without_defaults).items() if name != "caption"}
 
 
@@ -244,5 +244,5 @@ def without_defaults(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def slug(text: str) -> str:
-    """Part of a file name, whatever the text was."""
+    """``text`` as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:60].strip("-") or "figure"

@@ -1,4 +1,4 @@
-"""Files, provenance, progress lines and results: what every room uses."""
+"""Shared helpers: files, provenance, progress and result files."""
 
 DOCS = "https://softplus-attention.github.io/softplus-attention"  # for help and messages: a wheel has no docs/
 

@@ -1,4 +1,4 @@
-"""Which device a command runs on, checked before any work."""
+"""The device a command runs on, checked before any work starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from softplus_attention.validation import fail
 
 
 def parse_device(name: str | None) -> torch.device:
-    """By its name, whether it is here or not; without a name the best that is here."""
+    """The named device, available or not; without a name CUDA if available, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -20,19 +20,19 @@ def parse_device(name: str | None) -> torch.device:
 def resolve_device(name: str | None) -> torch.device:
     device = parse_device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        fail("--device", f"one of those that torch sees here, {torch.cuda.device_count()} of CUDA", repr(name))
+        fail("--device", f"available (torch sees {torch.cuda.device_count()} CUDA devices)", repr(name))
     return device
 
 
 def check_device(name: str | None) -> None:
-    """torch knows the names of devices that it cannot use, and says so only once something is put on them."""
+    """Allocates on the device: torch accepts the names of devices it cannot use until then."""
     device = resolve_device(name)
     try:
         torch.empty(1, device=device)
-        there = device.type != "meta"  # has shapes and no numbers
+        is_usable = device.type != "meta"  # which has shapes but no data
     except (AssertionError, ImportError, RuntimeError):
-        there = False
-    if not there:
+        is_usable = False
+    if not is_usable:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         known = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
         fail("--device", f"one that torch can use here, {known}", repr(name))

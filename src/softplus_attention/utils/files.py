@@ -1,4 +1,4 @@
-"""Writing files: each appears whole or not at all, and a link at its name is replaced, never followed."""
+"""Atomic file writes. A symlink at the destination is replaced, never followed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 
 TEMPORARY = ".tmp"
 UNFINISHED = ".unfinished"
-ABANDONED = 3600.0  # seconds after which nobody still writes a temporary file
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the numbers of errors that say so of a disk
-# torch, tokenizers and safetensors pass the system's words on without the number.
-FULL_WORDS = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")
-# Control characters and lone surrogates cannot be shown in a page, a figure, a table or a terminal.
+ABANDONED = 3600.0  # age in seconds at which a temporary file is considered abandoned
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# torch, tokenizers and safetensors pass on the system's message without the errno.
+FULL_MESSAGES = ("No space left on device", "Disk quota exceeded", "File too large", "failed writing file")
+# Control characters and lone surrogates: unsafe or invalid in terminals, pages, figures and tables.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -33,10 +33,10 @@ class LockedError(Exception):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that takes its name only when it is complete and on the disk.
+    """Opens a temporary file for writing; on success it is fsynced and renamed to ``path``.
 
-    Folders come from strangers too: no link is followed, neither at ``path`` nor at the temporary name. An ``OSError``
-    names the file, a full disk's too.
+    The folder may be untrusted, so no symlink is followed, neither at ``path`` nor at the temporary name. Every
+    ``OSError`` carries the file name, also when the disk is full.
     """
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -55,10 +55,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """A folder of the same name for other writers than ours: its files move to ``folder`` when all of them are complete
-    and on the disk.
+    """Yields a folder of the same name for other writers; on success its files are fsynced and moved to ``folder``.
 
-    Where that did not end well, ``UNFINISHED`` in ``folder`` says so.
+    After a failure ``folder`` contains ``UNFINISHED``.
     """
     unfinished = folder / UNFINISHED
     remove_folder(unfinished)
@@ -77,7 +76,7 @@ def filling(folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """A folder with all that is in it, or a link in its place: what it leads to stays."""
+    """Removes a folder and its contents. If ``path`` is a symlink, only the link is removed."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
@@ -91,24 +90,24 @@ def flush(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, or what caused it, is a disk without room or a file-size limit."""
-    waiting: list[Any] = [error]
+    """Whether an error or one of its causes is a full disk, a quota or a file-size limit."""
+    pending: list[Any] = [error]
     seen: set[int] = set()
-    while waiting:
-        found = waiting.pop()
+    while pending:
+        found = pending.pop()
         if found is None or id(found) in seen:
             continue
         seen.add(id(found))
-        if (isinstance(found, OSError) and found.errno in FULL) or any(words in str(found) for words in FULL_WORDS):
+        if (isinstance(found, OSError) and found.errno in FULL) or any(text in str(found) for text in FULL_MESSAGES):
             return True
-        # torch's checkpoints collect what went wrong on each process.
+        # torch.distributed.checkpoint collects the errors of all ranks here.
         failures = getattr(found, "failures", None)
-        waiting += [found.__cause__, found.__context__, *(cause for cause, _ in dict(failures or {}).values())]
+        pending += [found.__cause__, found.__context__, *(cause for cause, _ in dict(failures or {}).values())]
     return False
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file that grows, which must not be a link."""
+    """Appends a line to a file, which must not be a symlink."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     with os.fdopen(handle, "ab") as file:
         file.write(f"{line}\n".encode())
@@ -141,12 +140,12 @@ def clean_text(text: str) -> str:
 
 
 def check_no_strangers(argument: str, folder: Path, own: Sequence[str]) -> None:
-    """Refuses a folder in which files lie and none of them is ours, by the patterns of ``own``."""
+    """Raises if the folder has files and none of them matches a pattern of ``own``."""
     files = [path for path in folder.iterdir() if path.is_file()] if folder.is_dir() else []
     names = sorted(path.name for path in files if not path.name.startswith("."))
     if names and not any(path.match(pattern) for path in files for pattern in own):
-        reason = f"the folder {folder} holds files of something else ({names[0]})"
-        raise ValueError(f"{reason}: `{argument}` takes a new folder, an empty one, or one of its own")
+        reason = f"{folder} contains unrelated files ({names[0]})"
+        raise ValueError(f"{reason}. `{argument}` must be a new or empty folder, or one written by this command")
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -158,7 +157,7 @@ def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def plain_cell(value: Any) -> Any:
-    """Text that a spreadsheet would take for a formula is quoted: names come from files of others."""
+    """Quotes text that a spreadsheet would run as a formula: names may come from untrusted files."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -173,8 +172,10 @@ def write_csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) ->
 
 
 def remove_temporary(folder: Path, older: float = 0) -> None:
-    """What a killed ``replacing`` left there; ``older``: only what is so many seconds old, where no lock tells that
-    nobody else is writing."""
+    """Removes temporary files left by a killed ``replacing``.
+
+    ``older`` is the minimum age in seconds, for folders where no lock rules out another writer.
+    """
     for path in folder.glob(f"*.{'[0-9a-f]' * 12}{TEMPORARY}"):
         with suppress(FileNotFoundError):
             if path.lstat().st_mtime <= time.time() - older:
@@ -183,8 +184,10 @@ def remove_temporary(folder: Path, older: float = 0) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; a second gets ``LockedError``. However the process ends, the system releases it;
-    child processes do not inherit it."""
+    """An exclusive lock; raises ``LockedError`` if another process holds it.
+
+    The system releases it when the process ends. Child processes do not inherit it.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     with os.fdopen(handle, "wb") as file:
         try:

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded when they are first used, and that ``dir`` shows before."""
+"""Names of a package that are imported on first use and listed by ``dir`` before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``; ``homes`` says in which of its modules each name is. A name that
-    is a module itself has itself as its home."""
+    """``__getattr__`` and ``__dir__`` of ``package``; ``homes`` maps names to their submodules, a submodule to itself."""
 
     def get(name: str) -> Any:
         if name not in homes:

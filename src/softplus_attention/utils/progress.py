@@ -1,4 +1,4 @@
-"""Progress of long work: a tqdm bar in terminals and notebooks, elsewhere a plain line now and then."""
+"""Progress of long tasks: a tqdm bar in terminals and notebooks, periodic plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS_BETWEEN_LINES = 15.0
 
 
 class Progress:
-    """``Progress("loss", total=100)`` counts; without ``total`` it shows the text of the last ``update``."""
+    """Counts to ``total``; without ``total`` it shows the text of the last ``update``."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class Progress:
         seconds: float = SECONDS_BETWEEN_LINES,
         silent: bool = False,
     ) -> None:
-        """``unit`` names what is counted; without it lines give a percentage. ``seconds`` is the least time between
-        plain lines; 0 writes every update that has a text. ``silent`` shows nothing: of several processes one speaks.
+        """``unit`` names what is counted; without it lines show a percentage. ``seconds`` is the minimum time between
+        plain lines; 0 prints every update that has a text. ``silent`` prints nothing, for ranks other than 0.
         """
         self.title, self.total, self.initial, self.unit, self.seconds = clean_text(title), total, initial, unit, seconds
         self.done = initial
@@ -37,7 +37,7 @@ class Progress:
         self.has_bar = has_bars() and not silent
 
     def say(self, line: str) -> None:
-        """Writes a line that stays."""
+        """Prints a permanent line."""
         if self.silent:
             return
         if self.bar is None:
@@ -46,7 +46,7 @@ class Progress:
             self.bar.write(clean_text(line), file=sys.stderr)
 
     def update(self, text: str = "", done: int | None = None) -> None:
-        """Shows ``text`` and how much is ``done``; a plain line needs a text, or a total."""
+        """Shows ``text`` and the count ``done``. Without a text and a total no plain line is printed."""
         text = clean_text(text)
         self.done = self.done if done is None else done
         if self.has_bar:
@@ -79,7 +79,7 @@ class Progress:
         self.bar.update(self.done - self.bar.n)
 
     def clear(self) -> None:
-        """Ends the bar: a counting one stays in sight, another one goes."""
+        """Closes the bar. A bar with a total stays visible."""
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -94,7 +94,7 @@ class Progress:
 
 
 def has_bars() -> bool:
-    """Whether the output is looked at as it comes, and tqdm (which comes with transformers) is installed."""
+    """Whether stderr is a terminal or a notebook, and tqdm (a dependency of transformers) is installed."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
     is_notebook = hasattr(get_shell(), "kernel")
     if not (is_notebook or sys.stderr.isatty()):
@@ -108,7 +108,7 @@ def has_bars() -> bool:
 
 def new_bar(title: str, total: int | None, initial: int, unit: str) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # in a notebook without ipywidgets it draws with characters, and says so
+        warnings.simplefilter("ignore")  # tqdm warns in a notebook without ipywidgets
         from tqdm.auto import tqdm  # type: ignore[import-untyped]
     if total is None:
         return tqdm(bar_format="{desc}", dynamic_ncols=True, leave=False)

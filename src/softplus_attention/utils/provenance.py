@@ -1,4 +1,4 @@
-"""What a number came from: the commit, the versions and the machine, for every file of results."""
+"""Commit, versions and machine, recorded in every result file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "tokenizers", "nump
 
 
 def commit() -> str:
-    """The commit that the package runs from, marked where files are changed; "unknown" outside a repository."""
-    # Installed, the package may lie in the environment of another project, whose commit is not its own.
+    """The commit of the package's own repository, with "-dirty" if files are modified; "unknown" outside of it."""
+    # An installed package may lie inside the repository of another project.
     is_ours = ("git", "ls-files", "--error-unmatch", Path(__file__).name)
     describe = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
     try:
@@ -36,10 +36,9 @@ def commit() -> str:
 
 
 def command(script: str) -> str:
-    """How ``script``, a path in the repository, was called; of a file given by its whole path the name alone is kept,
-    since no other machine has that folder."""
-    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    return shlex.join(["python", script, *words])
+    """The command line of ``script``, a path in the repository. Absolute paths are reduced to the file name."""
+    arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return shlex.join(["python", script, *arguments])
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
@@ -61,7 +60,7 @@ def processor() -> str:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """The processor, and the GPU where ``device`` is one, or where there is one and no device is named."""
+    """The processor, and the GPU if ``device`` is one; without ``device`` the current GPU if there is one."""
     found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count()}
     found["system"] = f"{platform.system()} {platform.machine()}"
     if device.type == "cuda" if device is not None else torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Result files: one JSON per model and measure (docs/evaluation.md), kept while it grows and taken up again."""
+"""Result files: one JSON per model and measure (docs/evaluation.md), saved incrementally and resumed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MAX_FILE_BYTES = 128 * untrusted.MIB
 
 
 def file_name(measure: str, name: str, variant: str = "") -> str:
-    """Other names, other files: a space is "+" in it, as on the command line, and odd characters are written out."""
-    words = quote_plus(name, safe="=,()")
-    if len(words) > MAX_NAME_LENGTH:
-        words = f"{words[:MAX_NAME_LENGTH]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-    return f"{measure}--{words}{f'--{variant}' if variant else ''}.json"
+    """Different names give different files: the name is URL-quoted, and a long one cut and hashed."""
+    quoted = quote_plus(name, safe="=,()")
+    if len(quoted) > MAX_NAME_LENGTH:
+        quoted = f"{quoted[:MAX_NAME_LENGTH]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    return f"{measure}--{quoted}{f'--{variant}' if variant else ''}.json"
 
 
 def result_path(folder: Path, result: Mapping[str, Any]) -> Path:
@@ -39,7 +39,7 @@ def result_path(folder: Path, result: Mapping[str, Any]) -> Path:
 
 
 def to_jsonable(data: Any) -> Any:
-    """As JSON has it: NaN and infinity are null, tuples are lists, and what it has no form for is text."""
+    """``data`` as JSON types: NaN and infinity become null, tuples lists, other objects text."""
     if isinstance(data, Mapping):
         return {str(key): to_jsonable(value) for key, value in data.items()}
     if isinstance(data, list | tuple):
@@ -62,17 +62,17 @@ def run_metadata(device: torch.device) -> dict[str, Any]:
 
 
 def free_name(path: Path) -> Path:
-    """``path``, or with the first number behind it that no file has."""
+    """``path``, or ``path`` with the first free number appended."""
     numbered = (path.with_name(f"{path.name}{number}") for number in itertools.count(2))
     return next(free for free in itertools.chain([path], numbered) if not free.exists())
 
 
 def keep_foreign(path: Path, is_ours: Callable[[Path], bool]) -> None:
-    """A file of somebody else's at a name that is written: it stays beside, as .old."""
+    """Renames an existing file that is not ours to .old before it would be overwritten."""
     if path.is_file() and not path.is_symlink() and not is_ours(path):
         aside = free_name(path.with_name(path.name + ".old"))
         path.replace(aside)
-        print(f"{path} was another file: kept as {aside.name}", file=sys.stderr, flush=True)
+        print(f"{path} was not written by this command: kept as {aside.name}", file=sys.stderr, flush=True)
 
 
 def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
@@ -81,11 +81,11 @@ def write_table(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) 
 
 
 class ResultFile:
-    """What one measure found of one model. ``results`` is filled by the measure and ``save`` writes it, whole or not.
+    """The results of one measure for one model. The measure fills ``results``; ``save`` may be called at any time.
 
-    What an earlier run found with the same model and settings is there from the start. Another text or other settings
-    get a file of their own beside it; a file of the same settings with another model under the same name is kept as
-    .json.old, .json.old2 and so on. Without a ``folder`` nothing is written.
+    Results of an earlier run with the same model and settings are loaded. Other settings get a file of their own. A
+    file with the same settings but another model of that name is renamed to .json.old, .json.old2 and so on. Without
+    a ``folder`` nothing is written.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ResultFile:
         empty: Mapping[str, Any],
         variant: str = "",
     ) -> None:
-        """``variant`` tells the files of one name apart."""
+        """``variant`` distinguishes files of one measure and model."""
         self.frame: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -143,7 +143,7 @@ class ResultFile:
 
     def add(self, key: str, entry: Mapping[str, Any], order: Sequence[str]) -> None:
         entries = [*self.results[key], to_jsonable(entry)]
-        self.results[key] = sorted(entries, key=lambda found: [found[word] for word in order])
+        self.results[key] = sorted(entries, key=lambda found: [found[field] for field in order])
         self.save()
 
     def save(self, complete: bool = False) -> dict[str, Any]:
@@ -155,11 +155,11 @@ class ResultFile:
 
 
 def identity(result: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What must be equal for two runs to be parts of one result."""
+    """What two runs must have in common to be parts of one result."""
     model = result["model"]
     own = tuple(
-        json.dumps(model.get(word), sort_keys=True)
-        for word in ("fingerprint", "options", "dtype", "attention", "training_length")
+        json.dumps(model.get(field), sort_keys=True)
+        for field in ("fingerprint", "options", "dtype", "attention", "training_length")
     )
     return (result["measure"], own, json.dumps(result["settings"], sort_keys=True))
 
@@ -169,8 +169,8 @@ def read(path: Path) -> dict[str, Any]:
         result = untrusted.read_json(path, MAX_FILE_BYTES)
         if result["format"] != FORMAT or result["version"] != VERSION or not isinstance(result["measure"], str):
             raise KeyError("format")
-        if not all(isinstance(result[word], dict) for word in ("model", "settings", "results")):
-            raise TypeError("model, settings and results have to be there")
+        if not all(isinstance(result[field], dict) for field in ("model", "settings", "results")):
+            raise TypeError("model, settings and results must be objects")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.reason if isinstance(error, untrusted.UntrustedFileError) else repr(error)
         fail("result file", f"written by `softplus-attention evaluate` (format {VERSION})", f"{str(path)!r}: {reason}")
@@ -178,5 +178,5 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def results_in(folder: Path, measure: str) -> list[dict[str, Any]]:
-    """The results of a measure in a folder, in the order of their names."""
+    """The results of a measure in a folder, sorted by file name."""
     return [read(path) for path in sorted(folder.glob(f"{measure}--*.json"))]

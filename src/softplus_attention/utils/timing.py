@@ -1,4 +1,4 @@
-"""Time and memory of calls that are compared: alternately in one process, so that other load weighs on all of them."""
+"""Time and memory of calls to compare, run alternately in one process so that other load affects all of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-Work = Callable[[], Any]  # one call; it returns what the caller would keep
+Work = Callable[[], Any]  # one call, with its result
 MIN_GPU_MS = 2.0  # a sample on a GPU repeats short calls until they take this long
 
 
 def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
-    """Of one call, as the mean of ``calls``."""
+    """Mean time of one of ``calls`` calls."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(calls):
@@ -32,9 +32,9 @@ def milliseconds(work: Work, device: torch.device, calls: int = 1) -> float:
 def alternate(
     works: Mapping[str, Work], device: torch.device, repetitions: int, seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """Milliseconds of each call, ``repetitions`` times or until ``seconds`` are over, once each at the least.
+    """Milliseconds of each call, for ``repetitions`` rounds or until ``seconds`` have passed, one round at least.
 
-    Each was called before: a first call compiles and takes workspaces.
+    Warm up before: the first call compiles and allocates workspaces.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     calls = dict.fromkeys(works, 1)
@@ -54,8 +54,10 @@ def medians(samples: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def peak_bytes(work: Work, device: torch.device) -> int:
-    """Held at the worst moment beyond what was held before, results included; on a CPU on one thread, since the
-    profiler sees no other."""
+    """Peak memory of the call beyond what was allocated before, results included.
+
+    On a CPU it runs on one thread, the only one the profiler sees.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

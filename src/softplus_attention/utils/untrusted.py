@@ -1,4 +1,4 @@
-"""Reading files that strangers may have made: regular files, up to a size; JSON up to a depth, field by field."""
+"""Reading untrusted files: regular files up to a size, JSON up to a depth, fields checked by type."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 LARGEST_TEXT = 1024 * MIB
-# What NumPy raises over headers that were made up, among them ones of more bytes than there are.
+# What NumPy raises for forged headers, among them headers of larger arrays than the file.
 DAMAGED_ARRAYS = (
     ValueError, KeyError, TypeError, AttributeError, EOFError, SyntaxError, OverflowError, RuntimeError, MemoryError,
 )  # fmt: skip
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 DEEPEST_JSON = 64
-MAX_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes of the file and 64 of memory
+MAX_CONTAINERS = 2_000_000  # lists and objects: an empty one takes 2 bytes in the file and 64 in memory
 
 
 class UntrustedFileError(ValueError):
-    """A file that is not read; ``reason`` is the message without the path."""
+    """The file cannot be read safely; ``reason`` is the message without the path."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -39,23 +39,23 @@ class UntrustedFileError(ValueError):
 
 
 def check_regular(path: Path) -> None:
-    """The file, which may be a link, is no FIFO and no device."""
+    """Raises for FIFOs, devices and folders; a symlink to a regular file is fine."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise UntrustedFileError(path, "not a regular file")
 
 
 def check_plain_name(path: Path, name: str) -> str:
-    """A name in the file ``path`` that must be one of a file beside it."""
+    """Raises unless ``name``, read from ``path``, is a file name without a folder."""
     if not PLAIN_NAME.fullmatch(name):
-        raise UntrustedFileError(path, f"{short(name)} is no plain file name")
+        raise UntrustedFileError(path, f"{short(name)} is not a plain file name")
     return name
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """The file, which may be a link, to be read. Never waits for a FIFO, and opens no device."""
+    """Opens a regular file, or a symlink to one, for reading. Never blocks on a FIFO or opens a device."""
     check_regular(path)
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY), "rb")
-    # Between the two looks another file can take the name.
+    # The file may have been replaced between the two checks.
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise UntrustedFileError(path, "not a regular file")
@@ -63,8 +63,7 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def is_tokenizer_error(error: BaseException) -> bool:
-    """The package tokenizers raises plain ``Exception``, and where its Rust code stops in the middle a
-    ``PanicException``, which is none."""
+    """tokenizers raises plain ``Exception``, and ``PanicException``, a ``BaseException``, if its Rust code panics."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
@@ -94,7 +93,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def read_option(option: str, path: Path) -> str:
-    """The text of a file that the user names in an option."""
+    """Reads the text file named by an option; errors name the option."""
     try:
         return read_text(path, LARGEST_TEXT)
     except OSError as error:
@@ -104,30 +103,30 @@ def read_option(option: str, path: Path) -> str:
 
 
 def mapped_array(path: Path) -> Array:
-    """A .npy file of numbers, read where they are wanted."""
+    """Memory-maps a .npy file of numbers."""
     import numpy as np
 
     check_regular(path)
     try:
         return np.lib.format.open_memmap(path, mode="r")
     except (*DAMAGED_ARRAYS, OSError) as error:
-        raise UntrustedFileError(path, f"no array: {' '.join(str(error).split())[:200]}") from None
+        raise UntrustedFileError(path, f"not an array: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_arrays(path: Path, limit: int = 1 << 40) -> dict[str, Array]:
-    """A .npz file of numbers. ``limit``: bytes of what is packed in it, which a few bytes of the file may stand for."""
+    """Reads a .npz file of numbers. ``limit`` bounds the decompressed bytes, since the file may be a zip bomb."""
     import numpy as np
 
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as stored:
             if sum(entry.file_size for entry in stored.zip.infolist()) > limit:
-                raise UntrustedFileError(path, f"unpacked larger than {limit / MIB:g} MiB")
+                raise UntrustedFileError(path, f"larger than {limit / MIB:g} MiB when decompressed")
             return {name: stored[name] for name in stored.files}
     except UntrustedFileError:
         raise
-    # A made-up header or archive can fail in many ways.
+    # A forged header or archive can fail in many ways.
     except (*DAMAGED_ARRAYS, zipfile.BadZipFile, zlib.error) as error:
-        raise UntrustedFileError(path, f"no arrays: {' '.join(str(error).split())[:200]}") from None
+        raise UntrustedFileError(path, f"not arrays: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_json(path: Path, limit: int = 64 * MIB) -> Any:
@@ -140,7 +139,7 @@ def read_json_lines(path: Path, limit: int = 64 * MIB) -> list[Any]:
 
 def parse_json(path: Path, content: bytes) -> Any:
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
-        raise UntrustedFileError(path, f"JSON of more than {MAX_CONTAINERS} lists and objects")
+        raise UntrustedFileError(path, f"JSON with more than {MAX_CONTAINERS} lists and objects")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -166,10 +165,10 @@ def items_of(data: Any) -> Iterable[Any]:
 
 
 class UnreadableError(ValueError):
-    """The content of a file is not what it must be."""
+    """A field of a file is missing or has the wrong type."""
 
 
-# Fields of JSON, of a type; the error names the field.
+# Typed access to JSON fields; the error names the field.
 def mapping(data: Any, name: str) -> dict[str, Any]:
     return typed(data, name, dict, "an object")
 
@@ -190,7 +189,7 @@ def text_of(data: Any, name: str) -> str:
 
 
 def number_of(data: dict[str, Any], name: str) -> float | None:
-    """The number, or None where the file says null or nothing."""
+    """The number, or None if the field is null or missing."""
     return number(data.get(name), name)
 
 
@@ -207,10 +206,10 @@ def number(value: Any, name: str) -> float | None:
     return value
 
 
-def typed(data: Any, name: str, kind: type, words: str) -> Any:
+def typed(data: Any, name: str, kind: type, description: str) -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(name), kind):
         got = data.get(name) if isinstance(data, dict) else data
-        raise UnreadableError(f"`{name}` must be {words}, got {short(got)}")
+        raise UnreadableError(f"`{name}` must be {description}, got {short(got)}")
     return data[name]
 
 
