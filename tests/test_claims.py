@@ -180,8 +180,20 @@ def time_ratios(ours: str, theirs: str, **place: int) -> list[float]:
     return [mine / other for mine, other in pairs]
 
 
+def cpu_p15() -> list[Any]:
+    return [row for row in benchmark("cpu.json")["time"] if row["setting"] == "p15"]
+
+
+def cpu_decode(keys: int) -> float:
+    """Time relative to SDPA of one float32 request over a cache of unit keys, p = 15."""
+    plain = {"keys": keys, "dtype": "float32", "batch": 1, "heads_per_key_head": 1, "power": "15", "unit_keys": True}
+    rows = benchmark("decode-op-cpu.json")["rows"]
+    (ratio,) = [row["ratio"] for row in rows if plain.items() <= row.items()]
+    return float(ratio)
+
+
 README, RESULTS_PAGE, TABLES = "README.md", "docs/results.md", "docs/dev/study-tables.md"
-CHOOSING = "docs/choosing.md"
+CHOOSING, PERFORMANCE = "docs/choosing.md", "docs/performance.md"
 
 # fmt: off
 CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
@@ -235,6 +247,13 @@ CLAIMS: list[tuple[str, str, Callable[[], Any]]] = [
     (RESULTS_PAGE, "11, 15 and 23 rise by {:.2f}, {:.2f} and {:.2f} from 1x", lambda: (rise("books", f"lssar-p{p}", 16) for p in (11, 15, 23))),
     (RESULTS_PAGE, "({:.2f} and {:.2f}, [results/demo.json]", lambda: (benchmark("demo.json")["loss"]["LSSAR"][0], benchmark("demo.json")["loss"]["LSSAR"][-1])),
     (RESULTS_PAGE, "and here it rises by {:.2f}", lambda: rise("books", P15, 16)),
+    (PERFORMANCE, "take {:.2f} to {:.2f} times as long as FlashAttention-2 at D = 128 and {:.2f} to {:.2f} times at D = 64", lambda: (*ends(speed("lssar p=15", "ratio", head_dim=128, least=4096)), *ends(speed("lssar p=15", "ratio", head_dim=64, least=4096)))),
+    (PERFORMANCE, "with {:.2f} to {:.2f} of its memory", lambda: ends(speed("lssar p=15", "step_ratio"))),
+    (PERFORMANCE, "A training step of GPT-2 small takes {:.2f} times as long", lambda: benchmark("training-h200.json")["rows"][1]["time_to_softmax"]),
+    (PERFORMANCE, "over 32K keys and more, {:.2f} to {:.2f} of the time of the fastest SDPA backend", lambda: ends(speed("lssar p=15 unit keys", "forward_ratio", "decode", least=32768))),
+    (PERFORMANCE, "Over 1,024 keys {:.1f} to {:.1f} times", lambda: ends(speed("lssar p=15", "forward_ratio", "decode", length=1024) + speed("lssar p=15 unit keys", "forward_ratio", "decode", length=1024))),
+    (PERFORMANCE, "training and prefill take {:.1f} to {:.1f} times SDPA's time, and {:.1f} to {:.1f} times without the C++ kernels", lambda: (*ends(row["native_ratio"] for row in cpu_p15()), *ends(row["torch_ratio"] for row in cpu_p15()))),
+    (PERFORMANCE, "takes {:.2f} of SDPA's time over 16,384 keys, but {:.1f} times as long over 64 keys", lambda: (cpu_decode(keys) for keys in (16384, 64))),
     (TABLES, "{} of the {} gains at 16x in the mix are more than two standard errors", lambda: (sum(gain > 2 * error for gain, error in gains(16)), len(gains(16)))),
 ]
 # Statements without a number, and what has to hold for them.
