@@ -1,4 +1,4 @@
-"""Tests inside the serving environment (``make test-serving``); elsewhere they are not collected."""
+"""Tests for the serving environment (``make test-serving``); not collected elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
 @pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model as we train them: local layers with RoPE, global ones without, learned factors, GQA."""
+    """A saved model like those of the study: local layers with RoPE, global layers without, learned powers, GQA."""
     from serving_cases import save_gpt
 
     return save_gpt(tmp_path_factory.mktemp("recipe"), power="learned-log", window=32, global_every=2)
@@ -23,16 +23,16 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The batches that our layers are given from here on."""
+    """The batches that our layers get from now on."""
     from softplus_attention.serving.vllm.backend import PagedBatchBuilder
 
     build, seen = PagedBatchBuilder.build, []
 
-    def build_and_note(self: Any, *options: Any, **named: Any) -> Any:
-        batch = build(self, *options, **named)
+    def build_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = build(self, *args, **kwargs)
         tensors = {name: value.clone() for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-        seen.append(dataclasses.replace(batch, **tensors))  # the engine writes the next batch into the same memory
+        seen.append(dataclasses.replace(batch, **tensors))  # the engine reuses the memory
         return batch
 
-    monkeypatch.setattr(PagedBatchBuilder, "build", build_and_note)
+    monkeypatch.setattr(PagedBatchBuilder, "build", build_and_record)
     return seen

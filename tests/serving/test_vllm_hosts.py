@@ -1,4 +1,4 @@
-"""Models of other types with an attention of ours, saved by transformers and served by vLLM."""
+"""Host models with our attention, saved by transformers and served by vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from serving_cases import ask, assert_as_in_transformers, engine, save_host
+from serving_cases import ask, assert_matches_transformers, engine, save_host
 from transformers import AutoModelForCausalLM
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.attention import Attention
@@ -21,7 +21,7 @@ from softplus_attention.serving.vllm.plugin import HOSTS
 
 USUAL = {"power": 7, "score_scale": 3.0}
 BY_LENGTH = {"power": {"base": 3, "slope": 2, "n0": 16}, "window": 24}
-# By architecture: the type, what its config has, the attention and its settings.
+# Architecture -> model type, config overrides, attention, its settings.
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("llama", {}, "lssar", USUAL),
     "MistralForCausalLM": ("mistral", {"sliding_window": 32}, "lssar", USUAL),
@@ -53,21 +53,21 @@ def test_matches_transformers(architecture: str, tmp_path: Path) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         assert {layer.attn_backend for layer in layers} == {SoftplusBackend}
         answers = ask(llm)
-    assert_as_in_transformers(answers, folder)
+    assert_matches_transformers(answers, folder)
 
 
 @pytest.mark.parametrize("rope", ROPE)
 def test_scaled_rotary_positions(rope: str, tmp_path: Path) -> None:
-    """Beyond the length of 64 that they were trained at; with one weight for the first layer and the last."""
+    """Beyond the training length of 64; "linear" also with tied embeddings."""
     config = {"rope_parameters": ROPE[rope], "tie_word_embeddings": rope == "linear"}
     folder = save_host(tmp_path, "llama", config, "lssar", USUAL)
     with engine(folder) as llm:
         answers = ask(llm)
-    assert_as_in_transformers(answers, folder)
+    assert_matches_transformers(answers, folder)
 
 
 def save_adapter(folder: Path, base: Path, record: dict[str, Any]) -> Path:
-    """As PEFT writes one, which is no part of this environment; and the model with its weights added, in ``merged``."""
+    """Write an adapter as PEFT does (not installed here), and the merged model to ``merged``."""
     model = AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(1)
     weights: dict[str, torch.Tensor] = {}
@@ -86,14 +86,14 @@ def save_adapter(folder: Path, base: Path, record: dict[str, Any]) -> Path:
 
 
 def test_adapters(tmp_path: Path) -> None:
-    """One that was trained over the model's attention is served, one over another power is not."""
+    """An adapter trained with the model's attention is served, one trained with another power is not."""
     folder = save_host(tmp_path / "base", "llama", {}, "lssar", USUAL)
     own = save_adapter(tmp_path / "own", folder, POWER_7)
     other = save_adapter(tmp_path / "other", folder, {**POWER_7, "power": 3})
     with engine(folder, enable_lora=True, max_lora_rank=8) as llm:
         answers = ask(llm, lora_request=LoRARequest("own", 1, str(own)))
-        with pytest.raises(ValueError, match=r"this adapter was trained over the attention .*'power': 3"):
+        with pytest.raises(ValueError, match=r"this adapter was trained with the attention .*'power': 3"):
             ask(llm, lora_request=LoRARequest("other", 2, str(other)))
-    assert_as_in_transformers(answers, own / "merged")
+    assert_matches_transformers(answers, own / "merged")
     with pytest.raises(AssertionError):
-        assert_as_in_transformers(answers, folder)
+        assert_matches_transformers(answers, folder)

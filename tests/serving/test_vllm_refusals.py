@@ -1,4 +1,4 @@
-"""What vLLM must not do with our models, each refused with a reason."""
+"""vLLM raises an error for what it cannot run correctly with our models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving_cases import SIZE, ask, assert_as_in_transformers, engine, save_gpt, save_host
+from serving_cases import SIZE, ask, assert_matches_transformers, engine, save_gpt, save_host
 from transformers import AutoModelForCausalLM, LlamaConfig
 from vllm.config.lora import LoRAConfig
 from vllm.lora.peft_helper import PEFTHelper
@@ -22,9 +22,9 @@ from softplus_attention.serving.vllm import plugin
 from softplus_attention.serving.vllm.backend import PagedBatchBuilder, SoftplusBackend
 
 
-def assert_refused(folder: Path, words: str, **options: Any) -> None:
-    """vLLM wraps what is raised while it reads a config, and not what a layer raises."""
-    with pytest.raises((NotImplementedError, ValueError), match=words), engine(folder, **options):
+def assert_refused(folder: Path, message: str, **options: Any) -> None:
+    """vLLM wraps errors raised while it reads a config as ValueError, but not those of layers."""
+    with pytest.raises((NotImplementedError, ValueError), match=message), engine(folder, **options):
         pass
 
 
@@ -34,31 +34,31 @@ def test_no_flag_replaces_the_backend(recipe: Path) -> None:
         layers = [module for module in model.modules() if isinstance(module, Attention)]
         assert [layer.attn_backend for layer in layers] == [SoftplusBackend] * 4
         answers = ask(llm)
-    assert_as_in_transformers(answers, recipe)
+    assert_matches_transformers(answers, recipe)
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' in a model of float32 is not supported"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' in a model of float32 is not supported"),
         ({"pipeline_parallel_size": 2}, "Pipeline parallelism is not supported for this model"),
     ],
 )
-def test_refused_at_the_start(options: dict[str, Any], words: str, recipe: Path) -> None:
-    assert_refused(recipe, words, **options)
+def test_refused_at_the_start(options: dict[str, Any], message: str, recipe: Path) -> None:
+    assert_refused(recipe, message, **options)
 
 
 def test_rope_that_follows_the_longest_request(tmp_path: Path) -> None:
     folder = save_gpt(tmp_path, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    assert_refused(folder, "follow the longest request")
+    assert_refused(folder, "depend on a step's longest request")
 
 
 def test_context_parallel(tmp_path: Path) -> None:
-    """Before a process is started."""
+    """Raises before a process is started."""
     folder = save_gpt(tmp_path, num_key_value_heads=1)
-    words = "decode_context_parallel_size=2: the attention of SoftplusGPTForCausalLM"
-    assert_refused(folder, words, tensor_parallel_size=2, decode_context_parallel_size=2)
+    message = "decode_context_parallel_size=2: the attention of SoftplusGPTForCausalLM"
+    assert_refused(folder, message, tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 def test_cascade(recipe: Path) -> None:
@@ -80,13 +80,13 @@ def llama(folder: Path, **changes: Any) -> Path:
 
 
 def test_stock_type_with_our_attention(tmp_path: Path) -> None:
-    """As versions before the types of our own saved it: vLLM would take it for a Llama with softmax."""
+    """As saved by versions without our own model types: vLLM would load a Llama with softmax."""
     folder = llama(tmp_path, attn_implementation="lssar", softplus_attention={"power": 7})
-    assert_refused(folder, "was trained with the attention 'lssar', and vLLM's LlamaForCausalLM would run softmax")
+    assert_refused(folder, "was trained with the attention 'lssar', but vLLM's LlamaForCausalLM would run softmax")
 
 
 def test_extended_model(tmp_path: Path) -> None:
-    """vLLM would take it for one of its Transformers backend."""
+    """vLLM would run it with its Transformers backend."""
     model = AutoModelForCausalLM.from_pretrained(llama(tmp_path))
     settings = Extension(trained=128, length=512, far_heads=[[0]] * SIZE["num_hidden_layers"], window=16, near=32)
     extended(model, settings).save_pretrained(tmp_path / "extended")
@@ -99,7 +99,7 @@ def own_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"hf_overrides": {"architectures": ["LlamaForCausalLM"]}}, "vLLM's LlamaForCausalLM would run softmax"),
         (
@@ -112,8 +112,8 @@ def own_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["architecture", "type", "attention", "transformers", "remote code"],
 )
-def test_no_other_class_runs_it(options: dict[str, Any], words: str, own_llama: Path) -> None:
-    assert_refused(own_llama, words, **options)
+def test_no_other_class_runs_it(options: dict[str, Any], message: str, own_llama: Path) -> None:
+    assert_refused(own_llama, message, **options)
 
 
 def test_hosts_without_a_class_here(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_host_rope_that_follows_the_longest_request(tmp_path: Path) -> None:
 
 
 def test_adapters_where_the_plugin_is_not() -> None:
-    """What vLLM alone says of an adapter that was trained over our attention."""
+    """vLLM without the plugin rejects an adapter that was trained with our attention."""
     saved = mark({"peft_type": SimpleNamespace(value="LORA"), "init_lora_weights": True}, {"attention": "lssar"})
     helper = PEFTHelper(8, 8, ["q_proj"], init_lora_weights=saved["init_lora_weights"])
     with pytest.raises(ValueError, match="adapter over lssar: import softplus_attention"):
@@ -139,7 +139,7 @@ def test_stock_models_are_left_alone(tmp_path: Path) -> None:
     folder = llama(tmp_path)
     with engine(folder) as llm:
         answers = ask(llm)
-    assert_as_in_transformers(answers, folder)
+    assert_matches_transformers(answers, folder)
 
 
 @pytest.mark.parametrize("allowed", [None, "0", "1"])

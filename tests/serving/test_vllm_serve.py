@@ -1,4 +1,4 @@
-"""``vllm serve`` on loopback, asked by OpenAI's client: the checkpoint of this repository, trained at 256 bytes."""
+"""``vllm serve`` of the repository's checkpoint (trained at 256 bytes), queried through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
     try:
-        wait_until_it_answers(process, client, log)
+        wait_until_ready(process, client, log)
         yield Server(process, client, log)
     finally:
         if process.poll() is None:
@@ -63,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process.wait()
 
 
-def wait_until_it_answers(process: subprocess.Popen[bytes], client: openai.OpenAI, log: Path) -> None:
+def wait_until_ready(process: subprocess.Popen[bytes], client: openai.OpenAI, log: Path) -> None:
     for _ in range(300):
         assert process.poll() is None, log.read_text()[-4000:]
         try:
@@ -129,7 +129,7 @@ def test_sixteen_times_the_training_length(server: Server, reference: Reference)
     assert answer.choices[0].text == reference.greedy(text)
 
 
-def test_bad_requests_leave_it_alive(server: Server) -> None:
+def test_server_survives_bad_requests(server: Server) -> None:
     for bad in ({"max_tokens": -1}, {"prompt": "x" * 5000}, {"temperature": -2}):
         with pytest.raises(openai.BadRequestError):
             server.complete(**{"prompt": TEXT, **bad})  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def test_bad_requests_leave_it_alive(server: Server) -> None:
 
 
 def test_sigterm(server: Server) -> None:
-    """The last test of this file: the server ends by itself and leaves no process behind."""
+    """Last in this file, because it stops the server, which must leave no process behind."""
     group = children(server.process.pid)
     assert group
     server.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Engines of vLLM in this process, and what transformers says that they must answer."""
+"""vLLM engines in this process, and transformers' answers to compare with."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZE = {
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
-    """The prompts of one seed begin alike."""
+    """Prompts of one seed share their prefix."""
     return [(7 * i * i + 3 * i + seed) % 60 + 3 for i in range(length)]
 
 
@@ -50,7 +50,7 @@ PROMPTS = [prompt(100), prompt(3, 5), prompt(41, 9), prompt(130)]
 
 
 def save_gpt(folder: Path, **config: Any) -> Path:
-    """A SoftplusGPT of random weights, in which every head learned something else."""
+    """A SoftplusGPT with random weights and different learned parameters in every head."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(huggingface.SoftplusGPTConfig(**{**SIZE, **config}))
     for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def save_gpt(folder: Path, **config: Any) -> Path:
 def save_host(
     folder: Path, model_type: str, changes: dict[str, Any], name: str = "lssar", settings: dict[str, Any] | None = None
 ) -> Path:
-    """A model of another type, of random weights, with an attention of ours."""
+    """A host model with random weights and our attention."""
     size = {**SIZE, "intermediate_size": 128, "max_position_embeddings": 256, "pad_token_id": 0, **changes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **size))
@@ -76,7 +76,7 @@ def save_host(
 @dataclass
 class Answer:
     tokens: list[int]
-    logprobs: list[dict[int, float]]  # of each step, the most likely tokens
+    logprobs: list[dict[int, float]]  # of the most likely tokens, for each step
 
 
 @contextmanager
@@ -110,10 +110,10 @@ def log_probabilities(model: Any, ids: Sequence[int]) -> Tensor:
     return model(torch.tensor([list(ids)]), use_cache=False).logits[0].float().log_softmax(-1)
 
 
-def assert_as_in_transformers(
+def assert_matches_transformers(
     answers: Sequence[Answer], folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> None:
-    """Every token the most likely one, every log-probability equal to 3 digits, by transformers without a cache."""
+    """Every token is the most likely one, and log-probabilities agree to 0.001, with transformers without a cache."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert len(answers) == len(prompts)
     for ids, answer in zip(prompts, answers, strict=True):

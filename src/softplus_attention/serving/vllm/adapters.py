@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM: over the attention that they were trained over, or not at all."""
+"""LoRA adapters in vLLM: served only over the attention they were trained with."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LARGEST_JSON = 16 * untrusted.MIB
 def check_attention(folder: Path, model: Any) -> None:
     saved = untrusted.read_json(folder / "adapter_config.json", LARGEST_JSON)
     record = saved.get(SETTINGS) if isinstance(saved, dict) else None
-    if record is not None and record != (now := record_of_config(model.config)):
+    if record is not None and record != (served := record_of_config(model.config)):
         raise ValueError(
-            f"{folder}: softplus_attention: this adapter was trained over the attention {record}, and the model that "
-            f"is served has {now or 'softmax'}; serve the model that it was trained over, saved with that attention"
+            f"{folder}: softplus_attention: this adapter was trained with the attention {record}, but the served model "
+            f"has {served or 'softmax'}; serve the adapter's base model, saved with that attention"
         )
 
 
-def keep_attention_of_adapters() -> None:
+def check_adapters() -> None:
     after_import("vllm.lora.worker_manager", wrap_loading)
 
 
@@ -34,7 +34,7 @@ def wrap_loading(module: Any) -> None:
         return
 
     @functools.wraps(load)
-    def load_over_attention(self: Any, lora_request: Any) -> Any:
+    def load_checked_adapter(self: Any, lora_request: Any) -> Any:
         folder = Path(module.get_adapter_absolute_path(lora_request.lora_path))
         if (folder / "adapter_config.json").is_file():
             check_attention(folder, self._adapter_manager.model)
@@ -44,6 +44,6 @@ def wrap_loading(module: Any) -> None:
     def from_marked_dict(cls: Any, config_dict: dict[str, Any]) -> Any:
         return read(cls, unmark(config_dict) if SETTINGS in config_dict else config_dict)
 
-    load_over_attention.knows_softplus_attention = True  # type: ignore[attr-defined]
-    manager._load_adapter = load_over_attention
+    load_checked_adapter.knows_softplus_attention = True  # type: ignore[attr-defined]
+    manager._load_adapter = load_checked_adapter
     helper.from_dict = classmethod(from_marked_dict)

@@ -1,4 +1,4 @@
-"""The attention backend that our models give their layers: any attention of the catalogue over vLLM's paged cache."""
+"""The vLLM attention backend of our models: any attention of the catalogue over vLLM's paged cache."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from softplus_attention.serving.vllm.plugin import BACKEND, refuse_untested_devi
 
 
 def is_plain_softmax(spec: AttentionSpec) -> bool:
-    """Whether vLLM's own backends compute it; they are given the window of the layer."""
+    """Whether vLLM's own backends compute it; they get the layer's window."""
     return spec.positions != "alibi" and spec.but(window=None, positions=SOFTMAX.positions) == SOFTMAX
 
 
 class SoftplusBackend(AttentionBackend):
-    """The cache is (blocks, H_kv, block, 2 D), see ``keys_and_values``; keys are of length 1 where the attention
-    normalises them."""
+    """The cache is (blocks, H_kv, block, 2 D), see ``keys_and_values``; it holds unit keys if the attention normalises
+    keys."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -61,11 +61,11 @@ class SoftplusBackend(AttentionBackend):
 
 @dataclass
 class PagedBatch(AttentionMetadata):
-    """What all layers of a cache group need of one step."""
+    """What all layers of a cache group need for one step."""
 
     tokens: int  # the rest is padding
-    blocks: Tensor  # (tokens,) where the new keys go
-    offsets: Tensor
+    blocks: Tensor  # (tokens,) the blocks of the new keys
+    offsets: Tensor  # (tokens,) the places in these blocks
     block_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
@@ -80,10 +80,10 @@ class PagedBatchBuilder(AttentionMetadataBuilder[PagedBatch]):
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> PagedBatch:
         if common_prefix_len:
-            # Its two parts are joined by softmax's sums; here the second stage needs the first over all keys.
+            # vLLM merges the two parts by softmax's sums; our second stage needs the first stage over all keys.
             raise NotImplementedError("softplus_attention: cascade attention is not supported; use --disable-cascade")
         if common.causal is not True:
-            raise NotImplementedError("softplus_attention: vLLM asks for attention that is not causal")
+            raise NotImplementedError("softplus_attention: non-causal attention is not supported in vLLM")
         tokens = common.num_actual_tokens
         slots = common.slot_mapping[:tokens]
         longest = int(common.seq_lens.max()) if common.seq_lens.device.type == "cpu" else common.max_seq_len
@@ -100,8 +100,8 @@ class PagedBatchBuilder(AttentionMetadataBuilder[PagedBatch]):
 
 
 def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """(blocks, H_kv, block, D) each. Where a head's part of a block is one piece of memory, its keys come first and its
-    values after them: a decode step reads all keys, and on the way no values that it will leave out."""
+    """(blocks, H_kv, block, D) each. If a head's part of a block is contiguous, its keys are stored before its values:
+    a decode step reads all keys, but skips values without weight."""
     blocks, heads, size, width = kv_cache.shape
     if kv_cache.stride(2) == width and kv_cache.stride(3) == 1:
         keys, values = kv_cache.view(blocks, heads, 2, size, width // 2).unbind(2)
@@ -111,7 +111,7 @@ def keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PagedAttention(AttentionImpl[PagedBatch]):
-    """One layer's ``attention``; ``parameters`` gives what the layer has learned for it, of this rank's heads."""
+    """One layer's ``attention``; ``parameters`` returns its learned parameters for this rank's heads."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         *,
         attention: Attention,
         parameters: Callable[[], Mapping[str, Tensor]] = dict,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         refuse_untested_device(current_platform.device_type)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
@@ -138,19 +138,19 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         windows = [w for w in (sliding_window, attention.spec.window) if w is not None]
         self.window = min(windows, default=None)
         self.sliding_window = sliding_window
-        own = str(torch.get_default_dtype()).removeprefix("torch.")
-        asked = {
+        dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+        unsupported = {
             "ALiBi": alibi_slopes,
             "soft-capping of the scores": logits_soft_cap,
-            f"attention of the kind {attn_type!r}": attn_type != AttentionType.DECODER,
+            f"attn_type={attn_type!r}": attn_type != AttentionType.DECODER,
             "a key/value cache shared between layers": kv_sharing_target_layer_name,
-            f"kv_cache_dtype={kv_cache_dtype!r} in a model of {own}": kv_cache_dtype not in ("auto", own),
+            f"kv_cache_dtype={kv_cache_dtype!r} in a model of {dtype}": kv_cache_dtype not in ("auto", dtype),
             "context parallelism": self.total_cp_world_size > 1 or self.pcp_world_size > 1,
-            **{f"`{word}`": value for word, value in others.items()},
+            **{f"`{name}`": value for name, value in kwargs.items()},
         }
-        for what, value in asked.items():
+        for feature, value in unsupported.items():
             if value:
-                raise NotImplementedError(f"the attention {attention.name!r} in vLLM: {what} is not supported")
+                raise NotImplementedError(f"the attention {attention.name!r} in vLLM: {feature} is not supported")
 
     def forward(
         self,
@@ -164,10 +164,11 @@ class PagedAttention(AttentionImpl[PagedBatch]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query (tokens, H, D) into ``output``; what is beyond the batch's tokens is not written."""
+        """Writes the result for query (tokens, H, D) to ``output``, only for the batch's tokens."""
         if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError(f"the attention {self.attention.name!r} in vLLM: a quantized output")
-        if attn_metadata is None:  # memory is being profiled
+            name = self.attention.name
+            raise NotImplementedError(f"the attention {name!r} in vLLM: quantized output is not supported")
+        if attn_metadata is None:  # vLLM profiles memory
             return output.zero_()
         batch, normalized = attn_metadata, self.attention.spec.qk_norm
         keys, values = keys_and_values(kv_cache)

@@ -1,4 +1,4 @@
-"""What vLLM decides from a model's config before anything is loaded."""
+"""vLLM's checks of a model's config, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-# Their frequencies follow the longest sequence of a call: here that would be another request's.
+# Their frequencies depend on the longest sequence of a call, which may be another request's.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 class UnlimitedLength(ModelArchConfigConvertorBase):
-    """The training length is the default, and ``--max-model-len`` may be any: nothing in SoftplusGPT limits it."""
+    """The training length is the default, but any ``--max-model-len`` is allowed: SoftplusGPT has no limit."""
 
     def derive_max_model_len_and_key(self) -> tuple[float, str | None]:
         found = super().derive_max_model_len_and_key()
@@ -26,8 +26,8 @@ class WithoutContextParallel(VerifyAndUpdateConfig):
     @classmethod
     def verify_and_update_config(cls, vllm_config: Any) -> None:
         for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-            if (asked := getattr(vllm_config.parallel_config, size)) > 1:
+            if (requested := getattr(vllm_config.parallel_config, size)) > 1:
                 raise NotImplementedError(
-                    f"{size}={asked}: the attention of {vllm_config.model_config.architecture} cannot be merged from "
-                    "shards of a sequence as vLLM merges softmax; leave it at 1"
+                    f"{size}={requested}: the attention of {vllm_config.model_config.architecture} cannot be merged "
+                    "from shards of a sequence as vLLM merges softmax; leave it at 1"
                 )

@@ -1,6 +1,6 @@
-"""vLLM's own models of other types, with our attention in every layer: ``SoftplusLlamaForCausalLM`` and so on.
+"""vLLM's models of other types with our attention in every layer: ``SoftplusLlamaForCausalLM`` and so on.
 
-A class is made when vLLM asks for it by name, from that of the host in vLLM's registry.
+A class is made from the host's class in vLLM's registry when vLLM looks it up by name.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from softplus_attention.serving.vllm.plugin import HOSTS, PREFIX
 
 
 class HostModel:
-    """Mixed into a host's model."""
+    """Mixin for a host's model."""
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "", **options: Any) -> None:
+    def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
         config = vllm_config.model_config.hf_config
         refuse_rope_by_length(config, vllm_config.model_config.max_model_len)
         chosen = attention_from_config(config, config._attn_implementation)
         with attention_in_layers(chosen):
-            super().__init__(vllm_config=vllm_config, prefix=prefix, **options)  # type: ignore[call-arg]
+            super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)  # type: ignore[call-arg]
         for module in self.modules():  # type: ignore[attr-defined]
             if isinstance(module, AttentionLayerBase) and getattr(module, "softplus_attention", None) is not chosen:
                 raise NotImplementedError(
@@ -39,12 +39,12 @@ class HostModel:
 
 @contextmanager
 def attention_in_layers(chosen: catalog.Attention) -> Iterator[None]:
-    """Layers that are built in here run ``chosen``, whatever the platform or a flag says."""
+    """Layers built in this context run ``chosen``, whatever the platform or a flag says."""
     build = Attention.__init__
     ours = {} if is_plain_softmax(chosen.spec) else {"attn_backend": SoftplusBackend, "attention": chosen}
 
-    def build_ours(self: Attention, *arguments: Any, **named: Any) -> None:
-        build(self, *arguments, **{**named, **ours})
+    def build_ours(self: Attention, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **{**kwargs, **ours})
         check_host_arguments(chosen, torch.empty(0, self.head_size), None, self.impl.scale, {})
         self.softplus_attention = chosen
 
@@ -56,14 +56,14 @@ def attention_in_layers(chosen: catalog.Attention) -> Iterator[None]:
 
 
 def refuse_rope_by_length(config: Any, longest: int) -> None:
-    """vLLM fixes these frequencies for the longest sequence that it allows, transformers for the one that runs."""
+    """vLLM fixes these frequencies by the longest allowed sequence, transformers by the current one."""
     found = getattr(config, "rope_parameters", None) or {}
     for rope in [found] if "rope_type" in found else found.values():
         trained = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         if rope.get("rope_type") in ROPE_BY_LENGTH and longest > trained:
             raise NotImplementedError(
-                f"rope_type={rope['rope_type']!r} in vLLM: its frequencies follow the longest request beyond {trained} "
-                f"tokens; use --max-model-len {trained}"
+                f"rope_type={rope['rope_type']!r} in vLLM: its frequencies depend on the longest request beyond "
+                f"{trained} tokens; use --max-model-len {trained}"
             )
 
 

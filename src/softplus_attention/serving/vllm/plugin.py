@@ -1,4 +1,4 @@
-"""What vLLM is told, in each of its processes: our models, their attention backend, and which checkpoints to refuse."""
+"""Registers our models and their attention backend in each vLLM process, and refuses checkpoints it would run wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 BACKEND = "SOFTPLUS"
 PREFIX = "Softplus"
-# Of the hosts that have a type of ours, those whose numbers are tested here.
+# The hosts that are tested against transformers.
 HOSTS = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
@@ -29,14 +29,14 @@ def register() -> None:
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    import softplus_attention.huggingface  # noqa: F401  AutoConfig knows our types from here on
-    from softplus_attention.serving.vllm.adapters import keep_attention_of_adapters
+    import softplus_attention.huggingface  # noqa: F401  registers our types with AutoConfig
+    from softplus_attention.serving.vllm.adapters import check_adapters
     from softplus_attention.serving.vllm.config import UnlimitedLength, WithoutContextParallel
 
     refuse_stock_architectures(ModelConfig)
-    keep_attention_of_adapters()
+    check_adapters()
     if BACKEND not in AttentionBackendEnum.__members__:
-        # A model gives its layers the class itself; vLLM looks the name up.
+        # Our layers pass the class itself; vLLM looks it up by name.
         AttentionBackendEnum.register(BACKEND, "softplus_attention.serving.vllm.backend.SoftplusBackend")
     MODEL_ARCH_CONFIG_CONVERTORS["softplus_gpt"] = UnlimitedLength
     for architecture, module in MODELS.items():
@@ -45,8 +45,8 @@ def register() -> None:
 
 
 def refuse_stock_architectures(config_class: Any) -> None:
-    """A checkpoint of a stock type that was trained with an attention of ours: vLLM has a model of that type, reads
-    nothing of the attention, and would answer with softmax. And extended models, which it cannot cache."""
+    """Raise for checkpoints of a stock type (``llama``) with an attention of the catalogue, which vLLM would run with
+    softmax, and for extended models, which vLLM cannot cache."""
     verify = config_class._try_verify_and_update_model_config
     if hasattr(verify, "knows_softplus_attention"):
         return
@@ -56,12 +56,12 @@ def refuse_stock_architectures(config_class: Any) -> None:
         if self.hf_config.model_type.startswith("softplus_extended_"):  # vLLM would try its Transformers backend
             raise ValueError(
                 f"{self.model}: vLLM has no cache for an extended model, whose heads keep different parts of the "
-                "context; use generate() of transformers"
+                "context; use transformers' generate()"
             )
         if self.architecture not in MODELS and (name := own_attention(self.hf_config)):
             raise ValueError(
-                f"{self.model}: this model was trained with the attention {name!r}, and vLLM's {self.architecture} "
-                f"would run softmax; {what_to_do(self.hf_config)}"
+                f"{self.model}: this model was trained with the attention {name!r}, but vLLM's {self.architecture} "
+                f"would run softmax; {advise(self.hf_config)}"
             )
         verify(self)
 
@@ -70,7 +70,7 @@ def refuse_stock_architectures(config_class: Any) -> None:
 
 
 def own_attention(config: Any) -> str | None:
-    """The attention of ours that a config names, under a stock type or one of ours."""
+    """The attention of the catalogue that a config names, under a stock type or one of ours."""
     from softplus_attention.attentions.catalog import KNOWN
     from softplus_attention.huggingface.hosts import attention_names, names_in
 
@@ -80,18 +80,18 @@ def own_attention(config: Any) -> str | None:
     return named[0] if named else None
 
 
-def what_to_do(config: Any) -> str:
+def advise(config: Any) -> str:
     if config.model_type.startswith("softplus_"):
         return f"softplus_attention serves {', '.join(MODELS)}"
     return (
-        "load it with transformers and softplus_attention and save it again: the type it then has is served, if it is "
-        f"one of {', '.join(MODELS)}"
+        "load it with transformers and softplus_attention and save it again: its new type is served if it is one of "
+        f"{', '.join(MODELS)}"
     )
 
 
 def refuse_untested_device(device_type: str) -> None:
     if device_type != "cpu" and os.environ.get(UNTESTED_ON_GPU) != "1":
         raise NotImplementedError(
-            f"softplus_attention: its vLLM backend has run on CPUs only, this is {device_type!r}; {UNTESTED_ON_GPU}=1 "
-            "runs it all the same"
+            f"softplus_attention: the vLLM backend has run only on CPUs, this is {device_type!r}; set "
+            f"{UNTESTED_ON_GPU}=1 to run it anyway"
         )

@@ -1,4 +1,4 @@
-"""SoftplusGPT in vLLM, with the names and the numbers of ``huggingface.modeling_softplus_gpt``."""
+"""SoftplusGPT in vLLM, with the names and numbers of ``huggingface.modeling_softplus_gpt``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ class SoftplusGPTAttention(LearnedParameters):
         super().__init__()
         ranks, heads = get_tensor_model_parallel_world_size(), config.num_attention_heads
         if heads % ranks:
-            raise ValueError(f"tensor_parallel_size={ranks} does not divide the {heads} heads of this model")
+            raise ValueError(f"tensor_parallel_size must be a divisor of this model's {heads} heads, got {ranks}")
         self.num_heads, self.num_kv_heads = heads // ranks, max(1, config.num_key_value_heads // ranks)
         self.head_dim = config.head_dim
         self.attention = config.attention_of_layer(layer_idx)
         spec = self.attention.spec
         if spec.positions == "alibi" and ranks > 1:
-            raise NotImplementedError(f"{self.attention.name!r} with tensor_parallel_size={ranks}: ALiBi is not split")
+            raise NotImplementedError(
+                f"{self.attention.name!r}: tensor_parallel_size must be 1 with ALiBi, got {ranks}"
+            )
         options = {"bias": config.bias, "quant_config": vllm_config.quant_config}
         sizes = (config.hidden_size, self.head_dim, heads, config.num_key_value_heads)
         self.qkv_proj = QKVParallelLinear(*sizes, prefix=f"{prefix}.qkv_proj", **options)
@@ -44,7 +46,7 @@ class SoftplusGPTAttention(LearnedParameters):
         self.register_learned(self.num_heads, str(config.power) if learns_power else "")
         for parameter in self.parameters(recurse=False):
             parameter.weight_loader = load_heads  # type: ignore[attr-defined]
-        # vLLM's own softmax where it is that; every other attention is ours, whatever the platform or a flag says.
+        # Plain softmax uses vLLM's own backend; any other attention uses ours, whatever the platform or a flag says.
         ours = {"attn_backend": SoftplusBackend, "attention": self.attention, "parameters": self.attention_parameters}
         self.attn = Attention(
             self.num_heads,
@@ -68,7 +70,7 @@ class SoftplusGPTAttention(LearnedParameters):
 
 
 def load_heads(parameter: Tensor, loaded: Tensor) -> None:
-    """This rank's heads of what is learned per head."""
+    """Copy this rank's heads of a parameter with one value per head."""
     own = parameter.shape[0]
     parameter.data.copy_(loaded[get_tensor_model_parallel_rank() * own :][:own])
 
@@ -110,7 +112,7 @@ class SoftplusGPTModel(nn.Module):
         self.rotary_emb = SoftplusGPTRotaryEmbedding(config) if any(self.uses_rope) else None
         if self.rotary_emb is not None and self.rotary_emb.rope_type in ROPE_BY_LENGTH:
             raise NotImplementedError(
-                f"rope_type={self.rotary_emb.rope_type!r} in vLLM: its frequencies follow the longest request of a step"
+                f"rope_type={self.rotary_emb.rope_type!r} in vLLM: its frequencies depend on a step's longest request"
             )
 
     def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ class SoftplusGPTForCausalLM(nn.Module):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """The names that were given a weight: vLLM compares them with those that want one."""
+        """Returns the names of loaded parameters, for vLLM's check that none is missing."""
         parameters, loaded = dict(self.named_parameters()), set()
         for name, weight in weights:
             if name == "lm_head.weight" and self.config.tie_word_embeddings:
@@ -157,7 +159,7 @@ class SoftplusGPTForCausalLM(nn.Module):
             part = next((part for part in "qkv" if f".{part}_proj." in name), None)
             target = name if part is None else name.replace(f".{part}_proj.", ".qkv_proj.")
             if target not in parameters:
-                raise ValueError(f"the checkpoint has {name!r}, for which this model has no place")
+                raise ValueError(f"unexpected weight {name!r} in the checkpoint")
             parameter = parameters[target]
             load = getattr(parameter, "weight_loader", load_whole)
             load(parameter, weight, *[part] if part else [])
