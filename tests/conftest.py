@@ -1,15 +1,15 @@
-"""Shared set-up: cores, hypothesis profiles, poisoned memory."""
+"""Shared set-up: threads, hypothesis profiles, poisoned memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 
-# Read when torch loads: waiting threads must not spin, and the profiler need not report its start and stop.
+# Read when torch loads: waiting threads do not spin, and the profiler does not log its start and stop.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
-# What a user has built must not change what the tests run: those of the C++ kernels ask for them.
+# Tests do not depend on a build by the user: tests of the C++ kernels request them.
 os.environ["SOFTPLUS_ATTENTION_CPU"] = "torch"
 
 import fcntl
@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Read when triton loads: without a GPU its kernels are interpreted.
+# Read when triton loads: without a GPU, kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -29,18 +29,18 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     import triton.language as tl
     from triton.runtime import interpreter
 
-    # To a GPU the maximum of NaN and a number is the number; the interpreter would let the NaN pass.
+    # On a GPU the maximum of NaN and a number is the number; the interpreter would return NaN.
     interpreter.InterpreterBuilder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
     interpreter.InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
-    # Every call inside a kernel patches the whole language once more, which takes half of the interpreter's time.
+    # By default every call in a kernel patches the whole language again, which takes half of the interpreter's time.
     patch_language, patched = interpreter._patch_lang, set[int]()
-    nothing_more = interpreter._LangPatchScope()
+    no_patch = interpreter._LangPatchScope()
 
     def patch_language_once(function: Callable[..., object]) -> object:
         languages = {id(x) for x in function.__globals__.values() if x is tl or x is tl.core}
         if languages <= patched:
-            return nothing_more
+            return no_patch
         scope = patch_language(function)
         patched.update(languages)
         restore = scope.restore
@@ -66,23 +66,23 @@ settings.load_profile("repeatable")
 
 @pytest.fixture
 def thread_count() -> int:
-    """One, as the tests run side by side, a process to a core. A file whose subject may use threads has its own."""
+    """One, since tests run in parallel, one process per core. Test files of threaded code override this."""
     return 1
 
 
 @pytest.fixture(autouse=True)
 def threads(thread_count: int) -> Iterator[None]:
-    """Every test starts on the same number of threads, and no call may leave another one behind."""
+    """Every test starts with the same number of threads, and must restore it."""
     torch.set_num_threads(thread_count)
     yield
     left = torch.get_num_threads()
     torch.set_num_threads(thread_count)
-    assert left == thread_count, "the number of threads was not put back"
+    assert left == thread_count, "the number of threads was not restored"
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, so that a value which is read but never written shows."""
+    """Uninitialised memory is NaN, which reveals reads of values that were never written."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
@@ -93,7 +93,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def native_library(request: pytest.FixtureRequest) -> Path:
-    """The C++ kernels, built once for all runs and processes of the suite, in pytest's own cache."""
+    """The C++ kernels, built once for all runs and processes of the suite, in pytest's cache."""
     from softplus_attention.kernels.cpu.native import build
 
     folder = Path(request.config.cache.mkdir("cpu-kernels"))
@@ -112,7 +112,7 @@ def native_library(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(params=["torch", "native"])
 def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Runs a test twice: on PyTorch's operations and on the C++ kernels."""
+    """Run a test with PyTorch operations and with the C++ kernels."""
     from softplus_attention.kernels.cpu import native
 
     if request.param == "native":
@@ -123,7 +123,7 @@ def cpu_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def impl(request: pytest.FixtureRequest) -> Iterator[str]:
-    """For ``parametrize(..., indirect=True)``: an implementation by name, "native" for the C++ kernels of "chunked"."""
+    """For ``parametrize(..., indirect=True)``: an implementation; "native" is "chunked" with the C++ kernels."""
     from softplus_attention.kernels.cpu import native
 
     if request.param != "native":

@@ -1,10 +1,10 @@
-"""What every GPU kernel compiles to for compute capability 9.0, and what it is launched with, as hashes: no GPU needed.
+"""Fingerprints of every GPU kernel: hashes of its PTX for compute capability 9.0 and of its launches, without a GPU.
 
     python tests/kernel_fingerprints.py [WORD...] [--write]
 
-compares the cases whose name holds every word with tests/kernels/fingerprints.json, or writes that file. A case is a
-call of the op; each of its launches is a line: kernel, hash of its PTX without names, paths and line numbers, hash of
-grid and arguments. Run as a program, since Triton must not be set to interpret.
+compares the cases whose names contain every word with tests/kernels/fingerprints.json, or writes that file. A case is a
+call of the op. Each of its launches is a line: the kernel, a hash of its PTX without names, paths and line numbers, and
+a hash of its grid and arguments. Run it as a program, since Triton's interpreter must be off.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from softplus_attention.kernels.triton import decode_launch
 FILE = Path(__file__).parent / "kernels" / "fingerprints.json"
 BATCH, HEADS, LENGTH = 2, 4, 256
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-binaries: list[str] = []  # fingerprints, by what stands for the kernel's function in the driver
+binaries: list[str] = []  # fingerprints, indexed by the function handle that the stub driver returns
 launched: list[tuple[str, tuple[Any, ...]]] = []
 
 
@@ -44,7 +44,7 @@ def digest(text: str) -> str:
 
 
 def instructions(ptx: str) -> str:
-    """PTX without what a moved or renamed function changes."""
+    """PTX without names, paths and line numbers."""
     code = ptx.split("\t.section\t.debug")[0]
     code = re.sub(r"//.*|^\s*\.(loc|file)\b.*", "", code, flags=re.MULTILINE)
     names = re.findall(r"\.(?:entry|func)\s+(?:\([^)]*\)\s*)?(\w+)", code)
@@ -61,8 +61,8 @@ class Utils(without_gpu.Utils):
 
 
 class Launcher(without_gpu.Launcher):
-    def note(self, *arguments: Any) -> None:
-        super().note(*arguments)
+    def record(self, *arguments: Any) -> None:
+        super().record(*arguments)
         launched.append(without_gpu.launched.pop())
 
 
@@ -72,46 +72,46 @@ class Driver(without_gpu.Driver):
 
 
 def without_assembler(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
-    """PTX in the binary's place: ptxas takes most of the time, and adds nothing."""
+    """Use PTX in place of the binary: ptxas takes most of the time, and the fingerprint does not need it."""
     if stages is None:
         return ("ptx", "ptx")
     stages["cubin"] = lambda ptx, metadata: ptx.encode()
     return None
 
 
-def described(x: Any, addresses: list[int]) -> Any:
-    """Of an address, which differs from run to run, its number among those of the launch."""
+def normalise(x: Any, addresses: list[int]) -> Any:
+    """Replace an address, which differs between runs, by its index among the addresses of the launch."""
     if isinstance(x, without_gpu.Descriptor):
-        return ("tiles", numbered(x.address, addresses), *(str(part) for part in x.described))
+        return ("tiles", address_index(x.address, addresses), *(str(part) for part in x.described))
     if not isinstance(x, Tensor):
         return x
-    return numbered(x.data_ptr(), addresses), str(x.dtype), tuple(x.shape), x.stride()
+    return address_index(x.data_ptr(), addresses), str(x.dtype), tuple(x.shape), x.stride()
 
 
-def numbered(address: int, addresses: list[int]) -> int:
+def address_index(address: int, addresses: list[int]) -> int:
     if address not in addresses:
         addresses.append(address)
     return addresses.index(address)
 
 
 def launches(call: Callable[[], object]) -> Iterator[str]:
-    """Those of a call, by Triton's own launcher."""
-    for remembered in (launch_cache._binaries, launch_cache._relaunches, launch_cache._calls, launched):
-        remembered.clear()
+    """Fingerprints of a call's launches by Triton's own launcher."""
+    for cache in (launch_cache._binaries, launch_cache._relaunches, launch_cache._calls, launched):
+        cache.clear()
     call()
     for _, (x, y, z, _stream, function, *others) in launched:
         addresses: list[int] = []
-        yield f"{binaries[function]} {digest(repr([x, y, z, *(described(other, addresses) for other in others)]))}"
+        yield f"{binaries[function]} {digest(repr([x, y, z, *(normalise(other, addresses) for other in others)]))}"
 
 
-def power_of(name: str, rows: int = HEADS) -> Any:
+def make_power(name: str, rows: int = HEADS) -> Any:
     return {"p=15": 15, "LSSA": None, "learned": torch.full((rows,), 3.0, requires_grad=True)}[name]
 
 
 def step(dtype: torch.dtype, d: int, mode: str, power: str, kv_heads: int, gradients: bool) -> None:
-    """A forward, and its backward where there are ``gradients``."""
+    """A forward, and a backward if ``gradients``."""
     tensors = [torch.zeros(BATCH, h, LENGTH, d, dtype=dtype) for h in (HEADS, kv_heads, kv_heads)]
-    p = power_of(power)
+    p = make_power(power)
     options: dict[str, Any] = {"impl": "triton", "power": p, "enable_gqa": kv_heads < HEADS, "is_causal": True}
     wanted = [x.requires_grad_(gradients) for x in tensors]
     if mode == "packed":
@@ -132,7 +132,7 @@ def decode(dtype: torch.dtype, d: int, power: str, normalized: bool, window: int
     lengths, starts = torch.tensor([200, 90]), None if window else torch.tensor([0, 16])
     options: dict[str, Any] = {"normalized_keys": normalized, "window": window, "enable_gqa": True, "impl": "triton"}
     with torch.no_grad():
-        softplus_attention_decode(q, k, v, lengths, cache_starts=starts, power=power_of(power), **options)
+        softplus_attention_decode(q, k, v, lengths, cache_starts=starts, power=make_power(power), **options)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -163,13 +163,13 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--write", action="store_true", help="write the file instead of comparing")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="select cases whose names contain every word")
+    parser.add_argument("--write", action="store_true", help="record the fingerprints instead of comparing them")
     options = parser.parse_args()
     driver.set_active(Driver())
     without_gpu.allow_cpu_tensors()
     knobs.runtime.add_stages_inspection_hook = without_assembler
-    held = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
+    recorded = json.loads(FILE.read_text())["cases"] if FILE.exists() else {}
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         knobs.cache.dir = folder
@@ -182,13 +182,13 @@ def main() -> int:
         FILE.write_text(json.dumps({"triton": triton.__version__, "cases": found}, indent=1) + "\n")
         return 0
     for name, lines in found.items():
-        for ours, theirs in zip(lines, held.get(name, []), strict=False):
+        for ours, theirs in zip(lines, recorded.get(name, []), strict=False):
             if ours != theirs:
                 print(f"CHANGED {name}: {theirs} -> {ours}")
-        if len(lines) != len(held.get(name, [])):
-            print(f"CHANGED {name}: {len(held.get(name, []))} launches -> {len(lines)}")
-    changed = [name for name, lines in found.items() if lines != held.get(name)]
-    print(f"{len(found) - len(changed)} of {len(found)} cases as held")
+        if len(lines) != len(recorded.get(name, [])):
+            print(f"CHANGED {name}: {len(recorded.get(name, []))} launches -> {len(lines)}")
+    changed = [name for name, lines in found.items() if lines != recorded.get(name)]
+    print(f"{len(found) - len(changed)} of {len(found)} cases as recorded")
     return 1 if changed or not found else 0
 
 

@@ -1,7 +1,8 @@
-"""What reaches the driver in launches of the Hopper kernels, seen without a GPU: Triton compiles for compute capability
-9.0, and what its launcher calls writes down what it gets. Run as a program, since Triton must not be set to interpret;
-with --train for a training step, whose kernels take half a minute to compile, and with --time for Python's part of
-calls whose launches do nothing.
+"""Compares launches of the Hopper kernels by the launch cache with Triton's own, without a GPU.
+
+Triton compiles for compute capability 9.0, and a stub records the arguments that reach the driver. Run it as a program,
+since Triton's interpreter must be off. With --train it compares a training step, whose kernels take half a minute to
+compile. With --time it measures the host time of calls whose launches do nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from softplus_attention import dispatch, softplus_attention
 from softplus_attention.kernels import launch_cache
 from softplus_attention.kernels.hopper import launch as hopper_launch
 
-asked: list[str] = []  # kernels whose launch Triton itself prepared
+compiled: list[str] = []  # kernels whose launcher Triton created
 launched: list[tuple[str, tuple[Any, ...]]] = []
 
 
@@ -44,7 +45,7 @@ class Utils:
 
 
 class Descriptor(NamedTuple):
-    """Of memory that is not an input's the address may be another one every time."""
+    """A tensor descriptor. Addresses of memory other than inputs may differ between calls."""
 
     address: int
     described: tuple[Any, ...]
@@ -57,14 +58,14 @@ class Descriptor(NamedTuple):
 
 
 class Launcher(CudaLauncher):
-    """Of one binary: Triton's own, but for what it calls in the end, which is compiled with CUDA."""
+    """Triton's launcher of one binary, without the final C function, which would be compiled with CUDA."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.name = metadata.name
-        asked.append(self.name)
+        compiled.append(self.name)
         self.num_ctas = 1
-        note = self.nothing if "--time" in sys.argv else self.note
-        self.launch = wrap_handle_tensordesc(note, source.signature, metadata.tensordesc_meta)
+        record = self.nothing if "--time" in sys.argv else self.record
+        self.launch = wrap_handle_tensordesc(record, source.signature, metadata.tensordesc_meta)
         self.global_scratch_size = metadata.global_scratch_size
         self.profile_scratch_size = metadata.profile_scratch_size
         self.global_scratch_align = self.profile_scratch_align = 1
@@ -74,10 +75,10 @@ class Launcher(CudaLauncher):
     def nothing(self, *_: Any) -> None:
         pass
 
-    def note(self, *arguments: Any) -> None:
-        *others, last = arguments  # since 3.7 the kernel's are one argument
+    def record(self, *arguments: Any) -> None:
+        *others, last = arguments  # since 3.7 the kernel's arguments are one tuple
         arguments = (*others, *last) if isinstance(last, list | tuple) else arguments
-        # Who wants to hear of launches, and what they would hear: nobody and nothing.
+        # There are no launch hooks: drop the hook chains and their metadata.
         launched.append((self.name, tuple(None if isinstance(x, HookChain | LazyDict) else x for x in arguments)))
 
 
@@ -90,13 +91,13 @@ class Driver:
     get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
 
 
-def forward_of_lssa(length: int) -> None:
+def lssa_forward(length: int) -> None:
     q, k, v = inputs(length)
     softplus_attention(q, k, v, is_causal=True, power=None, impl="triton")
 
 
 def training_step(length: int) -> None:
-    """With all that the kernels read: ranges and a power of each row, which has a gradient."""
+    """With every optional kernel input: ranges and a power per row with a gradient."""
     q, k, v = (x.requires_grad_() for x in inputs(length))
     power = torch.full((2, length), 3.0, requires_grad=True)
     end = torch.arange(1, length + 1, dtype=torch.int32)[None]
@@ -105,7 +106,7 @@ def training_step(length: int) -> None:
 
 
 def plain_step(length: int) -> None:
-    """One that is launched as a whole the second time."""
+    """The second call is replayed as a whole."""
     q, k, v = (x.requires_grad_() for x in inputs(length))
     torch.autograd.grad(softplus_attention(q, k, v, is_causal=True, impl="triton"), (q, k, v), v.detach())
 
@@ -123,7 +124,7 @@ def inputs(length: int) -> tuple[torch.Tensor, ...]:
 
 
 def host_microseconds(calls: int = 300) -> None:
-    """Prints what a forward and a training step of p = 15 take until they return, the medians of five rounds."""
+    """Print the host time of a forward and of a training step with p = 15, as medians of five rounds."""
     q, k, v = inputs(256)
     wanted = [x.clone().requires_grad_() for x in (q, k, v)]
 
@@ -147,7 +148,7 @@ BACKWARD = ["gluon_dq_kernel", "gluon_dq_kernel", "gluon_dkv_kernel", "gluon_dkv
 
 
 def allow_cpu_tensors() -> None:
-    """The op takes them as if they were on a Hopper GPU."""
+    """Make the op treat CPU tensors as if they were on a Hopper GPU."""
     hopper_launch.available = lambda device: True
     dispatch.check_for_triton = lambda q: None
 
@@ -159,33 +160,33 @@ def main() -> None:
         host_microseconds()
         return
     if "--train" in sys.argv:
-        compare(training_step, FORWARD + BACKWARD, remembered=0)
-        compare(plain_step, FORWARD + BACKWARD, remembered=2, known=FORWARD[:1])
-        compare(step_with_powers, FORWARD + BACKWARD, remembered=2, known=FORWARD[:1])
+        compare(training_step, FORWARD + BACKWARD, cached=0)
+        compare(plain_step, FORWARD + BACKWARD, cached=2, known=FORWARD[:1])
+        compare(step_with_powers, FORWARD + BACKWARD, cached=2, known=FORWARD[:1])
     else:
-        compare(forward_of_lssa, FORWARD, remembered=1)
-        one_tensor_twice()
-        plain_kernels_every_time()
+        compare(lssa_forward, FORWARD, cached=1)
+        check_repeated_tensor()
+        check_plain_kernels_are_not_cached()
         launch_cache._relaunches.clear()
         launch_cache._calls.clear()
-        launch_cache.KNOWN_LAUNCHERS = ()  # as with another version, by Triton's own launcher
-        one_tensor_twice()
-    print("as Triton launches them")
+        launch_cache.KNOWN_LAUNCHERS = ()  # as with an unknown version: use Triton's launcher
+        check_repeated_tensor()
+    print("launches equal Triton's")
 
 
-def one_tensor_twice() -> None:
-    """Keys that are the queries are no others' keys the next time."""
+def check_repeated_tensor() -> None:
+    """A call with one tensor as queries and keys must not be replayed for a call with two tensors."""
     q, k, v = inputs(256)
     for keys in (q, q, k, k, q):
         launched.clear()
         softplus_attention(q, keys, v, is_causal=True, power=None, impl="triton")
         [arguments] = [x for name, x in launched if name == "gluon_forward_kernel"]
         found = [x.address for x in arguments if isinstance(x, Descriptor)]
-        assert found == [x.data_ptr() for x in (q, keys, v)], "the tiles are another tensor's"
+        assert found == [x.data_ptr() for x in (q, keys, v)], "the tiles belong to another tensor"
 
 
-def plain_kernels_every_time() -> None:
-    """They are launched by Triton itself: a call of theirs cannot be remembered."""
+def check_plain_kernels_are_not_cached() -> None:
+    """Triton itself launches them, so their calls cannot be replayed."""
     q = torch.zeros(1, 2, 64, 32, dtype=torch.float16)
     for _ in range(3):
         launched.clear()
@@ -193,11 +194,11 @@ def plain_kernels_every_time() -> None:
         assert [name for name, _ in launched] == ["key_norms_kernel", "forward_kernel"]
 
 
-def compare(call: Callable[[int], None], kernels: list[str], remembered: int, known: Sequence[str] = ()) -> None:
-    """What Triton launches for a call with what we do for its second. So many of its two directions are remembered as a
-    whole; ``known`` are the kernels that an earlier one has made."""
+def compare(call: Callable[[int], None], kernels: list[str], cached: int, known: Sequence[str] = ()) -> None:
+    """Compare Triton's launches of a first call with ours of the second. ``cached`` is the number of directions
+    (forward and backward) that are cached as a whole, ``known`` names kernels that earlier calls compiled."""
     new = [x for x in kernels if x not in known]
-    asked.clear()
+    compiled.clear()
     launch_cache._calls.clear()
 
     def launches(length: int) -> list[tuple[str, tuple[Any, ...]]]:
@@ -207,24 +208,24 @@ def compare(call: Callable[[int], None], kernels: list[str], remembered: int, kn
 
     theirs, ours = launches(256), launches(256)
     assert [name for name, _ in theirs] == [name for name, _ in ours] == kernels, ours
-    assert asked == new, "one binary of each"
-    assert len(launch_cache._calls) == remembered
-    for (name, first), (_, again) in zip(theirs, ours, strict=True):
-        assert len(first) == len(again), name
-        for place, (x, y) in enumerate(zip(first, again, strict=True)):
-            if name in known and isinstance(x, int) and x > 2**32:  # an address the first time too
-                assert type(y) is int, f"{name}: argument {place} is {y!r}"
-            elif isinstance(x, torch.Tensor):  # by Triton tensors, by us addresses
-                assert type(y) is int, f"{name}: argument {place} is {y!r}"
+    assert compiled == new, "expected one binary per kernel"
+    assert len(launch_cache._calls) == cached
+    for (name, first), (_, second) in zip(theirs, ours, strict=True):
+        assert len(first) == len(second), name
+        for i, (x, y) in enumerate(zip(first, second, strict=True)):
+            if name in known and isinstance(x, int) and x > 2**32:  # already an address in the first call
+                assert type(y) is int, f"{name}: argument {i} is {y!r}"
+            elif isinstance(x, torch.Tensor):  # Triton passes tensors, the cache addresses
+                assert type(y) is int, f"{name}: argument {i} is {y!r}"
                 same = any(x.data_ptr() == given.data_ptr() for given in inputs(256))
-                assert not same or x.data_ptr() == y, f"{name}: argument {place} is another tensor"
+                assert not same or x.data_ptr() == y, f"{name}: argument {i} is another tensor"
             else:
-                assert x == y, f"{name}: argument {place} was {x!r} and is {y!r}"
+                assert x == y, f"{name}: argument {i} was {x!r} and is {y!r}"
     other = launches(320)
-    assert asked == new, "a length of the same kind needs no binary of its own"
+    assert compiled == new, "a length of the same kind must not compile another binary"
     assert dict(other)["gluon_forward_kernel"][:3] == (2, 5, 1)  # heads together, blocks of rows, the rest of the heads
     launches(321)
-    assert len(asked) > len(new), "a length that is no multiple of 16 does"
+    assert len(compiled) > len(new), "a length that is not a multiple of 16 must compile another binary"
 
 
 if __name__ == "__main__":

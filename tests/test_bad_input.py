@@ -1,4 +1,4 @@
-"""Bad input raises an error of the right kind that names the argument; empty input is no error."""
+"""Bad input raises an error of the right type that names the argument; empty input is valid."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def zeros(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(*shape, **options)
 
 
-# What replaces the good arguments, the kind of error, and what its message says.
+# Changed arguments, error type, pattern of the message.
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q-no-tensor": ({"q": [[1.0]]}, TypeError, r"`q` must be a tensor.*list"),
     "k-no-tensor": ({"k": None}, TypeError, r"`k` must be a tensor.*NoneType"),
@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "causal-string": ({"is_causal": "no"}, TypeError, r"`is_causal` must be True or False, got 'no'"),
     "causal-number": ({"is_causal": 1}, TypeError, r"`is_causal` must be True or False, got 1"),
     "offset-number": ({"offset": 1.0}, TypeError, r"`offset` must be True or False, got 1\.0"),
-    "dropout": ({"dropout_p": 0.1}, ValueError, r"`dropout_p` must be 0: no weights are dropped, got 0.1"),
+    "dropout": ({"dropout_p": 0.1}, ValueError, r"`dropout_p` must be 0: dropout is not supported, got 0.1"),
     "sdpa-scale": ({"scale": 0.125}, ValueError, r"`scale` must be None: .*`score_scale`.*, got 0.125"),
     "scale-negative": ({"score_scale": -1.0}, ValueError, r"`score_scale` must be a finite number >= 0.*-1"),
     "scale-nan": ({"score_scale": math.nan}, ValueError, r"`score_scale` must be a finite number.*nan"),
@@ -159,19 +159,19 @@ def test_attention_weights_of_an_unknown_stage() -> None:
 @pytest.mark.parametrize(
     ("factor", "kind"), [(0, ValueError), (101, ValueError), (math.nan, ValueError), (True, TypeError)]
 )
-def test_a_factor_of_log_n(factor: float, kind: type[Exception]) -> None:
+def test_bad_factor_of_log_n(factor: float, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"`factor` must be a number from 0.02 to 100, got"):
         PowerByLength.log_n(factor)
 
 
 @pytest.mark.parametrize("n0", [0.5, 1e300, 10**400, math.inf])
-def test_a_length_that_float32_does_not_hold(n0: float) -> None:
+def test_n0_beyond_float32(n0: float) -> None:
     with pytest.raises(ValueError, match=r"PowerByLength: `n0` must be a number from 1 to 1e\+30, got"):
         PowerByLength(15, 1, n0)
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
-def test_the_least_factor_of_log_n_runs(impl: Any) -> None:
+def test_smallest_factor_of_log_n(impl: Any) -> None:
     out = softplus_attention(**tensors(), power=PowerByLength.log_n(0.02), impl=impl)
     assert out.isfinite().all()
 
@@ -183,13 +183,13 @@ def test_catalogue_attentions_take_sdpa_arguments(name: str) -> None:
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     assert torch.equal(chosen(q, k, v, None, 0.0, True, scale=None), chosen(q, k, v, is_causal=True))
     assert torch.equal(chosen(q, k, v, mask), chosen(q, k, v, attn_mask=mask))
-    for words, message in (({"dropout_p": 0.1}, "`dropout_p` must be 0"), ({"scale": 0.1}, "`scale` must be None")):
+    for kwargs, message in (({"dropout_p": 0.1}, "`dropout_p` must be 0"), ({"scale": 0.1}, "`scale` must be None")):
         with pytest.raises(ValueError, match=message):
-            chosen(q, k, v, **words)
+            chosen(q, k, v, **kwargs)
 
 
-def test_a_scale_is_held_to_what_a_row_sees() -> None:
-    """A window of 64 keys keeps 10 log N below 80, whatever the length."""
+def test_scale_limit_depends_on_visible_keys() -> None:
+    """A window of 64 keys keeps 10 log N below 80 at any length."""
     q, k, v = (torch.randn(1, 1, 4096, 8) for _ in range(3))
     options: dict[str, Any] = {"score_scale": 10, "is_causal": True, "power": 3}
     assert softplus_attention(q, k, v, window=64, **options).isfinite().all()
@@ -201,12 +201,12 @@ def test_a_scale_is_held_to_what_a_row_sees() -> None:
         softplus_attention(q, k, v, window=3000, **options)
 
 
-def test_our_options_are_keyword_only() -> None:
+def test_other_options_are_keyword_only() -> None:
     with pytest.raises(TypeError, match="positional"):
         softplus_attention(*tensors().values(), None, 0.0, True, 15)  # type: ignore[misc]
 
 
-def test_chunked_refuses_tensors_of_another_device() -> None:
+def test_chunked_requires_cpu_tensors() -> None:
     q, k, v = (x.to("meta") for x in tensors().values())
     with pytest.raises(ValueError, match=r"`impl` must be .*meta.*'chunked'"):
         softplus_attention(q, k, v, impl="chunked")
@@ -335,17 +335,17 @@ def test_softplus_attention_decode(changed: dict[str, Any], kind: type[Exception
         softplus_attention_decode(**cached(**changed))
 
 
-def test_raw_keys_called_normalised() -> None:
-    """Looked at where values are to be looked at, and only what some row may see."""
-    words = cached(cache_starts=None, cache_seqlens=integers(5, 12), validate=True, normalized_keys=True)
-    raw, unit = words["k_cache"], torch.nn.functional.normalize(words["k_cache"], dim=-1)
+def test_raw_keys_passed_as_normalised() -> None:
+    """Checked with ``validate``, and only for keys that some row may see."""
+    kwargs = cached(cache_starts=None, cache_seqlens=integers(5, 12), validate=True, normalized_keys=True)
+    raw, unit = kwargs["k_cache"], torch.nn.functional.normalize(kwargs["k_cache"], dim=-1)
     with pytest.raises(ValueError, match=r"`normalized_keys` must be False, or a cache of unit keys, got True with"):
-        softplus_attention_decode(**words)
-    assert softplus_attention_decode(**words | {"validate": False}).isfinite().all()
-    unit[0, :, 5:] = 7 * raw[0, :, 5:]  # beyond what is filled
+        softplus_attention_decode(**kwargs)
+    assert softplus_attention_decode(**kwargs | {"validate": False}).isfinite().all()
+    unit[0, :, 5:] = 7 * raw[0, :, 5:]  # beyond the cached keys
     unit[1, :, 3] = 0
-    assert softplus_attention_decode(**words | {"k_cache": unit}).isfinite().all()
-    assert softplus_attention_decode(**words | {"k_cache": unit.bfloat16().to(raw.dtype)}).isfinite().all()
+    assert softplus_attention_decode(**kwargs | {"k_cache": unit}).isfinite().all()
+    assert softplus_attention_decode(**kwargs | {"k_cache": unit.bfloat16().to(raw.dtype)}).isfinite().all()
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
@@ -397,7 +397,7 @@ def test_empty_packing_and_empty_documents(impl: str) -> None:
     x = zeros(0, H, D)
     options = {"max_seqlen_q": 0, "max_seqlen_k": 0, "is_causal": True, "impl": impl}
     assert softplus_attention_varlen(x, x, x, cu_seqlens_q=nothing, cu_seqlens_k=nothing, **options).shape == (0, H, D)
-    # Rows of a document without keys are zero; keys of a document without rows are nobody's.
+    # Rows of a document without keys are zero; keys of a document without rows are unused.
     q, k, v = (randn(5, H, D, seed=seed) for seed in (1, 2, 3))
     options = {"max_seqlen_q": 3, "max_seqlen_k": 3, "impl": impl}
     out = softplus_attention_varlen(
@@ -409,21 +409,21 @@ def test_empty_packing_and_empty_documents(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
-def test_a_cache_that_starts_after_its_end_gives_zero(impl: str) -> None:
+def test_cache_that_starts_after_its_end_gives_zero(impl: str) -> None:
     out = softplus_attention_decode(**cached(cache_starts=integers(3, 0)), impl=impl)
     assert (out[0] == 0).all()
     assert (out[1] != 0).any()
 
 
 @pytest.mark.parametrize("name", ["power", "score_scale"])
-def test_a_number_beyond_every_float_is_named(name: str) -> None:
+def test_integers_beyond_float64(name: str) -> None:
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         softplus_attention(q, q, q, **{name: 10**400})
 
 
 def test_layout_of_flash_attention() -> None:
-    """A decode step as (B, T, H, D): no number of heads fits, and the error says how tensors are laid out."""
+    """Tensors (B, T, H, D) of a decode step: the number of heads does not match, and the error states the layout."""
     q, k = torch.randn(2, 1, 8, 16), torch.randn(2, 50, 8, 16)
     with pytest.raises(ValueError, match=r"`q`'s 1 heads .* Tensors are \(B, H, T, D\): transpose\(1, 2\)"):
         softplus_attention(q, k, k, is_causal=True)

@@ -1,4 +1,4 @@
-"""The op inside PyTorch: compile, export, autocast, checkpointing, and what is refused."""
+"""The op in PyTorch: compile, export, autocast, checkpointing, and unsupported uses."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-# Numbers are written inside, as in a model's code: those of closures and attributes dynamo may hold as variables, and
-# begins again where the op takes numbers alone.
-ONCE: dict[str, Callable[..., Tensor]] = {
+# Numbers are literals, as in a model's code. Dynamo may treat numbers of closures and attributes as symbolic, and
+# restarts where the op accepts only constants.
+COMPILED_ONCE: dict[str, Callable[..., Tensor]] = {
     "power 15": lambda q, k, v: softplus_attention(q, k, v, is_causal=True),
     "power 2.5": lambda q, k, v: softplus_attention(q, k, v, is_causal=True, power=2.5, score_scale=1.5, window=9),
     "by length": lambda q, k, v: softplus_attention(q, k, v, is_causal=True, power=PowerByLength(3.0, 1.0, 16)),
@@ -67,7 +67,7 @@ class TestCompile:
     def assert_compiled_alike(
         self, function: Callable[..., Tensor], backend: str, lengths: tuple[int, ...], layout: Any = None
     ) -> None:
-        """Compiled equals eager, forward and backward, and new lengths do not compile again and again."""
+        """Compiled equals eager, forward and backward, and new lengths do not recompile."""
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
         for count, t in enumerate(lengths):
             results = []
@@ -86,12 +86,12 @@ class TestCompile:
 
         self.assert_compiled_alike(attend, "aot_eager", (20, 33, 7))
 
-    @pytest.mark.parametrize("name", ONCE)
+    @pytest.mark.parametrize("name", COMPILED_ONCE)
     @pytest.mark.parametrize("dynamic", [True, None])
     def test_one_compilation(self, name: str, dynamic: bool | None) -> None:
-        """Of the first call and every length: by ``dynamic``, or by ``mark_dynamic``, also where T is D at first."""
+        """For all lengths with ``dynamic=True`` or ``mark_dynamic``, also if the first T equals D."""
         counter = CompileCounterWithBackend("aot_eager")
-        compiled = torch.compile(ONCE[name], backend=counter, fullgraph=True, dynamic=dynamic)
+        compiled = torch.compile(COMPILED_ONCE[name], backend=counter, fullgraph=True, dynamic=dynamic)
         for t in (20 if dynamic else D, 33, 7):
             given = [x.detach().requires_grad_() for x in qkv(t)]
             for x in given if dynamic is None else ():
@@ -232,7 +232,7 @@ class TestAutocast:
     @pytest.mark.parametrize("threads", [1, 2])
     @pytest.mark.parametrize("impl", IMPLS)
     def test_equals_a_call_in_that_dtype(self, impl: str, threads: int, dtype: torch.dtype) -> None:
-        """The inputs are cast, as for SDPA; what is computed inside stays in float32."""
+        """The inputs are cast as in SDPA; the computation inside stays in float32."""
         q, k, v = qkv(300)
         expected = softplus_attention(*(x.to(dtype) for x in (q, k, v)), is_causal=True, impl=impl)
         torch.set_num_threads(threads)
@@ -243,7 +243,7 @@ class TestAutocast:
         assert found.dtype == like.dtype == dtype
         assert torch.equal(found, expected)
 
-    # The reference's backward is torch's own: it casts where it runs inside autocast, which torch advises against.
+    # The reference's backward is PyTorch's, which casts inside autocast; PyTorch advises against calling it there.
     @pytest.mark.parametrize(("impl", "inside"), [("reference", False), ("chunked", False), ("chunked", True)])
     def test_gradients_too(self, impl: str, inside: bool) -> None:
         grad_out = randn(2, 2, 100, D, seed=5, dtype=torch.bfloat16)
@@ -263,8 +263,8 @@ class TestAutocast:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert softplus_attention(q, k, v).dtype == torch.float64
 
-    def test_mixed_inputs_as_from_rotary_embeddings(self) -> None:
-        """Under autocast, projections are bfloat16 while rotated q and k have become float32."""
+    def test_mixed_dtypes_from_rotary_embeddings(self) -> None:
+        """Under autocast, projections are bfloat16 while rotated q and k are float32."""
         q, k, v = qkv()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert softplus_attention(q, k, v.bfloat16()).dtype == torch.bfloat16
@@ -285,7 +285,7 @@ def test_checkpointing_gives_equal_gradients(impl: str, reentrant: bool) -> None
         assert torch.equal(plain, recomputed)
 
 
-class TestRefused:
+class TestUnsupported:
     @pytest.mark.parametrize("wanted", ["q", "k", "v", "power"])
     def test_double_backward(self, wanted: str) -> None:
         tensors = dict(zip("qkv", qkv(), strict=True)) | {"power": torch.tensor([3.0, 4.0], requires_grad=True)}
@@ -323,7 +323,7 @@ class TestRefused:
         assert_same(found, expected)
 
     def test_forward_mode_gradients(self) -> None:
-        """A tangent that silently vanishes would be a wrong answer."""
+        """Silently dropping the tangent would give a wrong result."""
         q, k, v = qkv(grad=False)
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
@@ -356,8 +356,8 @@ class TestRefused:
             compiled(forward_ad.make_dual(q, q))
 
 
-class TestTensorsThatStandForOthers:
-    """Fake ones and those of vmap have no values to look at, but for shapes that are wrong."""
+class TestTensorsWithoutValues:
+    """Fake tensors and tensors of vmap: shapes are validated, values are not."""
 
     def test_fake_tensors(self) -> None:
         from torch._subclasses import FakeTensorMode
@@ -383,7 +383,7 @@ class TestTensorsThatStandForOthers:
 
 
 class TestDropIn:
-    """The calls people write for scaled_dot_product_attention."""
+    """Calls as written for scaled_dot_product_attention."""
 
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     @pytest.mark.parametrize("t_k", [12, 20])
@@ -403,7 +403,7 @@ class TestDropIn:
             assert_same(out, softplus_attention(q, k, v, enable_gqa=True, is_causal=True))
 
     def test_gqa_reads_the_same_key_head_as_sdpa(self) -> None:
-        """Values that tell the head apart: each output head holds its own key head's number."""
+        """The values identify the head: each output head equals the number of its key head."""
         q, k = randn(1, 6, 4, D, seed=1), randn(1, 3, 4, D, seed=2)
         v = torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 4, D)
         like = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)

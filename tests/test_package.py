@@ -1,4 +1,4 @@
-"""The package as installed: a light import, one version, types, and the order of its rooms."""
+"""The installed package: a light import, one version, types, and the import order of its rooms."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ROOMS = (
 
 
 def rooms_in(source: str) -> set[str]:
-    """The rooms of the package that a file imports, at its top or inside a function."""
+    """The rooms of the package that a file imports, at module level or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "softplus_attention":
@@ -67,7 +67,7 @@ def rooms_in(source: str) -> set[str]:
     return found - {"__version__"}
 
 
-def test_rooms_import_only_those_above_them() -> None:
+def test_rooms_import_only_earlier_rooms() -> None:
     package, upward = ROOT / "src" / "softplus_attention", []
     for path in package.rglob("*.py"):
         room = path.relative_to(package).parts[0].removesuffix(".py")
@@ -82,9 +82,9 @@ def test_rooms_import_only_those_above_them() -> None:
 
 
 def test_tests_have_the_rooms_of_the_package() -> None:
-    beside = {"benchmarks", "docs", "examples", "experiments", "first_hour", "support"}
+    other_folders = {"benchmarks", "docs", "examples", "experiments", "first_hour", "support"}
     folders = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/*.py")}
-    assert folders - beside <= set(ROOMS)
+    assert folders - other_folders <= set(ROOMS)
 
 
 def test_names_of_tests_are_short() -> None:
@@ -95,22 +95,22 @@ def test_names_of_tests_are_short() -> None:
 
 
 class TestImport:
-    def test_brings_torch_only(self, imported: dict[str, Any]) -> None:
-        """Nothing but our own modules and the standard library."""
+    def test_imports_only_torch(self, imported: dict[str, Any]) -> None:
+        """Apart from this package and the standard library."""
         ours = {"softplus_attention"}
         foreign = {name.partition(".")[0] for name in imported["new"]} - ours - set(sys.stdlib_module_names) - {"torch"}
         assert not foreign
         assert "softplus_attention.functional" in imported["new"]
 
     @pytest.mark.parametrize("name", ["triton", "transformers", "numpy", "matplotlib", "entmax"])
-    def test_leaves_out(self, imported: dict[str, Any], name: str) -> None:
+    def test_does_not_import(self, imported: dict[str, Any], name: str) -> None:
         assert not [module for module in imported["new"] if module.partition(".")[0] == name]
 
-    def test_leaves_the_accelerator_alone(self, imported: dict[str, Any]) -> None:
+    def test_does_not_initialise_cuda(self, imported: dict[str, Any]) -> None:
         assert not imported["cuda"]
 
-    def test_takes_a_tenth_of_torch_at_most(self, imported: dict[str, Any]) -> None:
-        """It takes a thirtieth; the first import of new files also compiles them."""
+    def test_takes_less_than_a_tenth_of_torch(self, imported: dict[str, Any]) -> None:
+        """A thirtieth, measured; the first import of new files also compiles them."""
         assert min(imported["share"], json.loads(python("-c", IMPORT))["share"]) < 0.1
 
     def test_a_call_on_a_cpu_needs_no_triton(self) -> None:
@@ -127,7 +127,7 @@ class TestImport:
 def test_one_version() -> None:
     assert importlib.metadata.version("softplus-attention") == softplus_attention.__version__
     declared = re.findall(r"^version\s*=", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert not declared, "the version is written in the package, once"
+    assert not declared, "the version is defined only in the package"
 
 
 def test_is_typed() -> None:
@@ -143,9 +143,9 @@ IMPORTS = {
 
 
 def test_callable_after_each_order_of_imports() -> None:
-    """The cells of a notebook: whichever import ran last, the name can be called, and means the same.
+    """In a notebook: whichever import ran last, the name is callable and has the same meaning.
 
-    Each order begins in a fork of a process that has imported nothing of ours.
+    Each order starts in a fork of a process that has not imported this package.
     """
     call = "softplus_attention(x, x, x, is_causal=True)"
     script = [
@@ -165,7 +165,7 @@ def test_callable_after_each_order_of_imports() -> None:
 
 @pytest.mark.parametrize("room", ["", ".catalog", ".data", ".huggingface", ".nn", ".recipes", ".training"])
 def test_dir_shows_what_is_public(room: str) -> None:
-    """Before anything is used: names that load lazily are there for completion too."""
+    """Names that load lazily are listed before their first use, for completion."""
     listed = python("-c", f"import softplus_attention{room} as room; print(*dir(room)); print(*room.__all__)")
     seen, public = (line.split() for line in listed.splitlines())
     assert public

@@ -1,4 +1,4 @@
-"""Configurations by name: they build, and are what the study trained."""
+"""Configurations by name build the models that the study trained."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from softplus_attention.recipes import ATTENTIONS, SIZES, long_context_config
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes_are_what_they_are_called(size: str, attention: str) -> None:
+def test_sizes_match_their_names(size: str, attention: str) -> None:
     with torch.device("meta"):
         model = SoftplusGPTForCausalLM(long_context_config(size, attention))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(float(size[:-1]) * 1e6, rel=0.02)
     assert model.config.head_dim == 128
 
 
-def test_two_local_layers_to_one_global() -> None:
+def test_two_local_layers_per_global_layer() -> None:
     config = long_context_config("30M", "lssar-learned-log", training_length=64, vocab_size=256)
     model = SoftplusGPTForCausalLM(config)
     specs = [layer.self_attn.attention.spec for layer in model.model.layers]
@@ -38,7 +38,7 @@ def test_two_local_layers_to_one_global() -> None:
         ({"training_length": 1}, "`training_length` must be at least 2 tokens, got 1"),
     ],
 )
-def test_unknown_names_are_refused(arguments: dict, message: str) -> None:
+def test_unknown_names_raise(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         long_context_config(**arguments)
 

@@ -1,4 +1,4 @@
-"""The reference against the method itself: finite differences, plain loops, and the written-out backward."""
+"""The reference against the equations of the method: plain loops, finite differences and an explicit backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ D, T = 5, 7
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to call the op, and by hand which keys a row sees: ``sees(b, h, i, j)`` over the (B, H, T, D) layout."""
+    """One way to call the op. ``sees(b, h, i, j)`` says which keys a row sees, for tensors (B, H, T, D)."""
 
     sees: Callable[[int, int, int, int], bool]
     options: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +76,7 @@ LENGTHS, STARTS = torch.tensor([6, 8], dtype=torch.int32), torch.tensor([0, 3], 
 
 
 def same_document(i: int, j: int, cu_q: Tensor, cu_k: Tensor) -> tuple[bool, int]:
-    """Whether row i and key j belong together, and the key on which row i stands (bottom-right inside its document)."""
+    """Whether row i and key j are in one document, and the key at row i's position (aligned bottom-right)."""
     for a_q, b_q, a_k, b_k in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
         if a_q <= i < b_q:
             return bool(a_k <= j < b_k), int(b_k - (b_q - i))
@@ -225,14 +225,14 @@ def power_by_hand(power: Any) -> Callable[[int, int, int, int], float | None]:
 
 @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_equals_the_equations_in_plain_loops(mode: Mode, power: Any) -> None:
+def test_matches_equations_in_plain_loops(mode: Mode, power: Any) -> None:
     q, k, v = mode.qkv(seed=3)
     expected, _ = by_hand(mode, q, k, v, power_by_hand(power))
     torch.testing.assert_close(mode(q, k, v, power), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 7), (2, 1, 1), (3, 1), (2, 3, 7), ()], ids=str)
-def test_tensor_power_is_per_head_or_broadcasts(shape: tuple[int, ...]) -> None:
+def test_tensor_power_is_per_head_or_broadcast(shape: tuple[int, ...]) -> None:
     mode = Mode(lambda b, h, i, j: j <= i, {"is_causal": True}, batch=2, heads=3, kv_heads=3)
     q, k, v = mode.qkv(seed=8)
     power = 1 + 9 * randn(*shape, seed=1, dtype=torch.float64).abs()
@@ -241,7 +241,7 @@ def test_tensor_power_is_per_head_or_broadcasts(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(mode(q, k, v, power), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_normalized_keys_are_taken_as_they_are() -> None:
+def test_normalized_keys_are_not_normalised() -> None:
     mode = MODES["decode"]
     q, k, v = mode.qkv(seed=5)
     k = k / k.norm(dim=-1, keepdim=True)
@@ -276,8 +276,8 @@ def test_scores_are_scaled_by_log_d_and_log_n() -> None:
     torch.testing.assert_close(scores, math.log(D) * counts.log()[:, None] * cosine, rtol=1e-12, atol=1e-12)
 
 
-class TestRowsToDefine:
-    """Rows that the equations leave to 0/0, or that they treat apart."""
+class TestSpecialRows:
+    """Rows where the equations give 0/0, or which they treat separately."""
 
     def test_no_visible_key_gives_zero_and_zero_gradient(self) -> None:
         q, k, v = (x.requires_grad_() for x in MODES["mask"].qkv(seed=1))
@@ -292,7 +292,7 @@ class TestRowsToDefine:
         torch.testing.assert_close(out[:, :, 2], v[:, :, 3], rtol=0, atol=0)
 
     @pytest.mark.parametrize("n", [2, 3, 4, 5])
-    def test_the_offset_begins_at_four_keys(self, n: int) -> None:
+    def test_offset_starts_at_four_keys(self, n: int) -> None:
         q, k, _ = Mode(lambda *_: True, t_q=3, t_k=n).qkv(seed=n)
         weights = attention_weights(q, k, power=2)
         expected = (n * attention_weights(q, k, stage="normalised") - float(n > 3)).relu() ** 2
@@ -324,7 +324,7 @@ class TestRowsToDefine:
 
     @pytest.mark.parametrize("power", [None, 3, 15])
     @pytest.mark.parametrize("which", ["q", "k"])
-    def test_a_zero_vector_scores_zero_with_zero_gradient(self, which: str, power: Any) -> None:
+    def test_zero_vectors_have_zero_score_and_gradient(self, which: str, power: Any) -> None:
         mode = MODES["full"]
         tensors = dict(zip("qkv", mode.qkv(seed=6), strict=True))
         tensors[which][0, 0, 3] = 0
@@ -339,7 +339,7 @@ class TestRowsToDefine:
         assert (own[0, 0, 2] != 0).any()
 
     def test_scores_far_below_zero_keep_their_weight(self) -> None:
-        """log(1 + e^s) written naively is 0 below s = -17 in float32."""
+        """A naive log(1 + e^s) is 0 below s = -17 in float32."""
         q = torch.zeros(1, 1, 1, 16)
         q[..., 0] = 1
         k = -q.repeat(1, 1, 8, 1)
@@ -352,7 +352,7 @@ class TestRowsToDefine:
 
 @cache
 def away_from_kinks(mode: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs where no x is near the corner of the relu and no row's largest x is near the threshold."""
+    """Inputs where no x is near the kink of the relu and no row's largest x is near the threshold."""
     sees = visible(MODES[mode])
     counts = sees.sum(-1, keepdim=True)
     for seed in range(100, 200):
@@ -368,13 +368,13 @@ def away_from_kinks(mode: str) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", ["full", "causal", "window", "mask", "packed", "decode"])
 def test_gradcheck(name: str, power: Any) -> None:
     inputs = tuple(x.clone().requires_grad_() for x in away_from_kinks(name))
-    # The fast form compares random projections of the Jacobians; two modes take every element.
+    # Fast mode compares random projections of the Jacobians; two modes check every element.
     fast = name not in ("causal", "mask")
     assert torch.autograd.gradcheck(lambda q, k, v: MODES[name](q, k, v, power), inputs, fast_mode=fast)
 
 
 @pytest.mark.parametrize("name", sorted(set(MODES) - {"full", "causal", "window", "mask", "packed", "decode"}))
-def test_gradcheck_of_every_other_mode(name: str) -> None:
+def test_gradcheck_of_other_modes(name: str) -> None:
     inputs = tuple(x.clone().requires_grad_() for x in away_from_kinks(name))
     assert torch.autograd.gradcheck(lambda q, k, v: MODES[name](q, k, v, 3), inputs, fast_mode=True)
 
@@ -384,7 +384,7 @@ def test_gradcheck_of_every_other_mode(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "mask", "without-offset"])
 def test_gradcheck_of_the_power(name: str, shape: tuple[int, ...], least: float) -> None:
     q, k, v = away_from_kinks(name)
-    # Finite differences step to both sides of p, so a power of exactly 1 cannot be probed.
+    # Finite differences evaluate both sides of p, so a power of exactly 1 cannot be checked.
     power = (least + 0.1 + randn(*shape, seed=3, dtype=torch.float64).abs()).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: MODES[name](q, k, v, p), (power,))
 
@@ -392,7 +392,7 @@ def test_gradcheck_of_the_power(name: str, shape: tuple[int, ...], least: float)
 def method_backward(
     q: Tensor, k: Tensor, v: Tensor, sees: Tensor, p: Tensor | float, d_out: Tensor, subtract: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out, dq, dk, dv, dp of each row) by the method's backward, with E saved in the forward and no other row sum."""
+    """(out, dq, dk, dv, dp per row) by the method's backward, with E saved by the forward and no other row sum."""
     counts = sees.sum(-1, keepdim=True).double()
     offset = ((counts > 3) & subtract).double()
     q_norm, k_norm = q.norm(dim=-1, keepdim=True), k.norm(dim=-1, keepdim=True)
@@ -444,22 +444,22 @@ BACKWARD_MODES = {
 
 @pytest.mark.parametrize("power", [2, 2.5, 3, 7, 15, 31])
 @pytest.mark.parametrize("mode", BACKWARD_MODES.values(), ids=BACKWARD_MODES)
-def test_the_written_out_backward_equals_autograd(mode: Mode, power: float) -> None:
+def test_explicit_backward_matches_autograd(mode: Mode, power: float) -> None:
     q, k, v = mode.qkv(seed=11, width=8)
     d_out = randn(1, 2, LONG, 8, seed=14, dtype=torch.float64)
     rows = torch.full((1, 2, LONG), float(power), dtype=torch.float64, requires_grad=True)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = mode(*leaves, rows)
     autograd = (out, *torch.autograd.grad(out, [*leaves, rows], d_out))
-    written = method_backward(q, k, v, visible(mode), power, d_out, mode.options.get("offset", True))
-    for name, ours, theirs in zip(("out", "dq", "dk", "dv", "dp"), written, autograd, strict=True):
+    explicit = method_backward(q, k, v, visible(mode), power, d_out, mode.options.get("offset", True))
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv", "dp"), explicit, autograd, strict=True):
         scale = max(1.0, float(theirs.detach().abs().max()))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_unit_keys_of_every_size() -> None:
-    """As ``unit`` gives them, to a rounding, also where squares leave float32; zero stays zero, and what is not finite
-    spoils its own key alone."""
+    """Equal to ``unit`` up to rounding, also where squares overflow float32. Zero keys stay zero, and non-finite keys
+    affect only themselves."""
     k = torch.randn(2, 3, 5, 8)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for size in (1.0, 1e-35, 1e30) if dtype != torch.float16 else (1.0, 1e-3, 1e3):
@@ -496,8 +496,8 @@ def test_counts_of_visible_keys(t_q: int, t_k: int, given: str, is_causal: bool,
     assert torch.equal(visibility.counts().expand_as(dense).long(), dense)
 
 
-def test_a_call_of_sdpa_stands_as_it_is() -> None:
-    """Its arguments in its order, its defaults said aloud."""
+def test_accepts_calls_of_sdpa() -> None:
+    """SDPA's arguments in its order, with its defaults passed explicitly."""
     q, k, v = (randn(1, 2, 5, 8, seed=seed) for seed in range(3))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     expected = softplus_attention(q, k, v, is_causal=True)
@@ -513,14 +513,14 @@ def test_a_call_of_sdpa_stands_as_it_is() -> None:
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_nonfinite_values_leave_no_plausible_gradient(impl: str, bad: float) -> None:
-    """The rows that give it weight have NaN in the gradients of q and of the keys they see; others have none of it."""
+    """Rows that give it weight have NaN in the gradients of q and of the keys they see; other rows have none."""
     q, k, v = (randn(1, 1, 6, 4, seed=seed) for seed in range(3))
     v[0, 0, 2, 1] = bad
     given = [x.requires_grad_() for x in (q, k, v)]
     out = softplus_attention(*given, power=3, is_causal=True, impl=impl)
-    spoilt = ~out.isfinite().all(-1)[0, 0]
-    assert 0 < spoilt.sum() < 6
+    affected = ~out.isfinite().all(-1)[0, 0]
+    assert 0 < affected.sum() < 6
     dq, dk, dv = torch.autograd.grad(out.sum(), given)
-    assert torch.equal(~dq.isfinite().all(-1)[0, 0], spoilt)
+    assert torch.equal(~dq.isfinite().all(-1)[0, 0], affected)
     assert not dk.isfinite().all()
     assert dv.isfinite().all()

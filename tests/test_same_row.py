@@ -1,4 +1,4 @@
-"""One text, many ways to compute its rows: N_i is the number of keys a row sees, so all of them agree."""
+"""Many ways to compute the rows of one text agree, since N_i is the number of keys that a row sees."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Text:
         return softplus_attention_decode(q, k, v, torch.tensor(lengths, dtype=torch.int32), **self.options, **more)
 
     def padded(self, left: int, right: int, value: float) -> tuple[Tensor, Tensor, Tensor]:
-        """The text in row 1 of a batch of two, between ``value``; another text fills row 0."""
+        """The text in row 1 of a batch of two, padded with ``value``; another text fills row 0."""
         total = left + T + right
         result = []
         for seed, x in ((11, self.q), (12, self.k), (13, self.v)):
@@ -73,7 +73,7 @@ def prefill(text: Text) -> Tensor:
 
 
 def prefill_by_rows(text: Text) -> Tensor:
-    """Each row by itself, over the keys up to its own and with no mask at all."""
+    """Each row alone, over the keys up to its position, without a mask."""
     options = {**text.options, "window": None}
     window = text.options.get("window") or T
     rows = []
@@ -113,7 +113,7 @@ def packed(text: Text) -> Tensor:
 
 
 def packed_with_a_past(text: Text) -> Tensor:
-    """The last rows of the text beside another document, over all of the text's keys: chunked prefill, packed."""
+    """The last rows of the text over all of its keys, packed with another document: packed chunked prefill."""
     new = 9
     cu_q = torch.tensor([0, 4, 4 + new], dtype=torch.int32)
     cu_k = torch.tensor([0, 8, 8 + T], dtype=torch.int32)
@@ -140,7 +140,7 @@ def left_padded_by_start(text: Text) -> Tensor:
 
 
 def right_padded(text: Text) -> Tensor:
-    """Causal rows never see what comes after: no mask is needed for the real ones."""
+    """Causal rows never see later keys, so that no mask is needed."""
     return text.attend(*text.padded(0, PAD, torch.nan))[1:, :, :T]
 
 
@@ -170,7 +170,7 @@ def by_ranges(text: Text) -> Tensor:
 
 
 def decode_steps(text: Text) -> Tensor:
-    """Token by token, in caches that hold NaN where nothing is written yet."""
+    """Token by token, with NaN in unused slots of the caches."""
     k, v = (torch.full((1, x.shape[1], T + 5, D), torch.nan) for x in (text.k, text.v))
     rows = []
     for i in range(T):
@@ -222,24 +222,24 @@ WAYS: list[Callable[[Text], Tensor]] = [
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.replace("_", "-"))
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
-def test_the_same_row(impl: str, way: Callable[[Text], Tensor], options: dict[str, Any]) -> None:
+def test_same_rows(impl: str, way: Callable[[Text], Tensor], options: dict[str, Any]) -> None:
     text = Text(impl, options)
     expected, found = prefill(text), way(text)
     assert expected.isfinite().all()
-    # A way that computes only some rows computes the last ones.
+    # Some ways compute only the last rows.
     torch.testing.assert_close(found, expected[:, :, -found.shape[2] :], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [T, T + 1, 10 * T])
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
-def test_a_window_over_everything_changes_nothing(impl: str, window: int) -> None:
+def test_window_over_all_keys_changes_nothing(impl: str, window: int) -> None:
     text = Text(impl, {"power": 15})
     torch.testing.assert_close(text.attend(text.q, text.k, text.v, window=window), prefill(text), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked", "native"], indirect=True)
 def test_cross_attention_counts_the_source(impl: str) -> None:
-    """Without a mask every row sees all keys, so a row does not depend on how many other rows there are."""
+    """Without a mask every row sees all keys, so a row does not depend on the number of rows."""
     text = Text(impl, {"power": PowerByLength(3.0, 4.0, 8)})
     whole = softplus_attention(text.q, text.k, text.v, **text.options)
     alone = softplus_attention(text.q[:, :, 5:6], text.k, text.v, **text.options)
@@ -256,7 +256,7 @@ def test_gradients_of_packed_and_padded_sequences(options: dict[str, Any], cpu_k
     text = Text("chunked", options)
     weight = randn(1, HEADS, T, D, seed=9)
     grads = []
-    # With a mask tensor PyTorch's operations run, and round otherwise.
+    # With a mask tensor PyTorch operations run, which round differently.
     masked = [by_dense_mask] if cpu_kernels == "torch" else []
     for way in (prefill, packed, left_padded_by_start, *masked):
         for x in (text.q, text.k, text.v):

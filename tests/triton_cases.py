@@ -1,7 +1,7 @@
-"""What the Triton kernels are tested on: the same cases in Triton's interpreter (small) and on a GPU (larger).
+"""Numerical test cases of the Triton kernels: small ones for Triton's interpreter, larger ones for a GPU.
 
-Needs no pytest: ``PYTHONPATH=src python tests/triton_cases.py [WORD...]`` runs those whose name holds every word on the
-GPU at hand, and compiles in parallel.
+``PYTHONPATH=src python tests/triton_cases.py [WORD...]`` runs the cases whose names contain every word on a GPU, with
+parallel compilation. It does not need pytest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from helpers import OutsideYardstickError, as_given, assert_within_yardstick, ra
 from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 
 MODES = ("causal", "full", "window", "mask", "causal and mask", "ranges", "packed", "cache")
-MAX_LUCK = 2  # times what is allowed; the worst of many draws was 1.6
+MAX_EXCESS = 2  # error over the allowed error; the worst of many draws had 1.6
 POWERS = ("None", "1", "3", "15", "31", "2.5", "per head", "per row", "by length")
 
 
@@ -52,11 +52,11 @@ class Case:
 
 
 def columns(x: Tensor) -> Tensor:
-    """A (B, H, T, D) view whose last axis is not the innermost."""
+    """A (B, H, T, D) view with T as the innermost axis."""
     return x.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def power_of(case: Case, batch: int, device: str) -> Any:
+def make_power(case: Case, batch: int, device: str) -> Any:
     if case.power == "per head":
         return randn(case.heads, seed=7, device=device).abs() * 3 + 1.5
     if case.power == "per row":
@@ -67,7 +67,7 @@ def power_of(case: Case, batch: int, device: str) -> Any:
 
 
 def bounds(batch: int, t_q: int, t_k: int, device: str) -> tuple[Tensor, Tensor]:
-    """Ranges of every kind: empty, one key, some, all."""
+    """Key ranges of every kind: empty, one key, several, all."""
     start = (randn(batch, t_q, seed=3).abs() * t_k / 4).int().clamp(max=t_k)
     end = (start + (randn(batch, t_q, seed=4).abs() * t_k / 2).int()).clamp(max=t_k).int()
     end[:, ::11] = start[:, ::11]
@@ -75,15 +75,15 @@ def bounds(batch: int, t_q: int, t_k: int, device: str) -> tuple[Tensor, Tensor]
 
 
 def assert_case(case: Case, device: str) -> None:
-    """Raises where the kernels are further from float64 than the yardstick allows, forward or in any gradient.
+    """Raise if the forward or a gradient is further from float64 than the yardstick allows.
 
-    In float32 the largest error of a small tensor is one row's luck, and another machine's sums another draw
-    (docs/dev/kernels.md): what is a little outside for one draw of the inputs has to be inside for two others.
+    In float32 the largest error of a small tensor depends on one row and on the machine's order of summation
+    (docs/dev/kernels.md): inputs that exceed the bound slightly are replaced by two other draws, which must pass.
     """
     try:
         assert_draw(case, device, 0)
     except OutsideYardstickError as outside:
-        if case.dtype != "float32" or outside.times > MAX_LUCK:
+        if case.dtype != "float32" or outside.times > MAX_EXCESS:
             raise
         for draw in (1, 2):
             assert_draw(case, device, draw)
@@ -96,7 +96,7 @@ def assert_draw(case: Case, device: str, draw: int) -> None:
     q = randn(batch, case.heads, t_q, case.d, seed=100 * draw, dtype=dtype, device=device)
     k = randn(batch, case.kv_heads, t_k, case.d, seed=100 * draw + 1, dtype=dtype, device=device)
     v = randn(batch, case.kv_heads, t_k, case.dv, seed=100 * draw + 2, dtype=dtype, device=device)
-    power = power_of(case, batch, device)
+    power = make_power(case, batch, device)
     layout = {"plain": as_given, "transposed": transposed, "columns": columns}[case.layout]
     common: dict[str, Any] = {"impl": "triton", "power": power, "enable_gqa": True, "layout": layout}
     common["gradients"] = case.gradients
@@ -141,14 +141,14 @@ def assert_draw(case: Case, device: str, draw: int) -> None:
 
 
 def interpreter_cases() -> list[Case]:
-    """Small: the interpreter takes about a second for each. Tiles have 32 rows and keys, in half precision 64."""
+    """Small cases, about a second each in the interpreter. Tiles have 32 rows and keys, in half precision 64."""
     half: dict[str, Any] = {"dtype": "float16", "t_q": 70, "t_k": 90}
     cases = [Case(mode=mode, power=power) for mode in MODES for power in ("15", "None")]
     cases += [Case(power=power) for power in POWERS if power not in ("15", "None")]
     cases += [Case(mode=mode, **half) for mode in ("causal", "window", "ranges", "packed")]
     cases += [Case(mode="mask", power="per row"), Case(mode="ranges", power="by length", **half)]
     cases += [Case(d=100, dv=60, heads=1), Case(d=17, dv=33, layout="transposed"), Case(mode="full", t_q=90, t_k=7)]
-    # Enough heads, and a power that multiplies no rounding by 15: of so few rows the largest error would be luck.
+    # More heads and a low power, since the largest error of a few rows with p = 15 is mostly chance.
     cases += [Case(power="3", heads=16, kv_heads=8, t_q=t_q, t_k=t_k) for t_q, t_k in ((1, 65), (3, 3))]
     cases += [Case(layout="columns"), Case(mode="causal and mask", power="3", mask_rows=1)]
     cases += [Case(heads=6, kv_heads=2, d=16, dv=16, t_q=63, t_k=63)]
@@ -172,7 +172,7 @@ def gpu_cases() -> list[Case]:
         for dtype in ("bfloat16", "float32")
         for d, dv in ((16, 16), (60, 100), (128, 128), (200, 72), (256, 256))
     ]
-    # What the Hopper kernels take: both widths, both dtypes, several blocks of rows, a length of one block.
+    # Supported by the Hopper kernels: both widths, both dtypes, several blocks of rows, a length of one block.
     fast = {"heads": 4, "kv_heads": 2}
     cases += [
         Case(mode=mode, power=power, dtype=dtype, d=d, dv=d, t_q=t_q, t_k=t_k, **fast)
@@ -186,13 +186,13 @@ def gpu_cases() -> list[Case]:
             ("causal", "15", "bfloat16", 17, 64),
         )
     ]
-    # A forward that no backward follows keeps less.
+    # Inference, which saves less.
     cases += [
         Case(mode=mode, power=power, dtype="bfloat16", d=d, dv=d, t_q=640, t_k=640, gradients=False, **fast)
         for d in (64, 128)
         for mode, power in (("causal", "None"), ("full", "None"), ("packed", "None"), ("causal", "15"))
     ]
-    # Their windows, ranges and powers of each row, over several blocks of rows and keys.
+    # Windows, ranges and powers per row in the Hopper kernels, over several blocks of rows and keys.
     cases += [
         Case(mode=mode, power=power, dtype=dtype, d=d, dv=d, t_q=t_q, t_k=t_k, window=window, **fast)
         for d in (64, 128)

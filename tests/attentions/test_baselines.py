@@ -1,4 +1,4 @@
-"""The other attentions and the ablations: each against its formula, and every mode of each against the others."""
+"""Baseline attentions and ablations: each against its formula, and all call modes against each other."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def by_rows(name: str, q: Tensor, k: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", names())
-def test_named_attention_is_its_formula(name: str) -> None:
+def test_named_attention_matches_its_formula(name: str) -> None:
     q, k, v = inputs()
     expected = by_rows(name, q, k)
     subject = attention(name)
@@ -89,7 +89,7 @@ def test_named_attention_is_its_formula(name: str) -> None:
     assert_close(subject(q, k, v, is_causal=True, impl="reference"), expected @ v)
 
 
-def test_softmax_is_torchs() -> None:
+def test_softmax_matches_torch() -> None:
     q, k, v = inputs()
     for is_causal in (False, True):
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -126,7 +126,7 @@ def test_entmax_with_distant_scores_and_hidden_keys() -> None:
 @pytest.mark.parametrize("power", [15, 3, 2.5, PowerByLength(3, 2, 8), None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("offset", [True, False])
-def test_composed_lssar_is_the_reference(power: Any, dtype: torch.dtype, offset: bool) -> None:
+def test_composed_lssar_matches_reference(power: Any, dtype: torch.dtype, offset: bool) -> None:
     q, k, v = inputs(5, dtype=dtype, kv_heads=2)
     mask = torch.rand(B, 1, 5, T, generator=torch.Generator().manual_seed(1)) > 0.4
     visibility = Visibility(5, T, q.device, is_causal=True, window=9, mask=mask)
@@ -186,7 +186,7 @@ def test_every_mode_gives_the_same_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_an_empty_row_and_its_gradient_are_zero(name: str) -> None:
+def test_empty_rows_and_their_gradients_are_zero(name: str) -> None:
     q, k, v = (x.requires_grad_() for x in inputs())
     mask = torch.rand(B, 1, T, T, generator=torch.Generator().manual_seed(0)) > 0.3
     mask[:, :, 4] = False
@@ -211,7 +211,7 @@ def test_no_keys_at_all(name: str) -> None:
 @pytest.mark.parametrize("name", SOFTMAXES)
 @settings(max_examples=10)
 @given(data=st.data())
-def test_sdpa_is_the_reference(name: str, data: st.DataObject) -> None:
+def test_sdpa_matches_reference(name: str, data: st.DataObject) -> None:
     t_q, t_k = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 12))
     is_causal = data.draw(st.booleans())
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
@@ -238,8 +238,8 @@ def test_sdpa_is_the_reference(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_sdpa_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    """Within twice the error of the low-precision reference, whose queries are not rounded after their scaling, plus
-    what that one rounding of the scores, at most ``largest``, can do to a weight."""
+    """Within twice the error of the low-precision reference plus the effect of one rounding of the scores, of at most
+    ``largest``: unlike here, the reference does not round its queries after scaling."""
     q, k, v = inputs(dtype=dtype)
     subject = attention(name)
     exact = subject(q.double(), k.double(), v.double(), is_causal=True)
@@ -254,7 +254,7 @@ def test_sdpa_in_half_precision(name: str, dtype: torch.dtype) -> None:
 
 
 def test_alibi_in_half_precision_separates_neighbours() -> None:
-    """Scores of 0 leave the bias alone; one key has a value, at a distance that bfloat16 rounds."""
+    """All scores are 0, so that only the bias counts; one key has a value, at a distance that bfloat16 rounds."""
     k = torch.zeros(1, H, 300, D, dtype=torch.bfloat16)
     v = torch.zeros_like(k)
     v[:, :, 299 - 259] = 1
@@ -293,7 +293,7 @@ def test_gradients(name: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lssar", "lssar-without-offset", "softmax-reweighted"])
-def test_a_power_tensor_is_a_parameter(name: str) -> None:
+def test_power_tensor_as_parameter(name: str) -> None:
     q, k, v = inputs()
     power = torch.tensor([1.0, 3.0, 7.0, 15.0], dtype=q.dtype, requires_grad=True)
     out = attention(name)(q, k, v, is_causal=True, parameters={"power": power})
@@ -303,7 +303,7 @@ def test_a_power_tensor_is_a_parameter(name: str) -> None:
     assert (grad != 0).all()
 
 
-def test_normalising_before_or_after_rope_is_the_same() -> None:
+def test_normalising_commutes_with_rope() -> None:
     from softplus_attention.nn import RotaryEmbedding
 
     q, k, _ = inputs()
@@ -322,7 +322,7 @@ def test_relu_row_without_a_positive_score_is_zero() -> None:
 
 
 def test_without_times_n() -> None:
-    """With the offset stage 1 stands beyond three keys; without it the factor N cancels."""
+    """With the offset, rows of more than three keys keep stage 1; without it, the factor N cancels."""
     q, k, _ = inputs()
     without = attention("lssar-without-times-n").weights(q, k, is_causal=True)
     assert_close(without[:, :, 3:], attention("lssa").weights(q, k, is_causal=True)[:, :, 3:])
@@ -350,7 +350,7 @@ def test_alibi_slopes() -> None:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_nan_reaches_only_the_rows_that_see_it(name: str) -> None:
+def test_nan_affects_only_rows_that_see_it(name: str) -> None:
     q, k, v = inputs()
     clean = attention(name)(q, k, v, is_causal=True, impl="reference")
     k[:, :, 10, 3] = torch.nan
@@ -360,7 +360,7 @@ def test_nan_reaches_only_the_rows_that_see_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
-def test_keys_that_nobody_sees_may_hold_anything(name: str) -> None:
+def test_masked_keys_may_be_nan(name: str) -> None:
     q, k, v = inputs()
     end = torch.full((B, T), 15, dtype=torch.int32)
     grads = []
@@ -374,7 +374,7 @@ def test_keys_that_nobody_sees_may_hold_anything(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
-def test_compiled_decode_over_a_cache_with_junk(name: str) -> None:
+def test_compiled_decode_with_nan_in_the_cache(name: str) -> None:
     q, k, v = inputs()
     lengths = torch.tensor([T - 6, T - 4], dtype=torch.int32)
     expected = attention(name).decode(q[:, :, -2:], k, v, lengths)
@@ -403,14 +403,14 @@ def test_normalised_keys() -> None:
         attention("softmax").decode(q[:, :, -1:], unit(k), v, lengths, normalized_keys=True)
 
 
-def test_specs_read_as_sentences() -> None:
+def test_descriptions_of_specs() -> None:
     assert str(AttentionSpec()) == (
         "softplus of log d log N cosines, l1-normalised; then relu(N a - 1)^15, l1-normalised"
     )
     assert str(attention("sigmoid").spec) == "sigmoid of dot products / sqrt d - log N, not normalised"
     assert str(attention("entmax", alpha=1.25).spec) == "1.25-entmax of dot products / sqrt d"
-    sentences = [str(spec) for spec in (ATTENTIONS | ABLATIONS).values()]
-    assert len(set(sentences)) == len(sentences)
+    descriptions = [str(spec) for spec in (ATTENTIONS | ABLATIONS).values()]
+    assert len(set(descriptions)) == len(descriptions)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -429,13 +429,13 @@ def test_names() -> None:
     assert isinstance(attention("lssar-p31"), Attention)
     assert attention("ssmax").learned_parameters(3)["ssmax_scale"].tolist() == pytest.approx([0.43] * 3)
     assert attention("softmax").learned_parameters(3) == {}
-    assert attention("lssar-p15") == attention("lssar"), "its power is 15, and other powers are named so"
+    assert attention("lssar-p15") == attention("lssar"), "the default power is 15"
     with pytest.raises(ValueError, match=r"'sofmax'; did you mean 'softmax'\?.*ssmax.*lssar-without-log-n"):
         attention("sofmax")
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "error", "message"),
     [
         ({"positive": "tanh"}, ValueError, "`positive` must be one of .*softplus.*'tanh'"),
         ({"normaliser": "l2"}, ValueError, "`normaliser` must be one of"),
@@ -454,8 +454,8 @@ def test_names() -> None:
         ({"powr": 3}, ValueError, "no field `powr`; its fields are positive"),
     ],
 )
-def test_bad_specs(changes: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_bad_specs(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         AttentionSpec().but(**changes)
 
 
@@ -502,7 +502,7 @@ def test_documentation_names_them_all() -> None:
 
 @pytest.mark.parametrize("name", ["lssar-without-log-n", "sigmoid", "relu", "entmax", "ssmax"])
 def test_autocast_keeps_float32_inside(name: str) -> None:
-    """Autocast casts the inputs; it must not round the scores, or ablations would train worse than the op itself."""
+    """Autocast casts the inputs but must not round the scores, or ablations would train worse than the op."""
     q, k, v = (torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
     chosen = attention(name)
     expected = chosen(*(x.bfloat16() for x in (q, k, v)), is_causal=True, impl="reference")
@@ -512,18 +512,18 @@ def test_autocast_keeps_float32_inside(name: str) -> None:
         assert torch.equal(chosen.weights(q, k, is_causal=True), weights)
 
 
-def test_no_power_is_asked_for_by_name() -> None:
+def test_no_power_requires_lssa() -> None:
     with pytest.raises(TypeError, match=r"`power` must be a number.*'lssa'"):
         attention("lssar", power=None)
 
 
 class TestFirstScale:
-    def test_where_a_learned_scale_starts(self) -> None:
+    def test_initial_value(self) -> None:
         learned = "softmax-qknorm-logn-learned"
         for name, start in ((learned, 1.0), ("ssmax", 0.43), (f"{learned}-soft", 0.6)):
             assert attention(name).learned_parameters(3)["ssmax_scale"].tolist() == pytest.approx([start] * 3)
 
-    def test_it_stands_for_a_scale_that_is_not_passed(self) -> None:
+    def test_replaces_a_missing_scale(self) -> None:
         q, k, v = inputs()
         soft, plain = (attention(f"softmax-qknorm-logn-learned{x}") for x in ("-soft", ""))
         given = {"ssmax_scale": torch.full((H,), 0.6)}
@@ -534,7 +534,7 @@ class TestFirstScale:
         with pytest.raises(ValueError, match="`first_scale` must be None or a number above 0, got"):
             attention("ssmax", first_scale=wrong)
 
-    def test_no_scale_to_start(self) -> None:
+    def test_requires_a_learned_scale(self) -> None:
         with pytest.raises(ValueError, match=r"`first_scale` must be None where `learned_scale` is False, got 0\.6"):
             attention("softmax", first_scale=0.6)
 
@@ -548,9 +548,9 @@ def test_compiles_with_dynamic_lengths(name: str) -> None:
         torch.testing.assert_close(compiled(q), chosen(q, q, q, is_causal=True))
 
 
-@pytest.mark.parametrize("lengths", [[40, 40], [40, 30]], ids=["alike", "unequal"])
-def test_a_decode_step_without_a_mask(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all sequences see the same keys of a cache, torch's kernel gets these alone."""
+@pytest.mark.parametrize("lengths", [[40, 40], [40, 30]], ids=["equal", "unequal"])
+def test_decode_without_a_mask(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all sequences see the same keys of a cache, SDPA receives only these keys and no mask."""
     q, k, v = (randn(2, 2, n, 8, seed=n, dtype=torch.float64) for n in (1, 64, 64))
     k[:, :, 40:] = v[:, :, 40:] = torch.nan
     fused, found = F.scaled_dot_product_attention, list[tuple[int, bool]]()

@@ -1,4 +1,4 @@
-"""The other attentions over long sequences: windows in blocks, and weights made for a few rows at a time."""
+"""Baseline attentions over long sequences: windows in blocks, and weights computed for a few rows at a time."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class TestWindow:
     @pytest.mark.parametrize("name", WINDOWED)
     @settings(max_examples=25)
     @given(data=st.data())
-    def test_is_the_reference(self, name: str, data: st.DataObject) -> None:
+    def test_matches_reference(self, name: str, data: st.DataObject) -> None:
         kv_heads, shared = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
         batch, heads = data.draw(st.integers(1, 2)), kv_heads * shared
         length, window = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 45))
         block = data.draw(st.sampled_from([1, 4, 64]))
-        # Torch's kernels for a CPU differ: the fused one wants values as wide as keys.
+        # SDPA's fused CPU kernel needs values as wide as keys.
         values = data.draw(st.sampled_from([7, 12]))
         results = []
         with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ class TestWindow:
 
     @pytest.mark.parametrize("length", [255, 256, 257])
     @pytest.mark.parametrize("window", [1, 63, 65, 127])
-    def test_at_the_real_size_of_a_block(self, length: int, window: int) -> None:
+    def test_default_block_size(self, length: int, window: int) -> None:
         q, k, v = inputs(1, 2, length)
         out, expected = (
             attention("softmax-logn")(q, k, v, is_causal=True, window=window, impl=impl)
@@ -80,7 +80,7 @@ class TestWindow:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     def test_low_precision(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As near to float64 as the dense mask is, up to the house's factor 2, forward and every gradient."""
+        """At most twice the error of the dense mask against float64, forward and every gradient."""
         low = [x.to(dtype) for x in inputs(2, 2, 300, values=12)]
         grad_out = randn(2, 2, 300, 12, seed=5, dtype=torch.float64)
 
@@ -113,7 +113,7 @@ class TestWindow:
         assert peaks[1] < 2.5 * peaks[0]
         assert peaks[1] < 16384 * 16384 / 4  # a dense mask of one byte per pair is four times that
 
-    # A key of the tracer's cache compares every symbolic size, which takes longer than what it saves.
+    # Keys of the fake-tensor cache compare every symbolic size, which takes longer than the cache saves.
     @torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     def test_compiled_for_every_length(self) -> None:
         torch._dynamo.reset()
@@ -128,11 +128,11 @@ class TestWindow:
                 results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
             for ours, eager in zip(*results, strict=True):
                 torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
-        assert counter.frame_count == 2  # whole blocks, and lengths that are filled up
+        assert counter.frame_count == 2  # with and without padding to whole blocks
         torch._dynamo.reset()
 
     def test_other_calls_keep_their_mask(self) -> None:
-        """A window together with anything else that hides keys, and rows that are fewer than the keys."""
+        """Windows with ranges or masks, and with fewer rows than keys, use a mask."""
         q, k, v = inputs(2, 2, 150)
         calls: list[dict[str, Any]] = [
             {"key_start": torch.tensor([[3], [90]], dtype=torch.int32).expand(2, 150)},
@@ -156,7 +156,7 @@ LENGTH = 23
 
 
 def in_pieces(monkeypatch: pytest.MonkeyPatch, rows: float, attend: Callable[[], Tensor], keys: int = LENGTH) -> Tensor:
-    """``attend()`` with room for ``rows`` rows of 2 x 4 x ``keys`` weights; fails where it did not come in pieces."""
+    """``attend()`` with room for ``rows`` rows of 2 x 4 x ``keys`` weights. Asserts that it was computed in pieces."""
     made: list[int] = []
     dense = Visibility.dense
 
@@ -173,8 +173,8 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch, rows: float, attend: Callable[[],
     return out
 
 
-def options_of(kind: str) -> dict[str, Any]:
-    """Ways to hide keys from rows."""
+def visibility_options(kind: str) -> dict[str, Any]:
+    """Arguments that restrict which keys a row sees."""
     start = torch.tensor([[2], [7]], dtype=torch.int32).expand(2, LENGTH)
     end = torch.tensor([[LENGTH - 3], [LENGTH]], dtype=torch.int32).expand(2, LENGTH)
     mask = torch.rand(2, 4, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)) > 0.3
@@ -197,17 +197,17 @@ class TestPieces:
     @pytest.mark.parametrize("rows", [0.3, 1, 5, 22])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("name", ["sigmoid", "relu", "sigmoid-l1-reweighted", "lssar-with-exp", "softmax-alibi"])
-    def test_are_the_whole(self, name: str, kind: str, rows: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_match_the_whole(self, name: str, kind: str, rows: float, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = inputs(2, 4, LENGTH, kv_heads=2)
 
         def attend() -> Tensor:
-            return attention(name)(q, k, v, enable_gqa=True, **options_of(kind))
+            return attention(name)(q, k, v, enable_gqa=True, **visibility_options(kind))
 
         torch.testing.assert_close(in_pieces(monkeypatch, rows, attend), attend(), rtol=1e-10, atol=1e-12)
 
     @pytest.mark.parametrize("name", COMPOSED)
     def test_of_every_attention(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the equations, keys and values that a row does not see being NaN."""
+        """With ``impl="reference"`` and NaN in masked keys and values."""
         q, k, v = inputs(2, 4, LENGTH)
         k[:, :, 20:], v[:, :, 20:] = torch.nan, torch.nan
         end = torch.full((1, LENGTH), 20, dtype=torch.int32)
@@ -250,7 +250,7 @@ class TestPieces:
 
     @pytest.mark.parametrize("name", ["sigmoid", "lssar-with-elu1", "softmax-alibi", "softmax"])
     def test_decode_and_packed_rows(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Rows that stand on keys of their own: N and the distances of ALiBi are counted from there."""
+        """Each row has its own position in the keys, which determines N and the distances of ALiBi."""
         q, k, v = inputs(2, 4, 9, LENGTH)
         cu = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
         for seen in (
@@ -269,7 +269,7 @@ class TestPieces:
 
     @pytest.mark.parametrize("name", ["sigmoid", "lssar-with-exp", "entmax", "softmax-alibi"])
     def test_more_rows_than_keys(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first rows see nothing, and a piece of them has no keys at all."""
+        """The first rows see no key, and their piece has no keys at all."""
         q, k, v = inputs(2, 4, LENGTH, 9)
 
         def attend() -> Tensor:
@@ -295,7 +295,7 @@ class TestPieces:
             assert error <= 2 * budget + ulp
 
     def test_memory(self) -> None:
-        """At their real size: several times less than one tensor of all weights, and no dense mask."""
+        """At the default size: less than half a tensor of all weights, and no dense mask."""
         q, k, v = (randn(1, 2, 8192, 8, seed=i) for i in range(3))
         start = torch.full((1, 8192), 5, dtype=torch.int32)
         for name, options in (("relu", {}), ("softmax", {"key_start": start})):
@@ -306,7 +306,7 @@ class TestPieces:
             weights = 4 * 2 * 8192 * 8192
             assert peak_memory(work) < weights / 2
 
-    def test_whole_where_gradients_or_a_tracer_need_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_not_with_gradients_or_when_tracing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = inputs(2, 4, LENGTH)
         power = torch.full((4,), 3.0, dtype=torch.float64, requires_grad=True)
         expected = attention("softmax-reweighted")(q, k, v, is_causal=True, parameters={"power": power})
@@ -330,7 +330,7 @@ class TestPieces:
             torch.testing.assert_close(traced, eager, rtol=1e-10, atol=1e-12)
         torch._dynamo.reset()
 
-    def test_plain_softmax_is_never_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_plain_softmax_is_never_split(self, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = inputs(1, 1, 200)
         forms: list[dict[str, Any]] = [{}, {"is_causal": True}, {"is_causal": True, "window": 3}]
         expected = [attention(SOFTMAX)(q, k, v, impl="reference", **options) for options in forms]

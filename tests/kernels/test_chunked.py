@@ -1,4 +1,4 @@
-"""The CPU path against the reference: every shape, mask, power, layout and dtype, forward and every gradient."""
+"""The CPU path against the reference: shapes, masks, powers, layouts and dtypes, forward and every gradient."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def thread_count() -> int:
 
 
 @pytest.fixture(autouse=True)
-def threads_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The problems of these tests are small, and threads are part of what they test."""
+def threads_for_small_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests use small inputs, and cover threads."""
     monkeypatch.setattr(chunked, "WORTH_THREADS", 0)
 
 
@@ -63,7 +63,7 @@ def bools(*shape: int, seed: int, share: float) -> Tensor:
 
 
 def expanded(x: Tensor) -> Tensor:
-    """The first sequence for all, by a stride of 0."""
+    """The first sequence repeated with a stride of 0."""
     return x[:1].expand_as(x)
 
 
@@ -135,39 +135,34 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     return call
 
 
-def assert_equals_the_reference(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
+def assert_matches_reference(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
     with tiles(*sizes):
         assert_equal_in_float64(softplus_attention, impl="chunked", layout=LAYOUTS[layout], **call)
 
 
 @settings(max_examples=120)
 @given(calls(), tile_sizes(), st.sampled_from(list(LAYOUTS)))
-def test_equals_the_reference_in_float64(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
-    assert_equals_the_reference(call, sizes, layout)
+def test_matches_reference_in_float64(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
+    assert_matches_reference(call, sizes, layout)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, derandomize=False)
 @given(calls(), tile_sizes(), st.sampled_from(list(LAYOUTS)))
-def test_equals_the_reference_in_float64_for_long(
-    call: dict[str, Any], sizes: tuple[int, int, int], layout: str
-) -> None:
-    assert_equals_the_reference(call, sizes, layout)
+def test_matches_reference_with_many_examples(call: dict[str, Any], sizes: tuple[int, int, int], layout: str) -> None:
+    assert_matches_reference(call, sizes, layout)
 
 
 @settings(max_examples=60)
 @given(calls(), tile_sizes(), st.sampled_from([torch.bfloat16, torch.float16]))
 @pytest.mark.usefixtures("cpu_kernels")
-def test_half_precision_is_as_good_as_the_reference(
-    call: dict[str, Any], sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
+def test_half_precision_yardstick(call: dict[str, Any], sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     q, k, v = (call.pop(name).to(dtype) for name in "qkv")
     with tiles(*sizes):
         assert_within_yardstick(softplus_attention, q, k, v, impl="chunked", **call)
 
 
-# float32 is compared on shapes, and on a power for each row, with so many numbers that the largest rounding error is no
-# matter of luck.
+# Large enough that the largest rounding error is not a matter of chance in float32.
 SHAPES = {
     "T63-D60": (2, 4, 2, 63, 63, 60, 60),
     "T111-D17-Dv33": (1, 3, 3, 111, 111, 17, 33),
@@ -241,7 +236,7 @@ def test_equal_keys_and_zero_vectors_match_reference() -> None:
         assert_equal_in_float64(softplus_attention, q, k, v, impl="chunked", power=power, is_causal=True)
 
 
-def everything(seed: int, t: int = 300, **options: Any) -> dict[str, Tensor]:
+def run_chunked(seed: int, t: int = 300, **options: Any) -> dict[str, Tensor]:
     q, k, v = (randn(2, heads, t, 24, seed=seed + i) for i, heads in enumerate((4, 2, 2)))
     grad_out = randn(2, 4, t, 24, seed=seed + 3)
     power = torch.linspace(2, 15, 4)
@@ -252,13 +247,13 @@ def everything(seed: int, t: int = 300, **options: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "masked"])
 @pytest.mark.usefixtures("cpu_kernels")
-def test_thread_counts_give_the_same_numbers(masked: bool) -> None:
+def test_same_numbers_with_any_thread_count(masked: bool) -> None:
     options = {"is_causal": True, "attn_mask": bools(2, 1, 300, 300, seed=1, share=0.7) if masked else None}
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         with tiles(1 << 12, 8, 32):
-            results.append(everything(5, **options))
+            results.append(run_chunked(5, **options))
     torch.set_num_threads(2)
     for other in results[1:]:
         for name, x in results[0].items():
@@ -266,8 +261,8 @@ def test_thread_counts_give_the_same_numbers(masked: bool) -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_repeats_bit_for_bit() -> None:
-    first, second = everything(6, is_causal=True), everything(6, is_causal=True)
+def test_deterministic() -> None:
+    first, second = run_chunked(6, is_causal=True), run_chunked(6, is_causal=True)
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
 
@@ -290,25 +285,25 @@ def test_memory_grows_linearly(training: bool, power: Any) -> None:
 
     short, long = extra(2048), extra(8192)
     torch.set_num_threads(2)
-    assert short < 2048 * 2048 * 4, f"{short} bytes at 2048: as much as a whole matrix of scores"
+    assert short < 2048 * 2048 * 4, f"{short} bytes at 2048, as much as the full score matrix"
     assert long <= 4.4 * short, f"{short} bytes at 2048, {long} at 8192"
 
 
 class TestThreads:
-    def test_an_exception_in_a_worker_comes_out(self) -> None:
-        class TroubleError(Exception):
+    def test_exception_in_worker_is_raised(self) -> None:
+        class WorkerError(Exception):
             pass
 
         def work(piece: int) -> None:
             if piece == 7:
-                raise TroubleError(piece)
+                raise WorkerError(piece)
 
-        with pytest.raises(TroubleError, match="7"):
+        with pytest.raises(WorkerError, match="7"):
             for_each(work, range(20))
         assert torch.get_num_threads() == 2
 
     @pytest.mark.parametrize("step", ["forward", "backward"])
-    def test_an_exception_inside_the_op_comes_out(self, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_exception_inside_op_is_raised(self, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (randn(1, 2, 300, 16, seed=s).requires_grad_() for s in (1, 2, 3))
         out = softplus_attention(q, k, v, impl="chunked") if step == "backward" else None
 
@@ -320,7 +315,7 @@ class TestThreads:
             softplus_attention(q, k, v, impl="chunked") if out is None else out.sum().backward()
         assert torch.get_num_threads() == 2
 
-    def test_every_piece_runs_once_on_several_threads(self) -> None:
+    def test_every_item_runs_once_on_several_threads(self) -> None:
         seen: list[tuple[int, int]] = []
         meeting = threading.Barrier(2, timeout=10)
 
@@ -335,9 +330,9 @@ class TestThreads:
 
     @pytest.mark.parametrize("threads", [1, 2])
     @pytest.mark.usefixtures("cpu_kernels")
-    def test_the_number_of_threads_stays(self, threads: int) -> None:
+    def test_number_of_threads_is_unchanged(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        everything(1)
+        run_chunked(1)
         assert torch.get_num_threads() == threads
         found: list[int] = []
         later = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -347,11 +342,11 @@ class TestThreads:
         assert found == [threads]
 
     @pytest.mark.usefixtures("cpu_kernels")
-    def test_calls_from_several_threads_do_not_meet(self) -> None:
-        expected = everything(3, t=100, is_causal=True)
+    def test_concurrent_calls_are_independent(self) -> None:
+        expected = run_chunked(3, t=100, is_causal=True)
         results: list[dict[str, Tensor]] = []
         callers = [
-            threading.Thread(target=lambda: results.append(everything(3, t=100, is_causal=True))) for _ in range(4)
+            threading.Thread(target=lambda: results.append(run_chunked(3, t=100, is_causal=True))) for _ in range(4)
         ]
         for caller in callers:
             caller.start()
@@ -376,7 +371,7 @@ def test_works_in_every_gradient_mode(context: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "power"])
-def test_gradients_of_some_inputs_only(wanted: str) -> None:
+def test_gradient_of_one_input_only(wanted: str) -> None:
     tensors = {x: randn(1, 2, 30, 16, seed=i, dtype=torch.float64) for i, x in enumerate("qkv")}
     tensors["power"] = torch.tensor([3.0, 2.5], dtype=torch.float64)
     tensors[wanted].requires_grad_()
@@ -388,7 +383,7 @@ def test_gradients_of_some_inputs_only(wanted: str) -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_the_inputs_stay_as_they_were() -> None:
+def test_inputs_are_not_modified() -> None:
     q, k, v = (randn(2, 2, 100, 16, seed=s).requires_grad_() for s in (1, 2, 3))
     copies = [x.detach().clone() for x in (q, k, v)]
     softplus_attention(q, k, v, is_causal=True, impl="chunked").sum().backward()
@@ -397,13 +392,13 @@ def test_the_inputs_stay_as_they_were() -> None:
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_bounds_wider_than_int32_mean_no_bound() -> None:
+def test_bounds_beyond_int32_mean_no_bound() -> None:
     q, k, v = (randn(1, 1, 8, 16, seed=i) for i in range(3))
     end = torch.full((1, 8), torch.iinfo(torch.int64).max)
     assert torch.equal(softplus_attention(q, k, v, key_end=end), softplus_attention(q, k, v))
 
 
-def test_power_by_length_with_a_fraction() -> None:
+def test_power_by_length_with_fractional_n0() -> None:
     q, k, v = (randn(1, 1, 30, 16, seed=i, dtype=torch.float64) for i in range(3))
     ours, theirs = (
         softplus_attention(q, k, v, is_causal=True, power=PowerByLength(3, 5, n0=2.9), impl=impl)
@@ -412,19 +407,19 @@ def test_power_by_length_with_a_fraction() -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
-def pieces_in_a_forked_process(queue: Any) -> None:
+def work_in_forked_process(queue: Any) -> None:
     done: list[int] = []
     for_each(done.append, range(8))
     queue.put(sorted(done))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_threads_do_not_outlive_a_fork() -> None:
-    """A forked process inherits the pool of threads as an empty shell: work given to it would wait for ever."""
+def test_threads_after_fork() -> None:
+    """A forked process inherits the thread pool object without its threads: submitted work would wait forever."""
     for_each(lambda piece: None, range(8))
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
-    process = context.Process(target=pieces_in_a_forked_process, args=(queue,))
+    process = context.Process(target=work_in_forked_process, args=(queue,))
     process.start()
     try:
         assert queue.get(timeout=30) == list(range(8))
@@ -434,7 +429,7 @@ def test_threads_do_not_outlive_a_fork() -> None:
 
 @pytest.mark.parametrize("power", [1e9, 10**30, PowerByLength(1e10), torch.full((2,), 1e10)], ids=str)
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_huge_power_is_the_argmax(power: Any) -> None:
+def test_huge_power_is_argmax(power: Any) -> None:
     q, k, v = (randn(1, 2, 40, 16, seed=seed) for seed in range(3))
     given = [x.requires_grad_() for x in (q, k, v)]
     out, expected = (softplus_attention(*given, power=power, is_causal=True, impl=x) for x in ("chunked", "reference"))
@@ -451,4 +446,4 @@ def test_learned_powers_with_padding_use_linear_memory() -> None:
         x, mask = randn(1, t, 16, seed=0), torch.ones(1, 1, 1, t, dtype=torch.bool)
         with torch.no_grad():
             peaks.append(peak_memory(lambda m=module, x=x, mask=mask: m(x, attn_mask=mask)))
-    assert peaks[1] < 6 * peaks[0], "quadratic memory would be 16 times as much"
+    assert peaks[1] < 6 * peaks[0], "quadratic memory would grow 16-fold"

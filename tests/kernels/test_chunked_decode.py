@@ -1,5 +1,4 @@
-"""One new token on a CPU, by PyTorch's operations and by the C++ kernels: the short way against the reference, and
-when it must give way to the general one."""
+"""Decode steps on a CPU with PyTorch operations and with the C++ kernels, against the reference."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def caches(keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2) -> 
 @pytest.mark.parametrize("keys", [3, 40, SMALL, SMALL + 188])  # up to SMALL the keys are normalised first
 @pytest.mark.parametrize("unit", [False, True], ids=["raw keys", "unit keys"])
 @pytest.mark.parametrize("offset", [True, False], ids=["with offset", "without"])
-def test_equals_the_reference(power, keys, unit, offset):
+def test_matches_reference(power, keys, unit, offset):
     q, k, v = caches(keys)
     k = F.normalize(k, dim=-1) if unit else k
     lengths = torch.tensor([keys, max(1, keys - 9)], dtype=torch.int32)
@@ -75,7 +74,7 @@ def test_windows_and_starts(window):
 
 @pytest.mark.parametrize("keys", [40, 700])
 @pytest.mark.parametrize("where", ["k", "v"])
-def test_nan_reaches_what_it_must_and_nothing_else(where, keys):
+def test_nan_affects_only_rows_that_see_it(where, keys):
     q, k, v = caches(keys)
     bad = {"k": k, "v": v}[where]
     bad[0, 0, 5] = torch.nan
@@ -93,7 +92,7 @@ def test_nan_reaches_what_it_must_and_nothing_else(where, keys):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("offset", [True, False])
-def test_a_bad_number_among_unit_keys(bad, offset):
+def test_non_finite_unit_keys(bad, offset):
     q, k, v = caches(40)
     k = F.normalize(k, dim=-1)
     k[0, 1, 7, 2] = bad
@@ -134,7 +133,7 @@ def test_no_sequences():
     assert softplus_attention_decode(q, k, v, lengths, impl="chunked").shape == (0, 2, 1, 16)
 
 
-def test_gradients_take_the_general_way():
+def test_gradients_use_the_general_path():
     q, k, v = caches(40)
     lengths = torch.tensor([40, 40], dtype=torch.int32)
     run = lambda q, k, v: softplus_attention_decode(q, k, v, lengths, enable_gqa=True)  # noqa: E731
@@ -144,7 +143,7 @@ def test_gradients_take_the_general_way():
     assert q.grad.abs().max() > 0
 
 
-def test_export_without_gradients_called_with_them():
+def test_exported_program_called_with_gradients():
     class Step(torch.nn.Module):
         def __init__(self):
             super().__init__()

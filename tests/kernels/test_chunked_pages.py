@@ -1,4 +1,4 @@
-"""A decode step over pages on a CPU, against each request alone by the reference."""
+"""Decode steps over paged caches on a CPU, against the reference for each request alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ POWERS: dict[str, Power] = {
 
 
 class Pages:
-    """Requests of ``LENGTHS`` keys; every place that holds no key is a large number."""
+    """Requests of ``LENGTHS`` keys; unused slots hold a large number."""
 
     def __init__(self, page: int, together: bool, dtype: torch.dtype = torch.float64) -> None:
         self.q = randn(len(LENGTHS), HEADS, D, seed=0, dtype=dtype)
@@ -64,7 +64,7 @@ def test_matches_each_request_alone(page: int, together: bool, power: str, windo
 
 
 def test_half_precision() -> None:
-    """Numbers of bfloat16, computed in float32 and rounded once."""
+    """bfloat16 inputs are computed in float32 and rounded once."""
     batch, exact = Pages(16, False, torch.bfloat16), Pages(16, False)
     exact.q, exact.k, exact.v = batch.q.double(), [k.double() for k in batch.k], [v.double() for v in batch.v]
     error = (batch.decode().double() - exact.alone()).abs().max()  # type: ignore[union-attr]
@@ -73,8 +73,8 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("where", ["seen", "beyond"])
 @pytest.mark.parametrize("part", ["k_pages", "v_pages"])
-def test_leaves_nan_to_the_general_path(part: str, where: str) -> None:
-    """Also where no row sees it: only the general path tells the two apart."""
+def test_nan_falls_back_to_the_general_path(part: str, where: str) -> None:
+    """Even if no row sees it: only the general path distinguishes the two."""
     batch = Pages(7, True)
     getattr(batch, part)[batch.table[1, 2], :, 2 if where == "seen" else 5] = torch.nan
     out = batch.decode()

@@ -1,4 +1,4 @@
-"""Kernels and launches are those that were measured: ``tests/kernel_fingerprints.py`` in a process of its own."""
+"""Compiled kernels and launches match the recorded fingerprints of ``tests/kernel_fingerprints.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def compare(*words: str) -> str:
-    """Without Triton's interpreter, which the tests may have set."""
+    """Run in a process without Triton's interpreter, which these tests may have enabled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, str(TESTS / "kernel_fingerprints.py"), *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -32,12 +32,12 @@ def compare(*words: str) -> str:
     ],
     ids="".join,
 )
-def test_kernels_are_as_recorded(words: tuple[str, ...]) -> None:
+def test_kernels_match_recorded_fingerprints(words: tuple[str, ...]) -> None:
     triton = pytest.importorskip("triton")
     recorded = json.loads((TESTS / "kernels" / "fingerprints.json").read_text())["triton"]
     if triton.__version__ != recorded:
         pytest.skip(f"recorded with triton {recorded}, this is {triton.__version__}")
-    assert "cases as held" in compare(*words)
+    assert "cases as recorded" in compare(*words)
 
 
 NAMES = """
@@ -51,7 +51,7 @@ assert "add.s32" in instructions(one)
 """
 
 
-def test_names_and_places_do_not_count() -> None:
+def test_names_and_lines_do_not_matter() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", NAMES], env=environment, cwd=TESTS, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""The interpreter of Gluon kernels itself: what it computes, and the mistakes that it shows."""
+"""The Gluon interpreter computes kernels correctly and detects missing waits, fences and barriers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def doubled_kernel(
     X, Y, n, WAIT: gl.constexpr, FENCE: gl.constexpr, REFILL: gl.constexpr, FINISH: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Y = X X^T of 64 x 64 numbers, right with WAIT, FENCE and FINISH alone."""
+    """Y = X X^T of 64 x 64 numbers. Correct only with WAIT, FENCE and FINISH, and without REFILL."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     o_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     o_tile = o_rows[:, None] * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))[None, :]
@@ -55,7 +55,7 @@ def doubled_kernel(
 def product(
     late: bool, wait: bool = True, fence: bool = True, refill: int = 0, finish: bool = True, n: int = 64
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel above makes, and what it should."""
+    """The result of the kernel above, and the expected result."""
     x, y = randn(64, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
     kernel = InterpretedKernel(doubled_kernel, late_products=late)
     kernel[1, 1, 1](x, y, n, wait, fence, refill, finish, 4)
@@ -63,7 +63,7 @@ def product(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_it_computes(late: bool) -> None:
+def test_computes_product(late: bool) -> None:
     torch.testing.assert_close(*product(late))
     found, expected = product(late, n=40)
     torch.testing.assert_close(found[:40, :40], expected[:40, :40])
@@ -78,25 +78,25 @@ def test_it_computes(late: bool) -> None:
         (False, {"finish": False}),
     ],
 )
-def test_it_shows_what_happens_too_early(late: bool, mistake: dict[str, Any]) -> None:
+def test_early_reads_and_writes_change_the_result(late: bool, mistake: dict[str, Any]) -> None:
     found, expected = product(late, **mistake)
     assert (found - expected).abs().min() > 100
 
 
-def test_it_wants_copies_to_be_awaited() -> None:
+def test_detects_missing_waits() -> None:
     for mistake in ({"wait": False}, {"refill": 2}):
-        with pytest.raises(AssertionError, match="copies that nobody waits for"):
+        with pytest.raises(AssertionError, match="copies without a wait"):
             product(late=False, **mistake)
-    with pytest.raises(AssertionError, match="a second copy into a tile before the first has come"):
+    with pytest.raises(AssertionError, match="a second copy into a tile before the first is complete"):
         product(late=False, wait=False, refill=1)
 
 
-def test_it_wants_fences() -> None:
+def test_detects_missing_fences() -> None:
     with pytest.raises(AssertionError, match="without a fence"):
         product(late=False, fence=False)
 
 
-def test_it_sees_addresses_outside() -> None:
+def test_detects_out_of_bounds_access() -> None:
     kernel = InterpretedKernel(doubled_kernel, late_products=False)
     x = randn(63, 64, seed=0, dtype=torch.float16)
     with pytest.raises(IndexError, match=r"offset 4032 of 4032 elements"):
@@ -105,10 +105,10 @@ def test_it_sees_addresses_outside() -> None:
 
 @gluon.jit
 def squared_kernel(
-    X, Y, ANNOUNCED: gl.constexpr, WAITED: gl.constexpr, PHASE: gl.constexpr, REFILL: gl.constexpr,
+    X, Y, EXPECTED_BYTES: gl.constexpr, WAITED: gl.constexpr, PHASE: gl.constexpr, REFILL: gl.constexpr,
     ENDED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Y = X X^T of 64 x 64 numbers, by the copy engine. Right with 8,192 bytes announced, WAITED, PHASE 0 and no
+    """Y = X X^T of 64 x 64 numbers with the copy engine. Correct with 8,192 expected bytes, WAITED, PHASE 0 and no
     REFILL."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
     o_rows = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
@@ -116,8 +116,8 @@ def squared_kernel(
     ring = gl.allocate_shared_memory(X.dtype, [1, 1, 1, 64, 64], X.layout)
     copied = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(copied.index(0), count=1)
-    mbarrier.expect(copied.index(0), ANNOUNCED, pred=ANNOUNCED > 0)
-    tma.async_copy_global_to_shared(X, [0, 0, 0, 0], copied.index(0), ring.index(0), pred=ANNOUNCED > 0)
+    mbarrier.expect(copied.index(0), EXPECTED_BYTES, pred=EXPECTED_BYTES > 0)
+    tma.async_copy_global_to_shared(X, [0, 0, 0, 0], copied.index(0), ring.index(0), pred=EXPECTED_BYTES > 0)
     if WAITED:
         mbarrier.wait(copied.index(0), PHASE)
     tile = ring.index(0).reshape([64, 64])
@@ -138,7 +138,7 @@ def squared_kernel(
 
 def squared(
     rows: int = 64,
-    announced: int = 8192,
+    expected_bytes: int = 8192,
     waited: bool = True,
     phase: int = 0,
     refill: bool = False,
@@ -146,31 +146,31 @@ def squared(
 ) -> Any:
     x, y = randn(1, 1, rows, 64, seed=0, dtype=torch.float16), torch.empty(64, 64)
     kernel = InterpretedKernel(squared_kernel, late_products=True)
-    kernel[1, 1, 1](Tiles(x, 64), y, announced, waited, phase, refill, ended, 4)
+    kernel[1, 1, 1](Tiles(x, 64), y, expected_bytes, waited, phase, refill, ended, 4)
     x = torch.nn.functional.pad(x[0, 0].float(), (0, 0, 0, 64 - rows))
     return y, x @ x.T
 
 
-def test_it_brings_tiles_by_the_copy_engine() -> None:
-    for rows in (64, 40):  # beyond the last row there are zeros
+def test_copy_engine_loads_tiles() -> None:
+    for rows in (64, 40):  # rows beyond the last are zeros
         torch.testing.assert_close(*squared(rows))
-    found, expected = squared(refill=True)  # while the tile is read
+    found, expected = squared(refill=True)  # overwrites the tile while it is read
     assert (found - expected).abs().min() > 100
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words"),
+    ("mistake", "message"),
     [
-        ({"waited": False}, "a barrier ends before its copies have come"),
-        ({"waited": False, "ended": "no"}, "copies that nobody waits for"),
-        ({"phase": 1, "ended": "no"}, "copies that nobody waits for"),  # which counts as over
-        ({"ended": "no"}, "barriers that do not end"),
-        ({"refill": True, "ended": "early"}, "a barrier ends before its copies have come"),
-        ({"announced": 4096}, "4096 bytes were announced, and 8192 came"),
-        ({"announced": 0}, "a barrier is waited for that no copy was announced to"),
-        ({"waited": False, "refill": True}, "copies are announced before those of the last phase were waited for"),
+        ({"waited": False}, "a barrier is invalidated before its copies are complete"),
+        ({"waited": False, "ended": "no"}, "copies without a wait"),
+        ({"phase": 1, "ended": "no"}, "copies without a wait"),  # treated as complete
+        ({"ended": "no"}, "barriers that are not invalidated"),
+        ({"refill": True, "ended": "early"}, "a barrier is invalidated before its copies are complete"),
+        ({"expected_bytes": 4096}, "expected 4096 bytes, received 8192"),
+        ({"expected_bytes": 0}, "wait for a barrier that expects no copy"),
+        ({"waited": False, "refill": True}, "a barrier expects copies before the wait for its last phase"),
     ],
 )
-def test_it_knows_barriers(mistake: dict[str, Any], words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
+def test_detects_wrong_barriers(mistake: dict[str, Any], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         squared(**mistake)

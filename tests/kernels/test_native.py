@@ -1,4 +1,4 @@
-"""The C++ kernels as an optional part: built on request, found, chosen, and never taken in silence."""
+"""The optional C++ kernels: building, loading, selection, and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_loads_and_names_its_instructions(native_library: Path) -> None:
+def test_loads_and_reports_instruction_set(native_library: Path) -> None:
     with native.using("native") as found:
         assert found.ops is not None
         assert str(native_library) in found.reason
@@ -36,7 +36,7 @@ def test_loads_and_names_its_instructions(native_library: Path) -> None:
         assert native.status() is found
 
 
-def test_torch_is_taken_where_it_is_asked_for(native_library: Path) -> None:
+def test_torch_on_request(native_library: Path) -> None:
     with native.using("torch") as found:
         assert found.ops is None
 
@@ -53,7 +53,7 @@ def test_without_a_build(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
         native.status()
 
 
-def test_a_damaged_library_is_named(empty_cache: Path) -> None:
+def test_damaged_library_is_reported(empty_cache: Path) -> None:
     path = build.library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no library")
@@ -63,8 +63,8 @@ def test_a_damaged_library_is_named(empty_cache: Path) -> None:
         native.find("native")
 
 
-def test_a_library_of_others_is_not_loaded(empty_cache: Path) -> None:
-    """It is code, at a place that is known: whoever could write it there could run it here."""
+def test_library_writable_by_others_is_not_loaded(empty_cache: Path) -> None:
+    """Its path is predictable: whoever can write the file could run code here."""
     path = build.library_path()
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no library")
@@ -79,13 +79,13 @@ def test_without_a_compiler(
     for program, reason in {"no-such-compiler": "no C++ compiler: no-such-compiler", "false": "false failed"}.items():
         monkeypatch.setenv("CXX", program)
         assert main(["build"]) == 1
-        said = capsys.readouterr().err
-        assert reason in said
-        assert said.count("\n") == 1
+        stderr = capsys.readouterr().err
+        assert reason in stderr
+        assert stderr.count("\n") == 1
     assert not list(empty_cache.rglob("*.so"))
 
 
-def test_info_says_which_runs(
+def test_info_names_cpu_kernels(
     native_library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for mode, line in {"torch": "PyTorch operations (SOFTPLUS_ATTENTION_CPU=torch)", "native": "C++ ("}.items():
@@ -95,8 +95,8 @@ def test_info_says_which_runs(
         assert f"CPU kernels        {line}" in capsys.readouterr().out
 
 
-# What the kernels must compute themselves, and what they must leave to PyTorch's operations.
-TAKEN: dict[str, dict[str, Any]] = {
+# Calls that the kernels compute themselves, and calls that they leave to PyTorch operations.
+NATIVE: dict[str, dict[str, Any]] = {
     "p15": {},
     "lssa": {"power": None},
     "real": {"power": 2.5},
@@ -114,7 +114,7 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
     "ranges": {"is_causal": False, "key_start": torch.arange(70)[None] // 20 * 20},
 }
-LEFT = {
+FALLBACK = {
     "mask": {"attn_mask": torch.ones(70, 70, dtype=torch.bool).tril()},
     "nan": {"k": torch.full((1, 2, 70, 17), torch.nan)},
     "infinite": {"v": torch.full((1, 2, 70, 17), torch.inf)},
@@ -125,12 +125,12 @@ LEFT = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [*TAKEN, *LEFT])
-def test_which_calls_the_kernels_take(
+@pytest.mark.parametrize("name", [*NATIVE, *FALLBACK])
+def test_which_calls_run_natively(
     name: str, dtype: torch.dtype, native_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = {"q": randn(1, 4, 70, 17, seed=1), "k": randn(1, 2, 70, 17, seed=2), "v": randn(1, 2, 70, 17, seed=3)}
-    call |= {"is_causal": True} | TAKEN.get(name, {}) | LEFT.get(name, {})
+    call |= {"is_causal": True} | NATIVE.get(name, {}) | FALLBACK.get(name, {})
     for x in "qkv":
         call[x] = call[x].to(dtype).clone().requires_grad_()
     if dtype == torch.float16 and name in ("far-too-long", "far-too-short"):
@@ -142,14 +142,14 @@ def test_which_calls_the_kernels_take(
         monkeypatch.setattr(chunked, direction, record)
     with native.using("native"):
         softplus_attention(**call, enable_gqa=True, impl="chunked").sum().backward()
-    if name in TAKEN:
+    if name in NATIVE:
         assert all(call[x].grad.isfinite().all() for x in "qkv")
-    assert tiled == ([] if name in TAKEN else ["forward", "backward"])
+    assert tiled == ([] if name in NATIVE else ["forward", "backward"])
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_any_number_of_threads_and_heads(kv_heads: int, native_library: Path) -> None:
-    """With few key heads several threads work on one; the sums are in one order all the same."""
+    """With few key heads several threads share a head; the order of summation stays the same."""
     given = [randn(1, n, 300, 20, seed=n, dtype=torch.float32) for n in (2 * kv_heads, kv_heads, kv_heads)]
     power = torch.linspace(2, 15, 2 * kv_heads)
     grad_out, options = randn(1, 2 * kv_heads, 300, 20, seed=9), {"is_causal": True, "enable_gqa": True}
@@ -172,6 +172,6 @@ def test_two_processes_build_at_once(tmp_path: Path) -> None:
     assert [process.wait(300) for process in both] == [0, 0]
     assert all("loaded: " in process.stdout.read() for process in both if process.stdout)
     (library,) = tmp_path.rglob("*.so")
-    assert [path.name for path in library.parent.iterdir()] == ["native.so"], "something temporary is left"
+    assert [path.name for path in library.parent.iterdir()] == ["native.so"], "temporary files remain"
     subprocess.run([*COMMAND, "build", "--remove"], env=environment, check=True, capture_output=True)
     assert not list(tmp_path.rglob("*.so"))

@@ -1,4 +1,4 @@
-"""Decode steps in C++: caches in pages, values that are left unread, threads."""
+"""Decode steps of the C++ kernels: paged caches, values that are not read, threads."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def thread_count() -> int:
 
 
 class Pages:
-    """Requests of ``LENGTHS`` raw keys; the first page of the second is that of the first, and whatever holds no key
-    is NaN."""
+    """Requests of ``LENGTHS`` raw keys. The first two share their first page; unused slots are NaN."""
 
     def __init__(self, page: int, heads: tuple[int, int], dtype: torch.dtype, width: int = 36) -> None:
         query_heads, kv_heads = heads
@@ -107,8 +106,8 @@ def test_head_dimensions(width):
     Pages(16, (3, 3), torch.float32, width).assert_right(None, 15)
 
 
-def test_paged_op_takes_it():
-    """A batch of which one request has two new rows; and what the op refuses."""
+def test_paged_op():
+    """One request of the batch has two new rows. Bad arguments raise errors."""
     pages = Pages(16, (6, 2), torch.float32)
     q, cu = torch.cat([pages.q[:1], pages.q]), torch.tensor([0, 2, 3, 4, 5, 6], dtype=torch.int32)
     rest = (pages.k_pages, pages.v_pages, pages.table, torch.tensor(LENGTHS, dtype=torch.int32), cu, 2, max(LENGTHS))
@@ -127,12 +126,11 @@ def decode(q: Tensor, k: Tensor, v: Tensor, power: float = 15) -> Tensor:
 
 
 def weighted_keys(ratios: Tensor, power: float, width: int = 16) -> tuple[Tensor, Tensor]:
-    """q and unit keys whose weights, beside the largest, are ``ratios``: the row's average is made by as many keys that
-    have none."""
+    """q and unit keys whose weights relative to the largest are ``ratios``, followed by as many keys without weight."""
     n, scale = 2 * len(ratios), math.log(2 * len(ratios)) * math.log(width)
     low = torch.nn.functional.softplus(torch.tensor(-scale, dtype=torch.float64))
     u = ratios.double() ** (1 / power)
-    # f = average + u (top - average), where the average follows from all f.
+    # f = average + u (top - average), where the average is over all f.
     top, half = F.softplus(torch.tensor(scale, dtype=torch.float64)), u.mean() / 2
     average = (half * top + low / 2) / (0.5 + half)
     f = torch.cat([average + u * (top - average), low.expand(len(ratios))])
@@ -147,8 +145,8 @@ def weighted_keys(ratios: Tensor, power: float, width: int = 16) -> tuple[Tensor
 @pytest.mark.parametrize("exponent", [-12, -16, -26, -36])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_many_small_weights_together(dtype, exponent):
-    """A crowd of keys of 2^exponent of the largest weight, just read or just left out, whose values all point away
-    from that of the largest."""
+    """Many keys with 2^exponent of the largest weight, on both sides of the limit below which values are not read.
+    Their values are opposite to that of the largest."""
     power = 3.0
     ratios = torch.full((4000,), 2.0**exponent)
     ratios[0] = 1
@@ -164,7 +162,7 @@ def test_many_small_weights_together(dtype, exponent):
 
 
 def test_values_without_weight_are_not_read(cpp):
-    """NaN in a value that is read would reach the row, or send it the general way."""
+    """NaN in a value that is read would reach the output, or trigger the general path."""
     q, k, v = randn(1, 1, 1, 64, seed=0), randn(1, 1, 5000, 64, seed=1), randn(1, 1, 5000, 64, seed=2)
     k[:, :, 77] = q[:, :, 0]
     scores = F.normalize(k, dim=-1) @ F.normalize(q, dim=-1)[0, 0, 0] * math.log(5000) * math.log(64)
@@ -176,7 +174,7 @@ def test_values_without_weight_are_not_read(cpp):
     assert torch.equal(cpp.decode(q, k, v, None, *seen, True, 15.0, None, None, True, math.log(64), False), expected)
 
 
-def test_equal_on_any_number_of_threads():
+def test_same_numbers_with_any_thread_count():
     q, k, v = randn(2, 8, 1, 64, seed=0), randn(2, 4, 3001, 64, seed=1), randn(2, 4, 3001, 64, seed=2)
     two = decode(q, k, v)
     torch.set_num_threads(1)
@@ -186,7 +184,7 @@ def test_equal_on_any_number_of_threads():
 
 
 @pytest.mark.parametrize("page", [-1, 3])
-def test_a_page_that_is_not_there(page, cpp):
+def test_page_out_of_range(page, cpp):
     q, k, v = randn(1, 2, 8, seed=0), randn(3, 2, 4, 8, seed=1), randn(3, 2, 4, 8, seed=2)
     table, start, end = (torch.tensor(x, dtype=torch.int32) for x in ([[0, page]], [0], [7]))
     with pytest.raises(IndexError, match=f"page {page} of 3"):

@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: in Triton's interpreter everywhere, on the GPU where there is one."""
+"""The Triton kernels against the reference, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import triton_cases
 from helpers import (
     OutsideYardstickError,
     as_given,
-    assert_no_weight_for_a_crowd,
+    assert_many_equal_keys_have_no_weight,
     assert_within_yardstick,
     largest_error,
     outcomes,
@@ -26,9 +26,7 @@ from softplus_attention.kernels.arguments import KernelArguments
 from softplus_attention.kernels.triton import launch as triton_launch
 from softplus_attention.power import power_record
 
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the interpreter takes CPU tensors; see the gpu tests"
-)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter needs CPU tensors")
 
 # No ranges, no mask, causal, no window, the power 15 with the offset, a score scale, raw keys.
 PLAIN = (None, None, None, True, None, power_record(15), 4.0, False)
@@ -46,14 +44,14 @@ def test_interpreted(case: Case) -> None:
     ("float32", [0], 1.5, False), ("float32", [0], 3.0, True), ("float32", [0, 2], 1.5, True),
     ("float32", [0, 1, 2], 1.5, True), ("float16", [0], 1.5, True),
 ])  # fmt: skip
-def test_one_unlucky_draw_is_allowed_in_float32(
+def test_float32_cases_may_be_redrawn_once(
     dtype: str, outside: list[int], times: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(case: Case, device: str, draw: int) -> None:
+    def fake_draw(case: Case, device: str, draw: int) -> None:
         if draw in outside:
             raise OutsideYardstickError(str(draw), times)
 
-    monkeypatch.setattr(triton_cases, "assert_draw", drawn)
+    monkeypatch.setattr(triton_cases, "assert_draw", fake_draw)
     with pytest.raises(OutsideYardstickError) if fails else nullcontext():
         assert_case(Case(dtype=dtype), "cpu")
 
@@ -67,7 +65,7 @@ def test_on_gpu(case: Case) -> None:
 @interpreted
 @pytest.mark.parametrize("by_token", [False, True])
 def test_norms_of_keys_of_any_size(by_token: bool) -> None:
-    """Squares that overflow or vanish are taken of keys scaled by a power of two, to the same digits."""
+    """Keys whose squares overflow or underflow are scaled by a power of two first, which keeps every digit."""
     sizes = [0, 40, 62, 75, 126, -40, -62, -75, -90]
     k = randn(1, 70, 2, 16, seed=0).transpose(1, 2)
     if not by_token:
@@ -91,16 +89,16 @@ def test_norms_of_keys_of_any_size(by_token: bool) -> None:
 @interpreted
 @pytest.mark.parametrize("power", [15, None])
 @pytest.mark.parametrize("opposite", [0.6, 3.0])
-def test_rows_whose_scores_are_all_below_zero(opposite: float, power: int | None) -> None:
-    """Sigmoids of 1e-4 and less, which float16 holds only times a number; and keys that share a direction, where the
-    short polynomial would show."""
+def test_rows_with_negative_scores_only(opposite: float, power: int | None) -> None:
+    """Sigmoids of 1e-4 and less, which float16 needs scaled, and keys that share a direction, which would reveal the
+    errors of the short polynomial."""
     q, k, v = (x.half() for x in some_scores_below_zero(opposite))
     assert_within_yardstick(softplus_attention, q, k, v, impl="triton", power=power, is_causal=True)
 
 
 @interpreted
-def test_low_scores_of_tiny_keys_are_finite_in_float16() -> None:
-    """What sigmoids are multiplied by leaves room for the norm of a key, by which they are divided."""
+def test_low_scores_of_tiny_keys_in_float16() -> None:
+    """The factor that scales sigmoids leaves room for the division by a key's norm."""
     q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((32, 100, 100)))
     q, k = 0.3 * q - 1, 1e-5 * torch.nn.functional.normalize(0.3 * k + 1, dim=-1)
     given = [x.half().requires_grad_() for x in (q, k, v)]
@@ -110,9 +108,9 @@ def test_low_scores_of_tiny_keys_are_finite_in_float16() -> None:
 
 
 @interpreted
-def test_a_power_takes_no_error_from_rounded_weights() -> None:
-    """The output is summed with weights in half precision, and the mean gain of a row is taken from it. The gradient of
-    a power weighs that mean with the logarithms of all keys: taken as it comes, it is as far off as the reference's."""
+def test_power_gradient_is_corrected_for_rounding() -> None:
+    """The mean gain of a row comes from the output, which is a sum with half-precision weights. The power's gradient
+    multiplies it by the logarithms of all keys: without a correction it would be as inaccurate as the reference's."""
     q, k, v = (randn(1, 4, 96, 32, seed=seed, dtype=torch.float16) for seed in range(3))
     power = torch.tensor([1.5, 2.5, 4, 9])
     ours, theirs, truth = outcomes(softplus_attention, q, k, v, "triton", power, as_given, {"is_causal": True})
@@ -123,7 +121,7 @@ def test_a_power_takes_no_error_from_rounded_weights() -> None:
 @interpreted
 @pytest.mark.parametrize("power", [15, 31, None])
 def test_equal_keys_keep_the_first_stage(power: int | None) -> None:
-    """Sharpening cannot choose between equal scores: the output is the mean of v, and its gradient stage 1's."""
+    """Sharpening cannot separate equal scores: output and gradients are those of stage 1, the mean of v."""
     q, k, v = randn(1, 1, 40, 16, seed=0), randn(1, 1, 1, 16, seed=1).expand(1, 1, 40, 16), randn(1, 1, 40, 16, seed=2)
     results = []
     for impl in ("triton", "chunked"):
@@ -139,7 +137,7 @@ def test_equal_keys_keep_the_first_stage(power: int | None) -> None:
 @interpreted
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float) -> None:
+def test_non_finite_inputs_affect_only_visible_rows(which: str, bad: float) -> None:
     q, k, v = (randn(1, 1, 70, 16, seed=i) for i in range(3))
     clean = softplus_attention(q, k, v, is_causal=True, impl="triton")
     {"q": q, "k": k, "v": v}[which][0, 0, 30, 3] = bad
@@ -154,8 +152,8 @@ def test_bad_values_reach_only_the_rows_that_see_them(which: str, bad: float) ->
 @interpreted
 @pytest.mark.parametrize("impl", ["triton", "chunked", "reference"])
 @pytest.mark.parametrize("power", [15, None])
-def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> None:
-    """NaN in padding, of keys, values and of rows that see nothing: outputs and gradients are those of zeros there."""
+def test_masked_keys_may_be_nan(power: int | None, impl: str) -> None:
+    """NaN in padded keys and values, and in queries of rows that see nothing, acts like zeros."""
     results = []
     for filling in (0.0, float("nan")):
         q, k, v = (randn(1, 2, 70, 16, seed=i) for i in range(3))
@@ -172,9 +170,8 @@ def test_what_nobody_sees_may_hold_anything(power: int | None, impl: str) -> Non
 @interpreted
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("power", [15, "learned"])
-def test_a_value_without_weight_affects_no_gradient(power: Any, bad: float) -> None:
-    """One value is not finite: the rows that give it no weight have the output and the gradient of q and of their power
-    that they have with any other value there."""
+def test_value_without_weight_affects_no_gradient(power: Any, bad: float) -> None:
+    """A non-finite value does not change the output and the gradients of q and power in rows that give it no weight."""
     results = []
     for value in (bad, 7.0):
         q, k, v = (randn(1, 2, 70, 16, seed=seed) for seed in range(3))
@@ -196,7 +193,7 @@ def test_a_value_without_weight_affects_no_gradient(power: Any, bad: float) -> N
 
 @interpreted
 @pytest.mark.parametrize("form", ["end alone", "one start for all", "transposed"])
-def test_each_sequence_has_its_own_range(form: str) -> None:
+def test_ranges_per_sequence(form: str) -> None:
     q, k, v = (randn(3, 2, 40, 16, seed=seed) for seed in range(3))
     end = torch.tensor([40, 7, 23], dtype=torch.int32)[:, None].expand(3, 40).contiguous()
     start = (torch.arange(40, dtype=torch.int32) // 8)[None]
@@ -216,8 +213,8 @@ def test_each_sequence_has_its_own_range(form: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("window", [2**31 - 1, 2**40])
-def test_a_window_beyond_all_keys_is_none(window: int) -> None:
-    """A row's place and such a window together are beyond int32."""
+def test_window_longer_than_all_keys(window: int) -> None:
+    """Row index plus window would overflow int32."""
     results = []
     for seen in (None, window):
         leaves = [randn(1, 2, 70, 16, seed=seed).requires_grad_() for seed in range(3)]
@@ -228,7 +225,7 @@ def test_a_window_beyond_all_keys_is_none(window: int) -> None:
 
 
 @interpreted
-def test_a_decode_step_takes_the_decode_kernel() -> None:
+def test_decode_steps_run_the_decode_kernel() -> None:
     q, k, v = randn(2, 4, 1, 16, seed=0), randn(2, 2, 90, 16, seed=1), randn(2, 2, 90, 16, seed=2)
     lengths = torch.tensor([90, 33])
     options = {"cache_starts": torch.tensor([4, 0]), "enable_gqa": True}
@@ -261,8 +258,8 @@ def test_refuses_float64() -> None:
 
 
 @interpreted
-def test_a_bad_number_without_the_offset() -> None:
-    """No row of equal scores, which is computed with care, comes to the help of one that sees a NaN."""
+def test_nan_without_offset() -> None:
+    """Without the offset no row is recomputed for equal scores, so NaN has to be handled by itself."""
     from gpu_numbers import check_poison
 
     check_poison("causal", "float32", 2.5, offset=False, values={"nan": torch.nan})
@@ -271,36 +268,36 @@ def test_a_bad_number_without_the_offset() -> None:
 @interpreted
 @pytest.mark.slow
 def test_equal_keys_below_the_average_have_no_weight() -> None:
-    assert_no_weight_for_a_crowd(48, -0.3)
+    assert_many_equal_keys_have_no_weight(48, -0.3)
 
 
 @interpreted
 class TestWithoutTheDispatcher:
-    """A plain call runs the kernels itself; where somebody looks on, it is the op that they know."""
+    """A plain call runs the kernels directly; under a dispatch mode it runs the registered op."""
 
     @staticmethod
-    def results(way: str) -> tuple[torch.Tensor, ...]:
+    def results(path: str) -> tuple[torch.Tensor, ...]:
         q, k, v = (randn(1, 2, 40, 16, seed=seed).requires_grad_() for seed in range(3))
         power = torch.tensor([2.0, 5.0], requires_grad=True)
         seen: list[str] = []
 
-        class Onlooker(TorchDispatchMode):
+        class RecordOps(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 seen.append(func._schema.name)
                 return func(*args, **(kwargs or {}))
 
-        with Onlooker() if way == "op" else nullcontext():
+        with RecordOps() if path == "op" else nullcontext():
             out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
             gradients = torch.autograd.grad(out.square().sum(), (q, k, v, power))
         names = {f"softplus_attention::triton_{direction}" for direction in ("forward", "backward")}
-        assert names & set(seen) == (names if way == "op" else set())
+        assert names & set(seen) == (names if path == "op" else set())
         return out, *gradients
 
-    def test_the_numbers_are_the_ops(self) -> None:
+    def test_same_numbers_as_the_op(self) -> None:
         for own, ops in zip(self.results("plain"), self.results("op"), strict=True):
             assert torch.equal(own, ops)
 
-    def test_nothing_is_kept_without_gradients(self) -> None:
+    def test_nothing_is_saved_without_gradients(self) -> None:
         q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
         with torch.no_grad():
             assert softplus_attention(q, k, v, impl="triton").grad_fn is None
@@ -310,14 +307,14 @@ class TestWithoutTheDispatcher:
         assert out.requires_grad
         assert gradient.shape == q.shape
 
-    def test_a_second_gradient_is_refused_in_words(self) -> None:
+    def test_double_backward_raises(self) -> None:
         q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
         out = softplus_attention(q, k, v, impl="triton")
         (gradient,) = torch.autograd.grad(out.sum(), (q,), create_graph=True)
         with pytest.raises(RuntimeError, match="the gradient of a gradient is not implemented"):
             gradient.sum().backward()
 
-    def test_gradients_in_batches_go_by_the_op(self) -> None:
+    def test_batched_gradients(self) -> None:
         q, k, v = (randn(1, 1, 20, 16, seed=seed).requires_grad_() for seed in range(3))
         out = softplus_attention(q, k, v, impl="triton")
         directions = randn(3, *out.shape, seed=4)
@@ -325,7 +322,7 @@ class TestWithoutTheDispatcher:
         (found,) = torch.autograd.grad(out, (q,), directions, is_grads_batched=True, retain_graph=True)
         assert torch.equal(found, torch.stack(expected))
 
-    def test_a_retained_graph_gives_equal_gradients(self) -> None:
+    def test_retained_graph_gives_equal_gradients(self) -> None:
         q, k, v = (randn(1, 1, 70, 16, seed=seed).requires_grad_() for seed in range(3))
         out = softplus_attention(q, k, v, is_causal=True, impl="triton").sum()
         first = torch.autograd.grad(out, (q, k, v), retain_graph=True)

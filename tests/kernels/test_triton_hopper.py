@@ -1,4 +1,4 @@
-"""The Hopper kernels: that they compile, and what they take. Their results are among the gpu tests of test_triton."""
+"""The Hopper kernels: compilation and supported calls. The gpu tests of test_triton.py check their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from softplus_attention.kernels.triton import common as triton_common
 from softplus_attention.power import PowerByLength, power_record
 
 
-def problem(
+def kernel_arguments(
     width: int = 64, dtype: torch.dtype = torch.bfloat16, length: int = 70, power: Any = 15, offset: bool = True,
     **changes: Any,
 ) -> KernelArguments:  # fmt: skip
@@ -40,26 +40,26 @@ def problem(
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "capability", "words"),
+    ("shape", "dtype", "capability", "message"),
     [
-        ((4096, 64), torch.bfloat16, (9, 0), "those for Hopper"),
-        ((4096, 100), torch.bfloat16, (9, 0), "the plain Triton ones, since heads are 100 wide, not 64 or 128"),
-        ((4096, 128), torch.float32, (9, 0), "the plain Triton ones, since float32 is not half precision"),
-        ((1, 128), torch.float16, (9, 0), "the plain Triton ones, since there is one row or key"),
-        ((4096, 64), torch.float16, (8, 0), "the plain Triton ones, since compute capability is 8.0, not 9.0"),
-        ((4096, 64), torch.float16, None, "on Hopper (no CUDA device is here to ask) its own"),
+        ((4096, 64), torch.bfloat16, (9, 0), "Hopper; plain Triton for a mask tensor"),
+        ((4096, 100), torch.bfloat16, (9, 0), "plain Triton, since heads are 100 wide, not 64 or 128"),
+        ((4096, 128), torch.float32, (9, 0), "plain Triton, since float32 is not half precision"),
+        ((1, 128), torch.float16, (9, 0), "plain Triton, since there is one row or key"),
+        ((4096, 64), torch.float16, (8, 0), "plain Triton, since compute capability is 8.0, not 9.0"),
+        ((4096, 64), torch.float16, None, "Hopper on a Hopper GPU (no CUDA device here)"),
     ],
 )
-def test_info_says_which_kernels(
+def test_info_names_kernels(
     shape: tuple[int, int],
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
-    words: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert info.describe_kernels(torch.device("cuda"), *shape, dtype).startswith(words)
+    assert info.describe_kernels(torch.device("cuda"), *shape, dtype).startswith(message)
 
 
 def test_an_untested_triton_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,44 +67,44 @@ def test_an_untested_triton_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_launch.unsupported_device_reason((9, 0)) == "triton is 3.9.0, not 3.6 or 3.7"
 
 
-def test_which_calls_the_hopper_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not hopper_launch.fits(problem())  # on a CPU
+def test_supported_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hopper_launch.fits(kernel_arguments())  # on a CPU
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
-    assert hopper_launch.fits(problem())
-    assert hopper_launch.fits(problem(128, torch.float16, is_causal=False, power=None))
-    assert not hopper_launch.fits(problem(32))
-    assert not hopper_launch.fits(problem(dtype=torch.float32))
-    assert not hopper_launch.fits(problem(offset=False))
-    assert not hopper_launch.fits(problem(length=1))
-    assert not hopper_launch.fits(problem(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
+    assert hopper_launch.fits(kernel_arguments())
+    assert hopper_launch.fits(kernel_arguments(128, torch.float16, is_causal=False, power=None))
+    assert not hopper_launch.fits(kernel_arguments(32))
+    assert not hopper_launch.fits(kernel_arguments(dtype=torch.float32))
+    assert not hopper_launch.fits(kernel_arguments(offset=False))
+    assert not hopper_launch.fits(kernel_arguments(length=1))
+    assert not hopper_launch.fits(kernel_arguments(mask=torch.ones(1, 1, 1, 70, dtype=torch.bool)))
     odd = torch.zeros(2, 4, 70 * 65, dtype=torch.bfloat16).as_strided((2, 4, 70, 64), (4 * 70 * 65, 70 * 65, 65, 1))
-    assert not hopper_launch.fits(problem(), odd)
+    assert not hopper_launch.fits(kernel_arguments(), odd)
 
 
-def test_windows_ranges_and_powers_of_rows_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_ranges_and_powers_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     bounds = torch.zeros(1, 70, dtype=torch.int32)
-    ranges = problem(start=bounds, end=bounds + 70)
-    found = [problem(window=8), problem(power=1.0), problem(power=2.5), ranges]
-    found += [problem(power=PowerByLength(3, 2, 16)), problem(power=torch.full((2, 4, 70), 3.0))]
+    ranges = kernel_arguments(start=bounds, end=bounds + 70)
+    found = [kernel_arguments(window=8), kernel_arguments(power=1.0), kernel_arguments(power=2.5), ranges]
+    found += [kernel_arguments(power=PowerByLength(3, 2, 16)), kernel_arguments(power=torch.full((2, 4, 70), 3.0))]
     assert all(hopper_launch.fits(one) for one in found)
-    assert problem(window=2**40).window == 70  # which is an int32
+    assert kernel_arguments(window=2**40).window == 70  # fits int32
     monkeypatch.setattr(hopper_launch, "MAX_KEYS_WITH_RANGES", 69)
     assert not hopper_launch.fits(ranges)
-    assert hopper_launch.fits(problem())
+    assert hopper_launch.fits(kernel_arguments())
 
 
 def test_too_large_grids_use_the_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "available", lambda device: True)
     many = torch.zeros(1, 1, 70, 64, dtype=torch.bfloat16).expand(2, 24_000, 70, 64)
-    assert not hopper_launch.fits(dataclasses.replace(problem(), q=many, k=many, v=many))
+    assert not hopper_launch.fits(dataclasses.replace(kernel_arguments(), q=many, k=many, v=many))
     few = many[:, :20_000]
-    assert hopper_launch.fits(dataclasses.replace(problem(), q=few, k=few, v=few))
-    short = problem().q[:, :, :64]
-    monkeypatch.setattr(hopper_launch, "MAX_GRID", 1)  # and 70 rows or keys are two blocks
-    assert hopper_launch.fits(problem(length=64))
-    assert not hopper_launch.fits(problem())
-    assert not hopper_launch.fits(dataclasses.replace(problem(), q=short))
+    assert hopper_launch.fits(dataclasses.replace(kernel_arguments(), q=few, k=few, v=few))
+    short = kernel_arguments().q[:, :, :64]
+    monkeypatch.setattr(hopper_launch, "MAX_GRID", 1)  # 70 rows or keys are two blocks
+    assert hopper_launch.fits(kernel_arguments(length=64))
+    assert not hopper_launch.fits(kernel_arguments())
+    assert not hopper_launch.fits(dataclasses.replace(kernel_arguments(), q=short))
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096), st.integers(1, 1 << 34))
@@ -117,26 +117,26 @@ def test_heads_of_a_grid_fit_the_cache(heads: int, length: int, size: int) -> No
     assert all(distance <= abs(math.log(n * size / hopper_launch.NEARBY)) for n in divisors)
 
 
-def test_keys_that_many_heads_share() -> None:
+def test_bytes_of_shared_keys() -> None:
     q, k = (torch.zeros(1, heads, 2, 64, dtype=torch.bfloat16) for heads in (2048, 1))
-    shared = dataclasses.replace(problem(), q=q, k=k, v=k)
+    shared = dataclasses.replace(kernel_arguments(), q=q, k=k, v=k)
     assert hopper_launch.bytes_of_keys(shared) == 0.25
     assert hopper_launch.grid_of(2, 2048, hopper_launch.bytes_of_keys(shared)) == (2048, 1, 1)
 
 
-def test_heads_that_are_many_are_together() -> None:
+def test_many_heads_share_a_grid_axis() -> None:
     assert hopper_launch.grid_of(64, 12 * 65535, 1 << 40) == (12, 1, 65535)
 
 
 @given(st.integers(1, 1 << 15).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, ((1 << 30) - 1) // n))))
-def test_a_product_in_place_of_a_division(numbers: tuple[int, int]) -> None:
+def test_division_by_multiplication(numbers: tuple[int, int]) -> None:
     heads, n = numbers
     assert n * hopper_launch.inverse_of(heads) >> triton_common.INVERSE_BITS.value == n // heads
     assert hopper_launch.inverse_of(heads) < 1 << 31
 
 
 @pytest.mark.parametrize("power", [-1, 0, 1, 2, 15])
-def test_where_the_short_polynomial_is_used(power: int) -> None:
+def test_when_the_short_polynomial_is_used(power: int) -> None:
     assert needs_long_polynomial(power, torch.float16)
     short = not needs_long_polynomial(power, torch.bfloat16)
     assert hopper_common.fineness(gl.bfloat16, power) == (triton_common.SHORT if short else triton_common.LONG)
@@ -144,7 +144,7 @@ def test_where_the_short_polynomial_is_used(power: int) -> None:
 
 
 def specialised(x: Any) -> Any:
-    """Type and alignment, as Triton sees an argument of a launch."""
+    """Type and alignment of an argument, as Triton specialises kernels on it."""
     return native_specialize_impl(CUDABackend, x, False, True, True)
 
 
@@ -153,7 +153,7 @@ NUMBERS = st.integers(-5, 40) | st.integers(-(2**33), 2**33) | st.sampled_from(E
 
 
 @given(st.lists(NUMBERS | st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=2))
-def test_what_is_of_one_kind_is_of_one_kind_to_triton(numbers: list[Any]) -> None:
+def test_equal_kinds_have_equal_specialisations(numbers: list[Any]) -> None:
     x, y = numbers
     if kinds((), [], (x,)) == kinds((), [], (y,)):
         assert specialised(x) == specialised(y)
@@ -172,7 +172,7 @@ def kinds_of_one(x: torch.Tensor) -> Any:
     return kinds((x,), [x.data_ptr()], ())
 
 
-def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_kinds_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "MAX_KINDS", 3)
     found = [kinds((), [], (length, (16, 1))) for length in range(1, 40)]
     assert len(launch_cache._kinds) <= 3
@@ -180,12 +180,12 @@ def test_few_kinds_of_numbers_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert len(set(found)) == 3  # 1, multiples of 16, others
 
 
-@pytest.mark.parametrize("words", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])
-def test_launches_are_those_of_triton(words: list[str]) -> None:
-    """In a process of their own, as below."""
+@pytest.mark.parametrize("flags", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])
+def test_launches_match_triton(flags: list[str]) -> None:
+    """In a process without Triton's interpreter."""
     script = Path(__file__).parents[1] / "launches_without_gpu.py"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(script), *words], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, str(script), *flags], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -246,8 +246,8 @@ for name in sys.argv[1:]:
     ids=["forward", "backward"],
 )
 def test_strides_and_barriers(names: list[str]) -> None:
-    """Strides below 2^31 are 32 bits to Triton; products of them, and the reciprocal that replaces a division, must be
-    64. Barriers are invalidated at the end, before their memory is used for something else."""
+    """Triton passes strides below 2^31 as 32-bit integers; their products, and the reciprocal that replaces a division,
+    must be 64-bit. Barriers are invalidated at the end, before their memory is reused."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
     run = subprocess.run([sys.executable, "-c", OUTPUT, *names], env=environment, capture_output=True, text=True)
@@ -256,17 +256,17 @@ def test_strides_and_barriers(names: list[str]) -> None:
 
 @pytest.mark.parametrize("kernels", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
 def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...]) -> None:
-    """In one process of their own: here Triton may be set to interpret."""
-    words = [
+    """In one process without Triton's interpreter."""
+    commands = [
         f"{name} --head-dim {width} --power {power} --dtype {dtype} {others}"
         for name, width, power, dtype, others in kernels
     ]
-    code = "import sys, instructions\nfor words in sys.argv[1:]:\n    assert instructions.main(words.split()) == 0"
+    code = "import sys, instructions\nfor command in sys.argv[1:]:\n    assert instructions.main(command.split()) == 0"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
-    run = subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code, *commands], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # are not hurried
+    again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # not optimised
     assert "each product is waited for" not in re.sub(again, "", run.stdout)
     assert "that a product may still read" not in run.stdout
     found = re.findall(

@@ -1,4 +1,4 @@
-"""The Hopper kernels without a GPU: against the reference, by an interpreter of Gluon that has tests of its own."""
+"""The Hopper kernels against the reference without a GPU, in the Gluon interpreter of tests/support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from gluon_interpreter import InterpretedKernel
 from helpers import (
     as_given,
-    assert_no_weight_for_a_crowd,
+    assert_many_equal_keys_have_no_weight,
     assert_within_yardstick,
     largest_error,
     outcomes,
@@ -34,7 +34,7 @@ from softplus_attention.kernels.hopper.forward import least_mean, softplus_above
 from softplus_attention.kernels.triton import common as triton_common
 from softplus_attention.kernels.triton.common import softplus2
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted where there is no GPU")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter needs CPU tensors")
 
 KERNELS = (
     (hopper_forward, "gluon_forward_kernel"),
@@ -45,7 +45,7 @@ KERNELS = (
 
 
 def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[list[str], list[InterpretedKernel]]:
-    """The Hopper kernels take CPU tensors, bfloat16 too. The names of those that ran, and the kernels."""
+    """Run the Hopper kernels in the interpreter. Returns the (growing) list of launched kernels, and the kernels."""
     ran: list[str] = []
     kernels = [InterpretedKernel(getattr(module, name), late_products, ran) for module, name in KERNELS]
     for (module, name), kernel in zip(KERNELS, kernels, strict=True):
@@ -55,7 +55,7 @@ def interpret(monkeypatch: pytest.MonkeyPatch, late_products: bool) -> tuple[lis
     return ran, kernels
 
 
-@pytest.fixture(params=[False, True], ids=["products at once", "products late"])
+@pytest.fixture(params=[False, True], ids=["early products", "late products"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return interpret(monkeypatch, request.param)[0]
 
@@ -65,7 +65,7 @@ def late_kernels(monkeypatch: pytest.MonkeyPatch) -> list[InterpretedKernel]:
     return interpret(monkeypatch, late_products=True)[1]
 
 
-CAREFUL = {"nan_safe_pass", "dq_carefully", "dkv_carefully"}  # for rare blocks
+CAREFUL = {"nan_safe_pass", "dq_carefully", "dkv_carefully"}  # recompute rare blocks
 
 
 FORWARD = ["gluon_forward_kernel", "gluon_forward_again_kernel"]
@@ -91,7 +91,7 @@ SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
+def test_matches_reference(case: Case, launches: list[str]) -> None:
     assert_case(case, "cpu")
     assert launches == FORWARD + BACKWARD
 
@@ -117,8 +117,8 @@ def test_agrees_with_the_reference(case: Case, launches: list[str]) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_plain_blocks_are_not_computed_twice(case: Case, late_kernels: list[InterpretedKernel]) -> None:
-    """Heads that share keys, rows that see none, blocks that are not full, windows, powers of rows, ranges."""
+def test_ordinary_blocks_are_not_recomputed(case: Case, late_kernels: list[InterpretedKernel]) -> None:
+    """Shared keys, rows without keys, partial blocks, windows, powers per row, ranges."""
     assert_case(case, "cpu")
     called = set().union(*(kernel.called for kernel in late_kernels))
     assert {"second_loop", "dq_loop", "dkv_loop"} <= called
@@ -129,10 +129,10 @@ def test_plain_blocks_are_not_computed_twice(case: Case, late_kernels: list[Inte
     ("dtype", "power", "by_product"),
     [(torch.bfloat16, 2.5, True), (torch.bfloat16, 1.5, False), (torch.bfloat16, 4, False), (torch.float16, 2, True)],
 )
-def test_small_powers_have_one_polynomial(
+def test_small_powers_use_one_polynomial(
     dtype: torch.dtype, power: float, by_product: bool, late_kernels: list[InterpretedKernel]
 ) -> None:
-    """A crowd of keys just below the average would show two of them: one pass of sums, with the weights' polynomial."""
+    """Sums and weights use the same polynomial in one pass: many keys just below the average would reveal two."""
     q, k, v = (randn(1, 1, 100, 64, seed=seed, dtype=dtype) for seed in range(3))
     softplus_attention(q[:, :, :20], k, v, is_causal=True, power=power, impl="triton")
     assert ("logarithms" in late_kernels[0].called) == by_product
@@ -152,7 +152,7 @@ INFERENCE = {"dtype": "bfloat16", "power": "None", "gradients": False}
     ids=str,
 )
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_forward_that_no_backward_follows(case: Case, launches: list[str]) -> None:
+def test_inference(case: Case, launches: list[str]) -> None:
     assert_case(case, "cpu")
     assert launches == FORWARD
 
@@ -160,17 +160,15 @@ def test_a_forward_that_no_backward_follows(case: Case, launches: list[str]) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("power", [None, 15])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_a_second_look_that_no_backward_follows(
-    power: float | None, dtype: torch.dtype, late_kernels: list[InterpretedKernel]
-) -> None:
-    """It finds what it needs of the first, though nothing else will be read."""
+def test_fallback_in_inference(power: float | None, dtype: torch.dtype, late_kernels: list[InterpretedKernel]) -> None:
+    """The fallback pass finds the statistics it needs, although inference saves nothing else."""
     q, k, v = (randn(1, 1, 130, 64, seed=seed).to(dtype) for seed in range(3))
     plain = softplus_attention(q, k, v, power=power, is_causal=True, impl="reference")
     v[0, 0, 70, 3] = math.nan
     out = softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
     expected = softplus_attention(*(x.double() for x in (q, k, v)), power=power, is_causal=True, impl="reference")
     assert out.isnan().any()
-    assert not (out.isnan() & expected.isfinite()).any()  # a weight may be too small for half precision
+    assert not (out.isnan() & expected.isfinite()).any()  # a weight may underflow in half precision
     others = torch.arange(64) != 3
     torch.testing.assert_close(out[..., others], plain[..., others], rtol=0.02, atol=0.02)
     assert "nan_safe_pass" in set().union(*(kernel.called for kernel in late_kernels))
@@ -182,7 +180,7 @@ def test_a_second_look_that_no_backward_follows(
 )
 @pytest.mark.usefixtures("late_kernels")
 def test_keys_that_share_a_direction(dtype: torch.dtype, d: int, power: int) -> None:
-    """Of one head negative scores are above the average, of the other none are."""
+    """In one head negative scores are above the average, in the other they are not."""
     q, k, v = (randn(1, heads, 140, d, seed=seed) for seed, heads in enumerate((2, 1, 1)))
     q, k = q + torch.tensor([0.0, 2.0])[:, None, None], k + 1
     assert_within_yardstick(
@@ -195,11 +193,11 @@ def test_keys_that_share_a_direction(dtype: torch.dtype, d: int, power: int) -> 
     ("dtype", "power"), [(torch.bfloat16, 15), (torch.bfloat16, 3.7), (torch.float16, 31), (torch.float16, None)]
 )
 @pytest.mark.parametrize("opposite", [0.6, 3.0])
-def test_rows_whose_scores_are_all_below_zero(
+def test_rows_with_negative_scores_only(
     opposite: float, dtype: torch.dtype, power: float | None, late_kernels: list[InterpretedKernel]
 ) -> None:
-    """Beside rows with scores of either sign: of the former the first sum does not know the largest, and float16 holds
-    their sigmoids only times a number."""
+    """Next to rows with scores of both signs. The first sum does not know their largest score, and float16 needs their
+    sigmoids scaled."""
     q, k, v = some_scores_below_zero(opposite)
     assert_within_yardstick(
         softplus_attention, *(x.to(dtype) for x in (q, k, v)), impl="triton", power=power, is_causal=True
@@ -212,7 +210,7 @@ def test_rows_whose_scores_are_all_below_zero(
 @pytest.mark.parametrize("size", [2.0**-80, 2.0**80, 0.0])
 @pytest.mark.usefixtures("late_kernels")
 def test_queries_of_every_size(size: float, power: float | None) -> None:
-    """Their squares overflow or vanish in one block and not in the next; a query of zeros has the cosine 0."""
+    """Squares overflow or underflow in one block but not in the next; a zero query has cosine 0."""
     q, k, v = (randn(1, 1, 130, 64, seed=seed).bfloat16() for seed in range(3))
     sizes = torch.ones(130, 1)
     sizes[1:64:2] = size
@@ -222,24 +220,24 @@ def test_queries_of_every_size(size: float, power: float | None) -> None:
 
 
 @gluon.jit
-def places_kernel(Places, heads, inverse, num_warps: gl.constexpr):
-    """Of every program its block, head and sequence, in the order in which programs start."""
+def positions_kernel(Positions, heads, inverse, num_warps: gl.constexpr):
+    """Store the block, head and sequence of every program, in the order in which programs start."""
     block, head, b = program_position(heads, inverse)
-    began = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
-    gl.store(Places + 3 * began, block)
-    gl.store(Places + 3 * began + 1, head)
-    gl.store(Places + 3 * began + 2, b)
+    started = gl.program_id(0) + gl.num_programs(0) * (gl.program_id(1) + gl.num_programs(1) * gl.program_id(2))
+    gl.store(Positions + 3 * started, block)
+    gl.store(Positions + 3 * started + 1, head)
+    gl.store(Positions + 3 * started + 2, b)
 
 
 @pytest.mark.parametrize("together", [1, 2, 6, 12])
 def test_programs_start_with_the_longest_blocks(together: int) -> None:
     heads, batch, blocks = 4, 3, 2
     grid = (together, blocks, heads * batch // together)
-    places = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
-    InterpretedKernel(places_kernel, late_products=False)[grid](places, heads, hopper_launch.inverse_of(heads), 4)
-    found = places.tolist()
+    positions = torch.full((math.prod(grid), 3), -1, dtype=torch.int32)
+    InterpretedKernel(positions_kernel, late_products=False)[grid](positions, heads, hopper_launch.inverse_of(heads), 4)
+    found = positions.tolist()
     assert sorted(found) == [[x, y, z] for x in range(blocks) for y in range(heads) for z in range(batch)]
-    for first in range(0, len(found), together):  # neighbours are of one length, and of neighbouring heads
+    for first in range(0, len(found), together):  # neighbours have equal length and neighbouring heads
         part = found[first : first + together]
         assert {block for block, _, _ in part} == {first // together % blocks}
         numbers = [b * heads + head for _, head, b in part]
@@ -248,10 +246,10 @@ def test_programs_start_with_the_longest_blocks(together: int) -> None:
 
 
 def test_grids_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head of queries reads its part of the keys that it shares; a head of keys all queries that share it."""
+    """A query head reads its share of the keys, a key head all queries that share it."""
     kernels = interpret(monkeypatch, late_products=False)[1]
     monkeypatch.setattr(hopper_launch, "NEARBY", 4 * 70 * 64 * 2)  # four times the keys, or values, of a head
-    # What it remembers is of another NEARBY.
+    # Its cache depends on NEARBY.
     monkeypatch.setattr(hopper_launch, "heads_together", hopper_launch.heads_together.__wrapped__)
     q, k, v = (randn(2, heads, 70, 64, seed=seed).bfloat16() for seed, heads in enumerate((8, 2, 2)))
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -264,10 +262,10 @@ def test_grids_of_shared_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, math.nan])
-def test_heads_in_another_order(
+def test_grouping_of_heads_changes_no_number(
     bad: float, monkeypatch: pytest.MonkeyPatch, late_kernels: list[InterpretedKernel]
 ) -> None:
-    """The same numbers, those of a block that is looked at twice too."""
+    """Also for blocks that are recomputed because of NaN."""
     q, k, v, grad = (randn(3, 4, 70, 64, seed=seed).bfloat16() for seed in range(4))
     k, v = k[:, :2], v[:, :2].clone()
     v[1, 1, 20, 3] += bad
@@ -291,7 +289,7 @@ def test_heads_in_another_order(
 @pytest.mark.parametrize("above", [False, True])
 @pytest.mark.usefixtures("late_kernels")
 def test_largest_score_below_zero_in_a_full_tile(above: bool) -> None:
-    """That of the tile at the edge, which is known, is not the row's; where one of it is above 0 it would be."""
+    """The first sum knows the largest score of the tile at the edge, which is the row's only if it is above 0."""
     cosines = torch.linspace(-0.05, -0.017, 130)
     cosines[[5, 40, 70]] = torch.tensor([-0.004, -0.006, -0.008])
     if above:
@@ -312,14 +310,14 @@ def test_largest_score_below_zero_in_a_full_tile(above: bool) -> None:
     [(torch.bfloat16, 3), (torch.bfloat16, 15), (torch.bfloat16, 31), (torch.bfloat16, 3.7), (torch.float16, 15)],
 )
 @pytest.mark.parametrize(("score_scale", "means"), [(8.0, (2.07, 9)), (3.8, (1.5, 2.07)), (0.9, (1.001, 1.2))])
-def test_polynomials_by_the_mean_of_a_row(
+def test_polynomials_by_mean_of_a_row(
     dtype: torch.dtype,
     power: float,
     score_scale: float,
     means: tuple[float, float],
     late_kernels: list[InterpretedKernel],
 ) -> None:
-    """With the fewest terms, with more, or neither; small powers have their own at once."""
+    """The mean selects the shortest polynomial, a longer one, or neither; small powers always use their own."""
     q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((6, 200, 200)))
     counts = torch.arange(195, 201)[:, None]
     cosines = torch.nn.functional.normalize(q, dim=-1) @ torch.nn.functional.normalize(k, dim=-1).mT
@@ -335,8 +333,8 @@ def test_polynomials_by_the_mean_of_a_row(
 @pytest.mark.parametrize(("power", "noise"), [(15, 0.01), (15, 0.05), (31, 0.01), (31, 0.1), (7, 0.02)])
 @pytest.mark.usefixtures("late_kernels")
 def test_keys_that_are_nearly_equal(power: int, noise: float) -> None:
-    """Rows with f' of 4 or 5 whose scores hardly differ: the power makes much of any error of f', in the weights and,
-    where the backward has another polynomial than the forward, in the gradients."""
+    """Rows with f' of 4 or 5 whose scores hardly differ: the power amplifies errors of f' in the weights, and in the
+    gradients if the backward uses another polynomial than the forward."""
     q, k, v, shared = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((64, 256, 256, 1)))
     shared = torch.nn.functional.normalize(shared, dim=-1)
     across = torch.nn.functional.normalize(q - (q * shared).sum(-1, keepdim=True) * shared, dim=-1)
@@ -357,7 +355,7 @@ def softplus_kernel(T, F, TERMS: gl.constexpr, LOG_MODE: gl.constexpr, num_warps
 
 @pytest.mark.parametrize("fine", [triton_common.SHORT.value, triton_common.LONG.value])
 def test_softplus_by_polynomials(fine: int) -> None:
-    """Relative errors: small ones count as much as large ones."""
+    """Within a relative error, also for small values."""
     t, found = torch.linspace(-60, 60, 4096), torch.empty(4096)
     t[:2048] = torch.linspace(-3, 3, 2048)
     InterpretedKernel(softplus_kernel, late_products=False)[1, 1, 1](t, found, 0, fine, 4)
@@ -369,7 +367,7 @@ def test_softplus_by_polynomials(fine: int) -> None:
 @pytest.mark.parametrize("fine", [triton_common.SHORT.value, triton_common.LONG.value])
 @pytest.mark.parametrize("which", ["far", "near", "own"])
 def test_softplus_above(which: str, fine: int) -> None:
-    """Right above the mean that it is for, and not above that mean where the right one is not."""
+    """Accurate above its mean, and below that mean wherever the exact value is."""
     t, found = torch.linspace(-60, 60, 4096), torch.empty(4096)
     t[:2048] = torch.linspace(-1, 3, 2048)
     terms = hopper_forward.OWN.value if which == "own" else terms_above(fine, which == "far")
@@ -381,8 +379,8 @@ def test_softplus_above(which: str, fine: int) -> None:
     assert (found[~above] < least + 1e-3).all()
 
 
-def test_the_sum_of_many_tiles(launches: list[str]) -> None:
-    """More tiles than one product of factors may hold."""
+def test_sum_over_many_tiles(launches: list[str]) -> None:
+    """More tiles than one product of factors can hold."""
     q = randn(1, 1, 3, 64, seed=0, dtype=torch.bfloat16)
     k, v = (randn(1, 1, 98 * 64 + 5, 64, seed=seed, dtype=torch.bfloat16) for seed in (1, 2))
     ours, theirs = (softplus_attention(q, k, v, is_causal=True, impl=impl).double() for impl in ("triton", "reference"))
@@ -393,8 +391,8 @@ def test_the_sum_of_many_tiles(launches: list[str]) -> None:
 
 @pytest.mark.usefixtures("late_kernels")
 def test_equal_keys_below_the_average_have_no_weight() -> None:
-    """Their sum must not be off: by 1e-5 of it each would have a weight, and 65,536 of them 3% of the output."""
-    assert_no_weight_for_a_crowd(64, -0.26)
+    """With a relative error of 1e-5 in their sum, 65,536 keys together would have 3% of the weight."""
+    assert_many_equal_keys_have_no_weight(64, -0.26)
 
 
 @pytest.mark.parametrize(
@@ -404,8 +402,8 @@ def test_equal_keys_below_the_average_have_no_weight() -> None:
 )
 @pytest.mark.usefixtures("late_kernels")
 @pytest.mark.slow
-def test_a_crowd_however_it_is_summed(score: float, power: float, options: dict[str, Any]) -> None:
-    assert_no_weight_for_a_crowd(64, score, power, rows=[0, 2], **options)
+def test_equal_keys_by_each_summation(score: float, power: float, options: dict[str, Any]) -> None:
+    assert_many_equal_keys_have_no_weight(64, score, power, rows=[0, 2], **options)
 
 
 @pytest.mark.parametrize("power", [15, 3, 2.5, None])
@@ -419,7 +417,7 @@ def test_equal_keys_keep_the_first_stage(power: float | None, launches: list[str
     for name in ("out", "dk", "dv"):
         budget = 2 * largest_error(theirs[name], truth[name]) + unit_in_the_last_place(truth[name], q.dtype)
         assert largest_error(ours[name], truth[name]) <= budget, name
-    # Gradients of a row's scores add up to zero, and so does dq where all keys are one: what is left is their rounding.
+    # Gradients of a row's scores sum to zero, and so does dq if all keys are equal: only rounding remains.
     assert float(truth["dq"].abs().max()) < 1e-12
     assert float(ours["dq"].abs().max()) < torch.finfo(q.dtype).eps * float(truth["dk"].abs().max())
     assert launches == FORWARD + FORWARD + BACKWARD
@@ -427,11 +425,11 @@ def test_equal_keys_keep_the_first_stage(power: float | None, launches: list[str
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_reach_only_the_rows_that_see_them(
+def test_non_finite_inputs_affect_only_visible_rows(
     which: str, bad: float, late_kernels: list[InterpretedKernel]
 ) -> None:
-    """As without the bad value: the outputs that are finite, the gradients of q of their rows, and those of keys and
-    values that only such rows see."""
+    """Unchanged: finite outputs, the query gradients of their rows, and the gradients of keys and values that only such
+    rows see."""
 
     def outcome(values: dict[str, Tensor]) -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in values.values()]
@@ -442,22 +440,22 @@ def test_bad_values_reach_only_the_rows_that_see_them(
     out, dq, dk, dv = outcome(values)
     values[which][0, 0, 70, 3] = bad
     reference = softplus_attention(*values.values(), is_causal=True, impl="reference")[0, 0]
-    spoilt, spoilt_dq, spoilt_dk, spoilt_dv = outcome(values)
+    bad_out, bad_dq, bad_dk, bad_dv = outcome(values)
     clear = reference.isfinite().all(-1)
-    assert spoilt.isfinite().all(-1).tolist() == clear.tolist()
+    assert bad_out.isfinite().all(-1).tolist() == clear.tolist()
     assert clear[:70].all()
     assert not clear[70:].all()
-    torch.testing.assert_close(spoilt[clear], out[clear], atol=1e-3, rtol=1e-2)  # a unit in the last place
-    torch.testing.assert_close(spoilt_dq[clear], dq[clear], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(bad_out[clear], out[clear], atol=1e-3, rtol=1e-2)  # a unit in the last place
+    torch.testing.assert_close(bad_dq[clear], dq[clear], atol=2e-2, rtol=2e-2)
     if which == "q":
-        torch.testing.assert_close(spoilt_dk[71:], dk[71:], atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(spoilt_dv[71:], dv[71:], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(bad_dk[71:], dk[71:], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(bad_dv[71:], dv[71:], atol=2e-2, rtol=2e-2)
     assert set(late_kernels[0].ran) == {*FORWARD, *BACKWARD}
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
-def test_bad_values_with_heads_of_128(which: str, late_kernels: list[InterpretedKernel]) -> None:
-    """Two heads that share keys: the bad query of one leaves the other alone, and so do bad keys the rows before."""
+def test_nan_with_heads_of_128(which: str, late_kernels: list[InterpretedKernel]) -> None:
+    """Two heads that share keys: a NaN query does not affect the other head, NaN keys do not affect earlier rows."""
     values = {n: randn(1, 1 + (n == "q"), 70, 128, seed=seed, dtype=torch.bfloat16) for seed, n in enumerate("qkv")}
     values[which][0, 0, 40, 3] = float("nan")
     leaves = [x.clone().requires_grad_() for x in values.values()]
@@ -475,8 +473,8 @@ def test_bad_values_with_heads_of_128(which: str, late_kernels: list[Interpreted
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_in_windows_and_with_powers_of_rows(bad: float, late_kernels: list[InterpretedKernel]) -> None:
-    """The rows beside them are as without: outputs, and gradients of queries and powers."""
+def test_non_finite_values_with_windows_and_powers(bad: float, late_kernels: list[InterpretedKernel]) -> None:
+    """Outputs and gradients of queries and powers in other rows are unchanged."""
     power = randn(2, 1, 200, seed=3).abs() * 5 + 1
     power[..., ::7] = 1
     q, k, v = (randn(2, 1, 200, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
@@ -500,8 +498,8 @@ def test_bad_values_in_windows_and_with_powers_of_rows(bad: float, late_kernels:
 
 
 def documents(length: int) -> dict[str, Tensor]:
-    """Ranges of two sequences: documents that end inside of a block and reach over several, and a block of rows that
-    see nothing."""
+    """Key ranges of two sequences: documents that end inside a block or span several, and a block of rows without
+    keys."""
     start = torch.zeros(2, length, dtype=torch.int32)
     start[0, 230:] = 230
     start[1, 40:] = 40
@@ -517,7 +515,7 @@ def test_documents(is_causal: bool) -> None:
     assert_within_yardstick(softplus_attention, q, k, v, impl="triton", power=15, is_causal=is_causal, **documents(300))
 
 
-def test_a_bad_query_affects_no_other_document(late_kernels: list[InterpretedKernel]) -> None:
+def test_nan_query_affects_no_other_document(late_kernels: list[InterpretedKernel]) -> None:
     q, k, v = (randn(2, 1, 130, 64, seed=seed, dtype=torch.bfloat16) for seed in range(3))
 
     def gradients(q: Tensor) -> tuple[Tensor, ...]:

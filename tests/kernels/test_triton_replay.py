@@ -1,5 +1,7 @@
-"""Calls that are launched as a whole, with a stand-in for the kernel: which of them are alike, and where their tensors
-lie. ``launches_without_gpu.py`` compares the launches of the real ones, ``gpu_checks.py replays`` their numbers."""
+"""Replays of whole calls by the launch cache, with a stub kernel: cache keys and tensor addresses.
+
+``launches_without_gpu.py`` compares launches of real kernels, ``gpu_checks.py replays`` their results.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,23 @@ from softplus_attention.kernels.launch_cache import Scratch, launch, replay, rep
 
 @pytest.fixture(autouse=True)
 def known_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (launch_cache, launch_cache):
-        monkeypatch.setattr(module, "KNOWN_BINARIES", True)
+    monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
     monkeypatch.setattr(launch_cache, "_calls", {})
 
 
 class Caller:
-    """Launches one kernel with an input, a part of an output, and scratch; counts how often it was asked what to
-    launch."""
+    """Launches one kernel with an input, part of an output, and scratch. Counts the calls that were not replayed."""
 
-    def __init__(self, all_of_it: bool = True) -> None:
-        self.kernel, self.binary_key, self.all_of_it, self.asked = Kernel(), object(), all_of_it, 0
+    def __init__(self, replayable: bool = True) -> None:
+        self.kernel, self.binary_key, self.replayable, self.prepared = Kernel(), object(), replayable, 0
 
     def __call__(self, q: Tensor, out: Tensor, key: Any = "given") -> None:
         def launch_all() -> Scratch | None:
-            self.asked += 1
-            rows, again = q.new_empty(8), q.new_zeros(32, dtype=torch.int32)
-            tensors = (q, out[2:], rows, again, again[16:])
+            self.prepared += 1
+            rows, blocks = q.new_empty(8), q.new_zeros(32, dtype=torch.int32)
+            tensors = (q, out[2:], rows, blocks, blocks[16:])
             launch(self.kernel, (1, 2, 3), tensors, (7,), {}, self.binary_key, 9)
-            return Scratch((rows,), (again,)) if self.all_of_it else None
+            return Scratch((rows,), (blocks,)) if self.replayable else None
 
         key = replay_key("call", (q,), None, (1.0,)) if key == "given" else key
         replay(key, (q, out), launch_all)
@@ -46,52 +46,52 @@ def tensors() -> tuple[Tensor, Tensor]:
     return torch.zeros(4, 16), torch.zeros(3, 16)
 
 
-def test_addresses_are_those_of_the_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_uses_new_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Caller()
     call(*tensors())
     made: list[tuple[str, Tensor]] = []
 
-    def noted(name: str) -> Callable[..., Tensor]:
+    def record(name: str) -> Callable[..., Tensor]:
         original = getattr(Tensor, name)
-        return lambda *given, **named: made.append((name, original(*given, **named))) or made[-1][1]
+        return lambda *args, **kwargs: made.append((name, original(*args, **kwargs))) or made[-1][1]
 
     for name in ("new_empty", "new_zeros"):
-        monkeypatch.setattr(Tensor, name, noted(name))
+        monkeypatch.setattr(Tensor, name, record(name))
     q, out = tensors()
     call(q, out)
-    assert call.asked == 1
-    [(first, rows), (second, again)] = made
+    assert call.prepared == 1
+    [(first, rows), (second, blocks)] = made
     assert (first, second) == ("new_empty", "new_zeros")
-    assert (rows.shape, rows.dtype, again.shape, again.dtype) == ((8,), torch.float32, (32,), torch.int32)
+    assert (rows.shape, rows.dtype, blocks.shape, blocks.dtype) == ((8,), torch.float32, (32,), torch.int32)
     [run] = call.kernel.binary.run.launched
     assert run[:3] == (1, 2, 3)
-    of_out, of_again = out.data_ptr() + 2 * 64, again.data_ptr() + 64
-    assert run[-6:] == (q.data_ptr(), of_out, rows.data_ptr(), again.data_ptr(), of_again, 7)
+    out_part, second_half = out.data_ptr() + 2 * 64, blocks.data_ptr() + 64
+    assert run[-6:] == (q.data_ptr(), out_part, rows.data_ptr(), blocks.data_ptr(), second_half, 7)
 
 
-def test_what_is_not_known_is_asked_again() -> None:
-    for call, key in ((Caller(), None), (Caller(all_of_it=False), "given")):
+def test_unknown_calls_are_prepared_again() -> None:
+    for call, key in ((Caller(), None), (Caller(replayable=False), "given")):
         for _ in range(3):
             call(*tensors(), key=key)
-        assert call.asked == 3
+        assert call.prepared == 3
     call = Caller()
     call(*tensors())
     call(torch.zeros(4, 32), torch.zeros(3, 32))
-    assert call.asked == 2
+    assert call.prepared == 2
 
 
-def test_a_part_of_two_tensors_is_of_neither() -> None:
-    """As powers that lie between the numbers of the queries: in the next call they may lie elsewhere."""
+def test_overlapping_tensors_are_not_replayed() -> None:
+    """A view at an address inside two inputs cannot be assigned to either, since they may be separate next time."""
     call = Caller()
     for _ in range(2):
         together = torch.zeros(8, 16)
-        call(together[:4], together[:8])  # whose part begins where both have it
-    assert call.asked == 2
+        call(together[:4], together[:8])  # the view of `out` starts inside both
+    assert call.prepared == 2
 
 
-@pytest.mark.parametrize("why", ["memory of their own", "another version of Triton"])
-def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "memory of their own":
+@pytest.mark.parametrize("why", ["own scratch memory", "unknown version of Triton"])
+def test_binaries_launched_by_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why == "own scratch memory":
         monkeypatch.setattr(Launcher, "profile_scratch_size", 128)
     else:
         monkeypatch.setattr(launch_cache, "KNOWN_LAUNCHERS", ())
@@ -99,7 +99,7 @@ def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.Monk
     call(*tensors())
     q, out = tensors()
     call(q, out)
-    assert call.asked == 1
+    assert call.prepared == 1
     run = call.kernel.binary.run
     assert run.launched == []
     [arguments] = run.called
@@ -108,7 +108,7 @@ def test_some_binaries_are_launched_by_triton(why: str, monkeypatch: pytest.Monk
     assert (arguments[9], arguments[-1]) == (q.data_ptr(), 7)
 
 
-def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_cache, "MAX_CALLS", 3)
     call = Caller()
     for length in range(1, 12):
@@ -116,7 +116,7 @@ def test_few_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 <= len(launch_cache._calls) <= 3
 
 
-def test_a_failed_call_leaves_nothing_behind() -> None:
+def test_failed_call_is_not_cached() -> None:
     def fail() -> Scratch:
         raise ValueError("no")
 
@@ -129,7 +129,7 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
 OPTIONS: tuple[Any, ...] = (None, None, None, True, None, True, 15.0, None, [1.0, 2.0, 3.0], True, 4.0, False, False)
 
 
-def test_keys_tell_calls_apart() -> None:
+def test_different_calls_have_different_keys() -> None:
     q, k = torch.zeros(2, 4, 32, 64), torch.zeros(2, 4, 32, 64)
     powers = torch.zeros(1, 4, 32)
     others: list[Any] = [
@@ -144,8 +144,8 @@ def test_keys_tell_calls_apart() -> None:
         replay_key("forward", (q, k), powers.expand(2, 4, 32), OPTIONS),
     ]
     changed = {3: False, 4: 7, 5: False, 6: 3.0, 8: [1.0, 2.0, 4.0], 9: False, 10: 5.0, 11: True, 12: True}
-    for place, value in changed.items():
-        options = (*OPTIONS[:place], value, *OPTIONS[place + 1 :])
+    for index, value in changed.items():
+        options = (*OPTIONS[:index], value, *OPTIONS[index + 1 :])
         others.append(replay_key("forward", (q, k), None, options))
     mine = replay_key("forward", (q, k), None, OPTIONS)
     assert mine == replay_key("forward", (torch.ones_like(q), torch.ones_like(k)), None, OPTIONS)

@@ -1,4 +1,4 @@
-"""The modules: a cached step is a row of the full forward, a packed document is that document alone."""
+"""The modules: cached steps match the full forward, packed documents match separate documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def step_by_step(layer: SoftplusAttention, x: Tensor, cache: KeyValueCache, pref
     return torch.cat([layer(part, cache=cache) for part in parts], 1)
 
 
-def test_forward_is_projections_around_the_op() -> None:
+def test_forward_is_projections_and_the_op() -> None:
     layer, x = module(power=7, rope=None), tokens()
     q, k, v = (p(x).view(B, T, HEADS, -1).transpose(1, 2) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     out = softplus_attention(q, k, v, power=7, is_causal=True)
@@ -50,7 +50,7 @@ def test_forward_is_projections_around_the_op() -> None:
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @torch.no_grad()
-def test_cached_steps_are_the_full_forward(name: str, kv_heads: int) -> None:
+def test_cached_steps_match_full_forward(name: str, kv_heads: int) -> None:
     layer, x = module(name, num_kv_heads=kv_heads), tokens()
     expected = layer(x)
     for prefill in (1, 6):
@@ -92,7 +92,7 @@ def test_left_padded_positions_skip_the_padding() -> None:
 @pytest.mark.parametrize("name", ["lssar", "softmax", "softmax-alibi"])
 @torch.no_grad()
 def test_right_padded_prefill_then_steps(name: str) -> None:
-    """Sequences of different lengths share a cache; each continues at its own end."""
+    """Sequences of different lengths in one cache; each continues at its own end."""
     layer, x = module(name), tokens()
     counts = torch.tensor([5, 8], dtype=torch.int32)
     cache = KeyValueCache()
@@ -107,7 +107,7 @@ def test_right_padded_prefill_then_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_packed_documents_are_separate_documents(name: str) -> None:
+def test_packed_documents_match_separate_ones(name: str) -> None:
     layer = module(name, num_kv_heads=2)
     documents = [tokens(1, n, seed=n) for n in (5, 1, 9)]
     cu = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
@@ -147,7 +147,7 @@ def test_self_attention_is_causal_by_default() -> None:
     fraction=st.sampled_from((1.0, 0.5)),
     theta=st.sampled_from((10_000.0, 500_000.0)),
 )
-def test_rotary_scores_depend_on_the_distance_alone(offset: int, distance: int, fraction: float, theta: float) -> None:
+def test_rotary_scores_depend_only_on_distance(offset: int, distance: int, fraction: float, theta: float) -> None:
     rope = RotaryEmbedding(16, theta=theta, fraction=fraction)
     q, k = (tokens(1, 1, seed=seed, width=16)[None] for seed in (1, 2))
     base, other = 1000, 1000 + distance
@@ -157,7 +157,7 @@ def test_rotary_scores_depend_on_the_distance_alone(offset: int, distance: int, 
     assert_close(rope(q, offset=offset).norm(), q.norm())
 
 
-def test_rotary_is_the_rotation_of_pairs() -> None:
+def test_rotary_rotates_pairs() -> None:
     x = tokens(1, 3, width=8)[None].double()
     out = RotaryEmbedding(8, theta=100.0, fraction=0.5)(x, torch.tensor([0, 7, 1_000_000]))
     assert torch.equal(out[..., 4:], x[..., 4:])
@@ -168,7 +168,7 @@ def test_rotary_is_the_rotation_of_pairs() -> None:
             assert_close(torch.view_as_real(turned), out[0, 0, row, [i, i + 2]], 1e-9)
 
 
-def test_positions_given_offset_or_counted() -> None:
+def test_positions_by_ids_offset_or_default() -> None:
     rope, x = RotaryEmbedding(16), tokens(B, 5, width=16)[:, None]
     assert_close(rope(x, torch.arange(3, 8)), rope(x, offset=3))
     each = rope(x, torch.tensor([[3, 4, 5, 6, 7], [0, 1, 2, 3, 4]]))
@@ -183,7 +183,7 @@ def test_positions_given_offset_or_counted() -> None:
 
 
 @torch.no_grad()
-def test_a_full_cache_says_so() -> None:
+def test_full_cache_raises() -> None:
     layer, cache = module(), KeyValueCache(max_length=6)
     layer(tokens(length=5), cache=cache)
     layer(tokens(length=1), cache=cache)
@@ -192,7 +192,7 @@ def test_a_full_cache_says_so() -> None:
 
 
 @torch.no_grad()
-def test_a_cache_grows_resets_and_reorders() -> None:
+def test_cache_grows_resets_and_reorders() -> None:
     layer, x, cache = module(num_kv_heads=2), tokens(length=70), KeyValueCache()
     assert_close(step_by_step(layer, x, cache, 60), layer(x))
     assert cache.keys is not None
@@ -209,7 +209,7 @@ def test_a_cache_grows_resets_and_reorders() -> None:
 
 
 @torch.no_grad()
-def test_an_emptied_cache_takes_another_batch() -> None:
+def test_reset_cache_accepts_another_batch_size() -> None:
     layer, x, cache = module(), tokens(length=9), KeyValueCache()
     step_by_step(layer, x, cache, 4)
     with pytest.raises(ValueError, match="`k` must be as the cache holds them"):
@@ -218,7 +218,7 @@ def test_an_emptied_cache_takes_another_batch() -> None:
     assert_close(step_by_step(layer, x[:1], cache, 4), layer(x[:1]))
 
 
-def test_starts_that_are_no_tensor_are_refused() -> None:
+def test_starts_must_be_a_tensor() -> None:
     with pytest.raises(TypeError, match=r"`starts` must be an int32 tensor \(B,\), got list"):
         KeyValueCache(starts=[0, 1])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`starts` must be an int32 tensor \(B,\), got list"):
@@ -226,7 +226,7 @@ def test_starts_that_are_no_tensor_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_reorder_takes_lengths_and_starts_along() -> None:
+def test_reorder_includes_lengths_and_starts() -> None:
     layer, x = module("softmax"), tokens()
     cache = KeyValueCache(starts=torch.tensor([3, 0], dtype=torch.int32))
     layer(x[:, :8], cache=cache, token_counts=torch.tensor([6, 8], dtype=torch.int32))
@@ -236,7 +236,7 @@ def test_reorder_takes_lengths_and_starts_along() -> None:
     assert_close(out[0, 0], layer(x[1:, :9])[0, -1])
 
 
-def test_softmax_keys_are_cached_as_they_are() -> None:
+def test_softmax_keys_are_cached_unchanged() -> None:
     layer, x, cache = module("softmax", rope=None), tokens(), KeyValueCache()
     with torch.no_grad():
         layer(x, cache=cache)
@@ -247,8 +247,8 @@ def test_softmax_keys_are_cached_as_they_are() -> None:
 
 
 @torch.no_grad()
-def test_prefill_reads_the_keys_that_the_cache_rounded() -> None:
-    """In bfloat16 the rows of a prefill and the steps agree as far as one rounding of the output."""
+def test_prefill_reads_the_rounded_keys_of_the_cache() -> None:
+    """In bfloat16, prefill and decode steps agree up to one rounding of the output."""
     layer, x = module(power=15).bfloat16(), tokens().bfloat16()
     whole = layer(x, cache=KeyValueCache())
     assert whole.dtype == torch.bfloat16
@@ -260,14 +260,14 @@ def test_learned_power() -> None:
     assert layer.learned_power is not None
     assert_close(layer.learned_power, torch.full((HEADS,), 15.0))
     assert_close(layer(x), module()(x))
-    optimiser = torch.optim.SGD([layer.raw_power], lr=1e4)  # type: ignore[list-item]
+    optimizer = torch.optim.SGD([layer.raw_power], lr=1e4)  # type: ignore[list-item]
     for _ in range(3):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         layer(x).square().sum().backward()
         assert layer.raw_power is not None
         assert layer.raw_power.grad is not None
         assert layer.raw_power.grad.abs().max() > 0
-        optimiser.step()
+        optimizer.step()
         assert (layer.learned_power >= 1).all()
         assert layer(x).isfinite().all()
     with torch.no_grad():
@@ -280,7 +280,7 @@ def test_learned_power() -> None:
 
 
 def test_learned_factor_of_log_n() -> None:
-    """Starts as 0.6 log N in every row of a window, in steps over a cache as in one pass, and moves by its gradient."""
+    """Starts at 0.6 log N in every row of a window, with and without a cache, and receives a gradient."""
     layer, x = module(power="learned-log", window=9), tokens()
     constant = module(power=PowerByLength.log_n(0.6), window=9)
     assert_close(layer(x), constant(x))
@@ -297,9 +297,9 @@ def test_learned_factor_of_log_n() -> None:
     keys = torch.arange(1, T + 1).clamp(max=9)
     powers = torch.tensor([[max(1.0, factor * math.log(n)) for n in keys.tolist()] for factor in factors.tolist()])
     q, k, v = (torch.randn(2, HEADS, T, 8) for _ in range(3))
-    words: dict[str, Any] = {"is_causal": True, "window": 9}
-    expected = attention("lssar")(q, k, v, parameters={"power": powers[None]}, **words)
-    assert_close(attention("lssar")(q, k, v, parameters={"power_per_log": factors}, **words), expected)
+    options: dict[str, Any] = {"is_causal": True, "window": 9}
+    expected = attention("lssar")(q, k, v, parameters={"power": powers[None]}, **options)
+    assert_close(attention("lssar")(q, k, v, parameters={"power_per_log": factors}, **options), expected)
     with pytest.raises(ValueError, match="got both"):
         attention("lssar")(q, k, v, parameters={"power_per_log": factors, "power": powers[None]})
     with pytest.raises(ValueError, match="is learned"):
@@ -308,7 +308,7 @@ def test_learned_factor_of_log_n() -> None:
         layer.load_state_dict(module(power="learned").state_dict())
 
 
-def test_powers_that_are_set() -> None:
+def test_set_power() -> None:
     layer, x = module(power=3), tokens()
     assert_close(layer(x), module("lssar-p3")(x))
     layer.set_power(7)
@@ -318,7 +318,7 @@ def test_powers_that_are_set() -> None:
         module(power="learned").set_power(3)
 
 
-def test_the_scale_of_ssmax_is_a_parameter() -> None:
+def test_ssmax_scale_is_a_parameter() -> None:
     layer = module("ssmax")
     assert isinstance(layer.ssmax_scale, nn.Parameter)
     layer(tokens()).square().sum().backward()
@@ -361,7 +361,7 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize(("name", "power"), [("lssar", "learned"), ("lssar", "learned-log"), ("softmax", None)])
 def test_compiles_whole(name: str, power: Any) -> None:
-    """Traced into one graph, forward and backward, at any length; the code generator would only cost time here."""
+    """One graph for forward and backward at any length; without inductor, whose code generation is slow."""
     torch._dynamo.reset()
     layer = module(name, power=power, num_kv_heads=2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -410,7 +410,7 @@ def test_repr() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"dim": 30}, "`dim` must be a multiple of `num_heads`, 4.*30"),
         ({"num_heads": 0}, "`num_heads`"),
@@ -426,8 +426,8 @@ def test_repr() -> None:
         ({"rope": RotaryEmbedding(8), "attention": "softmax-alibi"}, "positions are 'alibi'"),
     ],
 )
-def test_bad_configurations(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_configurations(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SoftplusAttention(**{"dim": DIM, "num_heads": HEADS, **options})
 
 
@@ -435,7 +435,7 @@ def test_bad_configurations(options: dict[str, Any], words: str) -> None:
 def test_bad_calls() -> None:
     layer, x = module(), tokens()
     cu, mask = torch.tensor([0, T], dtype=torch.int32), torch.ones(T, T, dtype=torch.bool)
-    for kwargs, words in (
+    for kwargs, message in (
         (
             {"cache": KeyValueCache(), "attn_mask": mask},
             "`attn_mask` must be None where `cache`",
@@ -450,7 +450,7 @@ def test_bad_calls() -> None:
         ({"source": x, "position_ids": torch.arange(T)}, "`position_ids` must be None where `source` is given"),
         ({"position_ids": torch.arange(T + 1)}, "`position_ids` must be of shape"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             layer(x, **kwargs)
     with pytest.raises(ValueError, match="`x` must be a tensor"):
         layer(x[0])
@@ -478,14 +478,14 @@ BAD_COUNTS: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize(("counts", "kind", "words"), BAD_COUNTS.values(), ids=BAD_COUNTS)
+@pytest.mark.parametrize(("counts", "kind", "message"), BAD_COUNTS.values(), ids=BAD_COUNTS)
 @torch.no_grad()
-def test_bad_token_counts_leave_the_cache_unchanged(counts: Any, kind: type[Exception], words: str) -> None:
+def test_bad_token_counts_leave_the_cache_unchanged(counts: Any, kind: type[Exception], message: str) -> None:
     layer, x, cache = module(), tokens(length=8), KeyValueCache()
-    with pytest.raises(kind, match=f"`token_counts` must be {words}"):
+    with pytest.raises(kind, match=f"`token_counts` must be {message}"):
         layer(x[:, :7], cache=cache, token_counts=counts)
     k = torch.randn(B, HEADS, 7, DIM // HEADS)
-    with pytest.raises(kind, match=f"`counts` must be {words}"):
+    with pytest.raises(kind, match=f"`counts` must be {message}"):
         cache.append(k, k, counts)
     assert len(cache) == 0
     assert cache.keys is None
@@ -493,7 +493,7 @@ def test_bad_token_counts_leave_the_cache_unchanged(counts: Any, kind: type[Exce
 
 
 @torch.no_grad()
-def test_a_sequence_may_have_no_or_all_new_tokens() -> None:
+def test_token_counts_may_be_zero_or_full() -> None:
     layer, x, cache = module(), tokens(), KeyValueCache()
     layer(x[:, :4], cache=cache, token_counts=torch.tensor([0, 4]))
     out = layer(torch.stack([x[0, 0], x[1, 4]])[:, None], cache=cache)
@@ -502,7 +502,7 @@ def test_a_sequence_may_have_no_or_all_new_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "kind", "words"),
+    ("changed", "kind", "message"),
     [
         ({"cu_seqlens": [0, T]}, TypeError, "`cu_seqlens` must be an int32 tensor, got list"),
         ({"cu_seqlens": torch.tensor([0.0, T])}, TypeError, "`cu_seqlens` must be an int32 tensor, got a torch.float"),
@@ -514,21 +514,21 @@ def test_a_sequence_may_have_no_or_all_new_tokens() -> None:
         ({"max_seqlen": T - 1}, ValueError, f"`max_seqlen` must be at least the longest document, {T}, got {T - 1}"),
     ],
 )
-def test_bad_packing(changed: dict[str, Any], kind: type[Exception], words: str) -> None:
+def test_bad_packing(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
     packed: dict[str, Any] = {"cu_seqlens": torch.tensor([0, T]), "max_seqlen": T}
     for layer in (module(), module(rope=None)):
         layer(tokens(1), **packed)
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=message):
             layer(tokens(1), **{**packed, **changed})
 
 
-def test_positions_that_are_no_tensor_are_refused() -> None:
+def test_position_ids_must_be_a_tensor() -> None:
     with pytest.raises(TypeError, match=r"`position_ids` must be a tensor \(T,\) or \(B, T\) = \(2, 13\), got list"):
         module()(tokens(), position_ids=list(range(T)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("new", [1, 100], ids=["room", "growing"])
-def test_wrong_keys_and_values_leave_the_cache(new: int) -> None:
+def test_wrong_keys_and_values_keep_the_cache(new: int) -> None:
     def vectors(batch: int, t: int, dtype: torch.dtype = torch.float32, width: int = 8) -> Tensor:
         return torch.randn(batch, 2, t, width).to(dtype)
 
@@ -545,8 +545,8 @@ def test_wrong_keys_and_values_leave_the_cache(new: int) -> None:
             assert lengths.tolist() == [5]
 
 
-def test_a_left_padded_prefill_in_pieces() -> None:
-    """A piece may end before the first real token of a sequence."""
+def test_left_padded_prefill_in_pieces() -> None:
+    """A piece may end before the first token of a sequence."""
     module, x, starts = SoftplusAttention(32, 2).eval(), torch.randn(2, 12, 32), torch.tensor([0, 6])
     with torch.no_grad():
         whole = module(x, cache=KeyValueCache(starts=starts))
@@ -567,7 +567,7 @@ def test_factors_of_log_n_are_exact_in_float64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda m, x: m([1]), "`x` must be a tensor"),
         (lambda m, x: m(x, torch.randn(2, 5, 16)), r"`source` must be a tensor \(2, T, 32\)"),
@@ -577,6 +577,6 @@ def test_factors_of_log_n_are_exact_in_float64() -> None:
         (lambda m, x: SoftplusAttention(32, 2, num_kv_heads=2.0), "`num_kv_heads` must be a divisor"),
     ],
 )
-def test_what_a_module_is_given_is_named(call: Any, words: str) -> None:
-    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=words):
+def test_errors_name_the_argument(call: Any, message: str) -> None:
+    with torch.no_grad(), pytest.raises((ValueError, TypeError), match=message):
         call(SoftplusAttention(32, 2), torch.randn(2, 5, 32))

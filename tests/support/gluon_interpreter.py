@@ -1,19 +1,17 @@
-"""Runs Gluon kernels on a CPU, as Triton's interpreter runs Triton's: the Python of a kernel on torch tensors.
+"""Runs the Python code of Gluon kernels on torch CPU tensors, as Triton's interpreter does for Triton kernels.
 
-What a layout decides (which thread holds what, register hazards, barriers inside a program) is left to the compiler and
-to the GPU tests. What is kept of the hardware:
+Layouts are ignored: which thread holds which element, register hazards and barriers inside a program are left to the
+compiler and to the GPU tests. These properties of the hardware are modelled:
 
-- Copies and products that are asynchronous happen as late as the kernel allows. A tile on its way holds GARBAGE from
-  the start of its copy to the wait for it, and so does a product from its issue to the wait that returns it; with
-  ``late_products=False`` products read their tiles when they are issued. Between the two, a tile that is read before
-  it has come or overwritten while it is still read shows. (NaN would not: kernels have a second look where they meet
-  it.)
-- What the copy engine brings has come when its barrier was waited for; a barrier waits for as many bytes as were
-  announced, and one that is never told of any would be waited for in vain, which is an error. Barriers end, after all
-  of their copies.
-- The tensor cores see what threads wrote to shared memory only after a fence.
-- A load or store outside of the tensor that its pointer came from is an error.
-- The maximum of NaN and a number is the number. Integers do not overflow, and are divided as Python does it.
+- Asynchronous copies and products complete as late as the kernel allows. The destination tile of a copy holds GARBAGE
+  until the kernel waits for it, and so does the result of a product. With ``late_products=False`` products read their
+  tiles when they are issued. Running both ways reveals tiles that are read before they arrive or overwritten while
+  still in use. (GARBAGE is not NaN, since kernels recompute blocks that contain NaN.)
+- Copies of the copy engine complete when the kernel waits for their barrier. The expected number of bytes must match
+  the copies, and waiting for a barrier without expected bytes is an error. Barriers are invalidated after their copies.
+- The tensor cores see writes of threads to shared memory only after a fence.
+- A load or store outside the tensor of its pointer is an error.
+- The maximum of NaN and a number is the number. Integers do not overflow, and are divided as in Python.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from softplus_attention.kernels.hopper.tiles import Tiles
 
 NAN = float("nan")
 GARBAGE = 777.0
-MIN_NORMAL = 2.0**-126  # what is below is nothing to some instructions
+MIN_NORMAL = 2.0**-126  # some instructions flush smaller numbers to zero
 
 
 class Value(torch.Tensor):
-    """A tensor or number of a kernel. Never changed in place, as ``x += 1`` would do to other names of it."""
+    """A tensor or number of a kernel. Immutable: ``x += 1`` must not change other names of the same value."""
 
     @property
     def type(self) -> Any:  # type: ignore[override]
@@ -65,7 +63,7 @@ def value(x: Any, dtype: torch.dtype | None = None) -> Value:
 
 
 class Pointer:
-    """Addresses inside one tensor of the caller's: its elements in memory order, and offsets among them."""
+    """Addresses in one tensor of the caller: its elements in memory order, and offsets into them."""
 
     def __init__(self, memory: Tensor, offsets: Any = 0) -> None:
         self.memory = memory
@@ -80,8 +78,8 @@ class Pointer:
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offsets + offset)
 
-    def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Offsets, 0 where masked out, and the mask, both of one shape."""
+    def masked_offsets(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Offsets, with 0 where masked out, and the mask, broadcast to the same shape."""
         offsets = torch.as_tensor(self.offsets).as_subclass(Tensor)
         mask = torch.as_tensor(True if mask is None else mask).as_subclass(Tensor)
         offsets, mask = torch.broadcast_tensors(offsets, mask)
@@ -91,18 +89,18 @@ class Pointer:
         return torch.where(mask, offsets, 0), mask
 
     def load(self, mask: Any = None, other: float = GARBAGE) -> Value:
-        offsets, mask = self.places(mask)
+        offsets, mask = self.masked_offsets(mask)
         found = self.memory[offsets] if self.memory.numel() else self.memory.new_zeros(offsets.shape)
         return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)).as_subclass(Value)
 
     def store(self, x: Any, mask: Any = None) -> None:
-        offsets, mask = self.places(mask)
+        offsets, mask = self.masked_offsets(mask)
         x = torch.as_tensor(x).as_subclass(Tensor).to(self.memory.dtype).expand(offsets.shape)
         self.memory[offsets[mask]] = x[mask]
 
 
-class Described:
-    """A tensor as the copy engine knows it, from a descriptor."""
+class TensorDescriptor:
+    """A tensor that the copy engine reads by a descriptor."""
 
     layout = None
 
@@ -112,7 +110,7 @@ class Described:
         self.dtype = tiles.base.dtype
 
     def tile(self, place: Sequence[Any]) -> Tensor:
-        """Zeros beyond the tensor."""
+        """The tile at ``place``, with zeros beyond the tensor."""
         found = torch.zeros(self.block_shape, dtype=self.dtype)
         first = [int(x) for x in place]
         shape = zip(first, self.block_shape, self.tensor.shape, strict=True)
@@ -122,27 +120,27 @@ class Described:
 
 
 class Barrier:
-    """In shared memory: waits for the copies of one phase after the other."""
+    """A barrier in shared memory, which tracks the copies of one phase after another."""
 
     def __init__(self) -> None:
         self.phase = 0
-        self.announced: int | None = None  # bytes
+        self.expected_bytes: int | None = None
         self.arriving: list[Callable[[], int]] = []
 
     def complete(self) -> None:
-        assert self.announced is not None, "a barrier is waited for that no copy was announced to"
-        came = sum(arrive() for arrive in self.arriving)
-        assert came == self.announced, f"{self.announced} bytes were announced, and {came} came"
-        self.phase, self.announced, self.arriving = self.phase + 1, None, []
+        assert self.expected_bytes is not None, "wait for a barrier that expects no copy"
+        received = sum(arrive() for arrive in self.arriving)
+        assert received == self.expected_bytes, f"expected {self.expected_bytes} bytes, received {received}"
+        self.phase, self.expected_bytes, self.arriving = self.phase + 1, None, []
 
 
 class Shared:
-    """A piece of shared memory. ``allocation`` is that of the whole: a fence is known for all of it."""
+    """A view of shared memory. ``allocation`` belongs to the whole allocation, which tracks fences as one."""
 
     def __init__(self, data: Tensor, allocation: dict[str, bool], awaited: set[int]) -> None:
         self.data = data
         self.allocation = allocation
-        self.awaited = awaited  # addresses of the tiles that copies are on their way into
+        self.awaited = awaited  # addresses of tiles with a pending copy
         self.dtype = data.dtype
 
     @property
@@ -161,11 +159,11 @@ class Shared:
         return Shared(self.data.view(*shape), self.allocation, self.awaited)
 
     def slice(self, start: int, length: int) -> Shared:
-        assert 0 <= start <= start + length <= self.data.shape[0], "a slice goes beyond its tile"
+        assert 0 <= start <= start + length <= self.data.shape[0], "a slice exceeds its tile"
         return Shared(self.data[start : start + length], self.allocation, self.awaited)
 
     def store(self, x: Tensor) -> None:
-        assert self.data.data_ptr() not in self.awaited, "a tile is written while a copy is on its way into it"
+        assert self.data.data_ptr() not in self.awaited, "a tile is written while a copy into it is pending"
         self.data.copy_(x.as_subclass(Tensor))
         self.allocation["fenced"] = False
 
@@ -178,7 +176,7 @@ class Shared:
 
 
 class Product(Value):
-    """What an asynchronous product returns: GARBAGE until a wait gives back its result."""
+    """The result of an asynchronous product: GARBAGE until the kernel waits for it."""
 
     compute: Callable[[], Tensor]
     result: Tensor | None
@@ -190,12 +188,12 @@ class Product(Value):
 
 
 def plain(x: Any) -> Tensor:
-    """The numbers of an operand, those of a product that is done or must be by now included."""
+    """An operand as a plain tensor. A product is completed, since it must be complete by now."""
     return x.finished() if isinstance(x, Product) else x.as_subclass(Tensor)
 
 
 class Program:
-    """One program of the grid: its shared memory, and what is on its way."""
+    """One program of the grid: its shared memory and pending operations."""
 
     def __init__(self, place: tuple[int, ...], grid: tuple[int, ...], warps: int, late_products: bool) -> None:
         self.place = place
@@ -207,13 +205,13 @@ class Program:
         self.copies: list[Callable[[], None]] = []  # since the last commit
         self.groups: list[list[Callable[[], None]]] = []
         self.products: list[Product] = []
-        self.barriers: dict[int, Barrier] = {}  # by the address of the number that stands for one
+        self.barriers: dict[int, Barrier] = {}  # by address
         self.mbarrier = SimpleNamespace(
             MBarrierLayout=lambda: None,
             init=self.init_barrier,
             expect=self.expect,
             wait=self.wait_for_barrier,
-            invalidate=self.end_barrier,
+            invalidate=self.invalidate_barrier,
         )
         self.tma = SimpleNamespace(async_copy_global_to_shared=self.copy_tile)
 
@@ -222,58 +220,61 @@ class Program:
         return Shared(torch.full(tuple(shape), int(GARBAGE), dtype=dtype), self.allocations[-1], self.awaited)
 
     def init_barrier(self, place: Shared, count: int) -> None:
-        assert count == 1, "one thread announces"
+        assert count == 1, "one thread arrives at a barrier"
         self.barriers[place.data.data_ptr()] = Barrier()
 
-    def expect(self, place: Shared, announced: int, pred: Any = True) -> None:
+    def expect(self, place: Shared, expected_bytes: int, pred: Any = True) -> None:
         if pred:
             barrier = self.barriers[place.data.data_ptr()]
-            assert barrier.announced is None, "copies are announced before those of the last phase were waited for"
-            barrier.announced = int(announced)
+            assert barrier.expected_bytes is None, "a barrier expects copies before the wait for its last phase"
+            barrier.expected_bytes = int(expected_bytes)
 
     def wait_for_barrier(self, place: Shared, phase: Any) -> None:
         barrier = self.barriers[place.data.data_ptr()]
-        if int(phase) == barrier.phase & 1:  # else that phase is over
+        if int(phase) == barrier.phase & 1:  # else that phase is complete
             barrier.complete()
 
-    def end_barrier(self, place: Shared) -> None:
-        assert self.barriers.pop(place.data.data_ptr()).announced is None, "a barrier ends before its copies have come"
+    def invalidate_barrier(self, place: Shared) -> None:
+        barrier = self.barriers.pop(place.data.data_ptr())
+        assert barrier.expected_bytes is None, "a barrier is invalidated before its copies are complete"
 
-    def copy_tile(self, source: Described, at: Sequence[Any], place: Shared, tile: Shared, pred: Any = True) -> None:
+    def copy_tile(
+        self, source: TensorDescriptor, at: Sequence[Any], place: Shared, tile: Shared, pred: Any = True
+    ) -> None:
         if not pred:
             return
-        waiting = self.barriers[place.data.data_ptr()]
-        assert waiting.announced is not None, "a copy that was not announced"
+        barrier = self.barriers[place.data.data_ptr()]
+        assert barrier.expected_bytes is not None, "a copy whose barrier does not expect it"
         arriving = source.tile(at)
-        arrive = self.on_its_way(tile, arriving)
+        complete = self.begin_copy(tile, arriving)
 
-        def bytes_of() -> int:
-            arrive()
+        def arrive() -> int:
+            complete()
             return arriving.numel() * arriving.element_size()
 
-        waiting.arriving.append(bytes_of)
+        barrier.arriving.append(arrive)
 
-    def on_its_way(self, tile: Shared, arriving: Tensor) -> Callable[[], None]:
-        """What ends a copy into a tile."""
+    def begin_copy(self, tile: Shared, arriving: Tensor) -> Callable[[], None]:
+        """Start a copy into a tile, and return the function that completes it."""
         place = tile.data.data_ptr()
-        assert place not in self.awaited, "a second copy into a tile before the first has come"
+        assert place not in self.awaited, "a second copy into a tile before the first is complete"
         self.awaited.add(place)
         tile.data.fill_(GARBAGE)
 
-        def arrive() -> None:
+        def complete() -> None:
             tile.data.copy_(arriving)
             self.awaited.discard(place)
 
-        return arrive
+        return complete
 
     def async_copy_global_to_shared(self, tile: Shared, pointer: Pointer, mask: Any = None) -> None:
-        arrive = self.on_its_way(tile, pointer.load(mask, other=0.0).as_subclass(Tensor))
+        complete = self.begin_copy(tile, pointer.load(mask, other=0.0).as_subclass(Tensor))
 
-        def by_threads() -> None:
-            arrive()
+        def complete_unfenced() -> None:
+            complete()
             tile.allocation["fenced"] = False
 
-        self.copies.append(by_threads)
+        self.copies.append(complete_unfenced)
 
     def commit_group(self) -> None:
         self.groups.append(self.copies)
@@ -281,8 +282,8 @@ class Program:
 
     def wait_group(self, pending: int) -> None:
         while len(self.groups) > pending:
-            for arrive in self.groups.pop(0):
-                arrive()
+            for complete in self.groups.pop(0):
+                complete()
 
     def fence_async_shared(self) -> None:
         for allocation in self.allocations:
@@ -290,7 +291,7 @@ class Program:
 
     def warpgroup_mma(self, a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
         for operand in (a, b):
-            assert not isinstance(operand, Product), "a product is an operand before it was waited for"
+            assert not isinstance(operand, Product), "a product is used as an operand before the wait for it"
 
         def compute() -> Tensor:
             left = a.for_tensor_cores() if isinstance(a, Shared) else plain(a).float()
@@ -324,18 +325,18 @@ def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
     return of
 
 
-def chosen(condition: Any, a: Any, b: Any) -> Any:
+def where(condition: Any, a: Any, b: Any) -> Any:
     if isinstance(a, Pointer):
-        assert a.memory is b.memory, "of two tensors' addresses one is chosen"
+        assert a.memory is b.memory, "a choice between addresses in two tensors"
         return Pointer(a.memory, elementwise(torch.where)(condition, a.offsets, b.offsets))
     return elementwise(torch.where)(condition, a, b)
 
 
-def larger(a: Tensor, b: Tensor) -> Tensor:
+def maximum(a: Tensor, b: Tensor) -> Tensor:
     return torch.fmax(a, b) if a.is_floating_point() or b.is_floating_point() else torch.maximum(a, b)
 
 
-def smaller(a: Tensor, b: Tensor) -> Tensor:
+def minimum(a: Tensor, b: Tensor) -> Tensor:
     return torch.fmin(a, b) if a.is_floating_point() or b.is_floating_point() else torch.minimum(a, b)
 
 
@@ -346,7 +347,7 @@ def largest(x: Tensor, axis: int) -> Value:
     return x.amax(axis).as_subclass(Value)
 
 
-def assembly(text: str, constraints: str, operands: Sequence[Any], dtype: Any, is_pure: bool, pack: int) -> Value:
+def inline_asm(text: str, constraints: str, operands: Sequence[Any], dtype: Any, is_pure: bool, pack: int) -> Value:
     if text.startswith("fma.rn.sat.f32"):
         a, b, c = (torch.as_tensor(x).double() for x in operands)
         return (a * b + c).float().clamp(0.0, 1.0).nan_to_num(nan=0.0).as_subclass(Value)
@@ -358,17 +359,17 @@ def assembly(text: str, constraints: str, operands: Sequence[Any], dtype: Any, i
     raise NotImplementedError(text)
 
 
-def counted(*bounds: Any) -> Iterator[Value]:
+def kernel_range(*bounds: Any) -> Iterator[Value]:
     return (value(i) for i in range(*(int(bound) for bound in bounds)))
 
 
-def of_gluon(x: Any) -> Any:
-    """A number type as a function of constants knows it."""
+def to_gluon_dtype(x: Any) -> Any:
+    """Convert a dtype for functions of constants."""
     return {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}.get(x, x) if isinstance(x, torch.dtype) else x
 
 
 def constant(x: Any) -> Any:
-    """What a function of constants gives; of a layout, which means nothing here, nothing."""
+    """The result of a function of constants; None for a layout, which is ignored here."""
     x = getattr(x, "value", x)
     return x if isinstance(x, int | float) else None
 
@@ -379,14 +380,14 @@ class Language:
     float16, bfloat16, float32 = torch.float16, torch.bfloat16, torch.float32
     int32, int64 = torch.int32, torch.int64
     constexpr = object
-    maximum, minimum = staticmethod(elementwise(larger)), staticmethod(elementwise(smaller))
+    maximum, minimum = staticmethod(elementwise(maximum)), staticmethod(elementwise(minimum))
     abs, exp2, log, log2, sqrt, rsqrt = (
         staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt, torch.rsqrt)
     )
-    where = staticmethod(chosen)
+    where = staticmethod(where)
     max = staticmethod(largest)
     static_range = staticmethod(range)
-    inline_asm_elementwise = staticmethod(assembly)
+    inline_asm_elementwise = staticmethod(inline_asm)
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
 
     def __init__(self, program: Program) -> None:
@@ -396,7 +397,7 @@ class Language:
     def __getattr__(self, name: str) -> Any:
         if name.endswith("Layout"):
             return lambda *_: None
-        raise AttributeError(f"the interpreter of Gluon does not know {name}")
+        raise AttributeError(f"the Gluon interpreter does not implement {name}")
 
     def program_id(self, axis: int) -> Value:
         return value(self.program.place[axis])
@@ -430,7 +431,7 @@ class Language:
     @staticmethod
     def multiple_of(x: Any, factor: int) -> Any:
         if isinstance(x, Pointer):
-            assert int(x.offsets) % factor == 0, f"offset {int(x.offsets)} is said to be a multiple of {factor}"
+            assert int(x.offsets) % factor == 0, f"offset {int(x.offsets)} is declared a multiple of {factor}"
         return x
 
     @staticmethod
@@ -443,7 +444,7 @@ class Language:
 
     @staticmethod
     def min(x: Value, axis: int) -> Value:
-        assert not x.is_floating_point(), "NaN would count"
+        assert not x.is_floating_point(), "NaN handling is not implemented"
         return x.amin(axis)
 
     @staticmethod
@@ -466,11 +467,11 @@ class Language:
 
     @staticmethod
     def atomic_max(pointer: Pointer, x: Any) -> None:
-        pointer.store(larger(pointer.load(), torch.as_tensor(x)))
+        pointer.store(maximum(pointer.load(), torch.as_tensor(x)))
 
 
 class Assignments(ast.NodeTransformer):
-    """``x = 0`` makes a number of the kernel of a constant, ``x: gl.constexpr = 0`` does not."""
+    """``x = 0`` creates a number of the kernel, ``x: gl.constexpr = 0`` a constant."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         node.value = ast.copy_location(ast.Call(ast.Name("assigned", ast.Load()), [node.value], []), node.value)
@@ -482,8 +483,8 @@ def assigned(x: Any) -> Any:
 
 
 @cache
-def code_of(function: FunctionType) -> CodeType:
-    """A kernel's function, with its assignments as Triton reads them."""
+def compile_kernel(function: FunctionType) -> CodeType:
+    """Compile a kernel's function with Triton's semantics of assignments."""
     tree = ast.parse(inspect.getsource(function))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
@@ -496,22 +497,22 @@ def code_of(function: FunctionType) -> CodeType:
 
 
 def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType:
-    """The Python function behind a jit function, with everything that it uses interpreted too; the names of the
-    functions that it calls go to ``called``."""
+    """The Python function of a jit function, with everything it uses interpreted too. ``called`` collects the names of
+    the functions it calls."""
     language = Language(program)
-    replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": counted}
+    replaced: dict[str, Any] = {"gl": language, "tl": language, "async_copy": program, "range": kernel_range}
     replaced |= {"mbarrier": program.mbarrier, "tma": program.tma}
     replaced |= {name: getattr(program, name) for name in ("fence_async_shared", "warpgroup_mma", "warpgroup_mma_wait")}
-    # Nothing but their being there means something, to the compiler alone.
+    # Matters only to the compiler.
     replaced |= {"warpgroup_mma_init": lambda x: x}
-    replaced |= {"mma_v2": lambda a, b, acc: acc + a.float() @ b.float()}  # by registers: it waits for nothing
-    # Here it is not Triton's interpreter: kernels take the path of the hardware.
+    replaced |= {"mma_v2": lambda a, b, acc: acc + a.float() @ b.float()}  # in registers: synchronous
+    # Kernels take the code path of the hardware, not that of Triton's interpreter.
     replaced |= {"assigned": assigned, "INTERPRETED": False}
     done: dict[FunctionType, FunctionType] = {}
 
-    def of(function: FunctionType) -> FunctionType:
+    def interpret_function(function: FunctionType) -> FunctionType:
         if function not in done:
-            code = code_of(function)
+            code = compile_kernel(function)
             known = {"__builtins__": __builtins__} | {
                 name: replaced[name] if name in replaced else translated(function.__globals__[name])
                 for name in code.co_names
@@ -520,7 +521,7 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
             done[function] = FunctionType(code, known, argdefs=function.__defaults__)
         return done[function]
 
-    def noted(function: FunctionType) -> Callable[..., Any]:
+    def record_call(function: FunctionType) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             called.add(function.__name__)
             return function(*arguments, **named)
@@ -529,16 +530,16 @@ def interpreted(kernel: Any, program: Program, called: set[str]) -> FunctionType
 
     def translated(x: Any) -> Any:
         if isinstance(x, ConstexprFunction):
-            return lambda *arguments: constant(x(*map(of_gluon, arguments)))
+            return lambda *arguments: constant(x(*map(to_gluon_dtype, arguments)))
         if isinstance(getattr(x, "fn", None), FunctionType):
-            return noted(of(x.fn))
+            return record_call(interpret_function(x.fn))
         return getattr(x, "value", x)  # of a constant
 
-    return of(kernel.fn)
+    return interpret_function(kernel.fn)
 
 
 class InterpretedKernel:
-    """Stands for a Gluon kernel: ``kernel[grid](...)`` runs every program, one after the other."""
+    """Replaces a Gluon kernel: ``kernel[grid](...)`` runs its programs one after another."""
 
     def __init__(self, kernel: Any, late_products: bool, ran: list[str] | None = None) -> None:
         self.kernel = kernel
@@ -553,7 +554,7 @@ class InterpretedKernel:
             self.ran.append(self.__name__)
             self.grids.append(grid)
             parameters = self.kernel.params
-            assert len(arguments) == len(parameters), "an argument is missing, or there is one too many"
+            assert len(arguments) == len(parameters), "wrong number of arguments"
             assert parameters[-1].name == "num_warps"
             for z, y, x in itertools.product(*map(range, reversed(grid))):
                 program = Program((x, y, z), grid, arguments[-1], self.late_products)
@@ -562,17 +563,17 @@ class InterpretedKernel:
                     for x, parameter in zip(arguments, parameters, strict=True)
                 ]
                 interpreted(self.kernel, program, self.called)(*given)
-                assert not program.copies, "copies that no group holds"
-                assert not program.awaited, "copies that nobody waits for"
-                assert not program.barriers, "barriers that do not end"
-                assert not program.products, "products that nobody waits for"
+                assert not program.copies, "copies without a commit"
+                assert not program.awaited, "copies without a wait"
+                assert not program.barriers, "barriers that are not invalidated"
+                assert not program.products, "products without a wait"
 
         return launch
 
 
 def argument(x: Any) -> Any:
     if isinstance(x, Tiles):
-        return Described(x)
+        return TensorDescriptor(x)
     if isinstance(x, Tensor):
         return Pointer.to(x)
     if isinstance(x, tuple):

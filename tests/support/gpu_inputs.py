@@ -1,4 +1,4 @@
-"""What the GPU checks share: inputs, the kinds of calls, comparisons. Needs no pytest."""
+"""Inputs, kinds of calls and comparisons shared by the GPU checks. Does not need pytest."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention
 
-# Without a GPU what is small enough runs in Triton's interpreter, to try the checks themselves.
+# Without a GPU, small checks run in Triton's interpreter, which tests the checks themselves.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 D = 64 if DEVICE == "cuda" else 16
-Attend = Callable[..., Tensor]  # of q, k, v
+Attend = Callable[..., Tensor]  # (q, k, v) -> output
 
 
-def fresh(*shape: int, seed: int, dtype: torch.dtype = HALF) -> Tensor:
-    """Drawn on the device: these may be large."""
+def gpu_randn(*shape: int, seed: int, dtype: torch.dtype = HALF) -> Tensor:
+    """Random numbers generated on the device, since tensors may be large."""
     return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), dtype=dtype, device=DEVICE)
 
 
 def qkv(
     t: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, d: int = D, dtype: torch.dtype = HALF, seed: int = 0
 ) -> list[Tensor]:
-    """Leaves q, k, v (B, H, T, D) in the memory order of (B, T, H, D), as projections give them."""
+    """Leaves q, k, v (B, H, T, D), stored as (B, T, H, D) like the outputs of projections."""
     sizes = (heads, kv_heads, kv_heads)
-    tensors = (fresh(batch, t, h, d, seed=10 * seed + i, dtype=dtype).transpose(1, 2) for i, h in enumerate(sizes))
+    tensors = (gpu_randn(batch, t, h, d, seed=10 * seed + i, dtype=dtype).transpose(1, 2) for i, h in enumerate(sizes))
     return [x.requires_grad_() for x in tensors]
 
 
 def documents(t: int, seed: int = 0) -> Tensor:
-    """cu_seqlens of three documents: their boundaries follow from the seed."""
+    """cu_seqlens of three documents, whose boundaries depend on the seed."""
     first, second = (t * 2 // 7, t * 5 // 9) if seed == 0 else (t // 3 - seed, t * 7 // 8 + seed)
     return torch.tensor([0, first, second, t], dtype=torch.int32, device=DEVICE)
 
 
 def calls(t: int, heads: int = 4) -> dict[str, Attend]:
-    """Every kind of call, of q, k, v with grouped heads."""
+    """Every kind of call with grouped-query heads, as a function of q, k and v."""
     plain = partial(softplus_attention, enable_gqa=True, impl="triton")
     row = torch.arange(t, device=DEVICE, dtype=torch.int32)[None]
     mask = torch.rand(1, 1, t, t, generator=torch.Generator(DEVICE).manual_seed(3), device=DEVICE) < 0.7
@@ -63,11 +63,11 @@ def calls(t: int, heads: int = 4) -> dict[str, Attend]:
 def step(attend: Attend, leaves: Sequence[Tensor], seed: int = 99) -> list[Tensor]:
     """The output and every gradient."""
     out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, fresh(*out.shape, seed=seed, dtype=out.dtype))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, gpu_randn(*out.shape, seed=seed, dtype=out.dtype))]
 
 
 def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str = "") -> None:
-    """Bit for bit, and finite."""
+    """Equal bit for bit, and finite."""
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         assert y.isfinite().all(), f"{what} tensor {i} is not finite"
         assert x.dtype == y.dtype, f"{what} tensor {i}: {x.dtype}, expected {y.dtype}"
@@ -78,8 +78,8 @@ def assert_same(found: Sequence[Tensor], expected: Sequence[Tensor], what: str =
             raise AssertionError(f"{what} tensor {i}: {differ} of {x.numel()} differ, by {largest:.3e} at most")
 
 
-def near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
-    """Another order of a sum at most: in float32 1e-5 of the scale, in half precision a unit in the last place."""
+def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
+    """Equal up to the order of a sum: 1e-5 of the scale in float32, one unit in the last place in half precision."""
     assert found.isfinite().all(), f"{what}: not finite"
     scale = float(expected.abs().max())
     allowed = 1e-5 * scale if dtype == torch.float32 else unit_in_the_last_place(expected, dtype)
@@ -87,7 +87,7 @@ def near(found: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None
 
 
 def assert_raises(work: Callable[[], Any], why: str) -> None:
-    """A check that cannot fail shows nothing."""
+    """Verify that a check is able to fail."""
     try:
         work()
     except (AssertionError, RuntimeError):
@@ -97,7 +97,7 @@ def assert_raises(work: Callable[[], Any], why: str) -> None:
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, so that a value which is read but never written shows."""
+    """Uninitialised memory is NaN, which reveals reads of values that were never written."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(3, device=DEVICE).isnan().all()
@@ -107,7 +107,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def peak_bytes(work: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes held at the worst moment beyond those before, and the result."""
+    """Peak memory in bytes above what was allocated before, and the result."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

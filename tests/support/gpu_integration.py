@@ -1,4 +1,4 @@
-"""The Triton ops inside PyTorch on a GPU: compile, autocast, checkpointing, graphs, no waiting, no compiling anew."""
+"""The Triton ops in PyTorch on a GPU: compile, autocast, checkpointing, CUDA graphs, synchronisation, recompilation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from gpu_inputs import (
     DEVICE,
     HALF,
     D,
+    assert_near,
     assert_raises,
     assert_same,
     calls,
     documents,
-    fresh,
-    near,
+    gpu_randn,
     poisoned_memory,
     qkv,
     step,
@@ -47,17 +47,17 @@ BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
 LENGTHS = (300, 77, 1000) if DEVICE == "cuda" else (20, 33, 7)
 
 
-def counted(function: Callable[..., Any], dynamic: bool | None = None) -> tuple[Any, Any]:
-    """The function compiled without graph breaks, and the counter of its compilations."""
+def compile_counted(function: Callable[..., Any], dynamic: bool | None = None) -> tuple[Any, Any]:
+    """The function compiled without graph breaks, and a counter of its compilations."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend(BACKEND)
     return torch.compile(function, backend=counter, fullgraph=True, dynamic=dynamic), counter
 
 
 def check_compile(power: str) -> str:
-    """Compiled equals eager to the bit, forward and backward: what surrounds the op only doubles and halves.
+    """Compiled equals eager bit for bit, forward and backward: the code around the op only scales by 2 and 0.5.
 
-    But for the gradient of a power per head, a float32 sum over all rows that the compiler adds up in another order.
+    The gradient of a power per head may differ, since the compiler changes the order of its float32 sum over all rows.
     """
     chosen = {"15": 15, "lssa": None, "by length": PowerByLength(3, 2, 16)}.get(power)
     per_head = [torch.linspace(2, 15, 4, device=DEVICE).requires_grad_()] if power == "per head" else []
@@ -69,21 +69,21 @@ def check_compile(power: str) -> str:
         )
 
     frames = []
-    for dynamic, most in ((None, 2), (True, 1)):
-        compiled, counter = counted(attend, dynamic)
+    for dynamic, max_frames in ((None, 2), (True, 1)):
+        compiled, counter = compile_counted(attend, dynamic)
         for i, t in enumerate(LENGTHS):
             leaves = [*qkv(t, seed=i), *per_head]
             found, expected = step(compiled, leaves), step(attend, leaves)
             assert_same(found[:4], expected[:4], f"T={t}")
             for x, y in zip(found[4:], expected[4:], strict=True):
-                near(x, y, torch.float32, f"T={t}, the power's gradient")
-        assert counter.frame_count <= most, f"{counter.frame_count} compilations of {len(LENGTHS)} lengths"
+                assert_near(x, y, torch.float32, f"T={t}, the power's gradient")
+        assert counter.frame_count <= max_frames, f"{counter.frame_count} compilations of {len(LENGTHS)} lengths"
         frames.append(counter.frame_count)
     return f"{frames[0]} compilations of 3 lengths ({frames[1]} with dynamic=True), equal to eager"
 
 
 def check_compile_packed(given: bool) -> str:
-    """The boundaries of the documents are an argument of the compiled function, or computed inside it."""
+    """The document boundaries are an argument of the compiled function if ``given``, else computed inside it."""
 
     def attend(cu: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not given:
@@ -92,7 +92,7 @@ def check_compile_packed(given: bool) -> str:
         lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": q.shape[0], "max_seqlen_k": q.shape[0]}
         return softplus_attention_varlen(q, k, v, **lengths, is_causal=True, enable_gqa=True, impl="triton")
 
-    compiled, counter = counted(attend)
+    compiled, counter = compile_counted(attend)
     for i, t in enumerate(LENGTHS):
         leaves, cu = qkv(t, seed=i), documents(2 * t if given else t)
         assert_same(step(partial(compiled, cu), leaves), step(partial(attend, cu), leaves), f"T={t}")
@@ -109,7 +109,7 @@ def check_compile_decode() -> str:
     def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         return softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="triton")
 
-    compiled, counter = counted(attend)
+    compiled, counter = compile_counted(attend)
     inputs = decode_inputs(LENGTHS[0])
     for lengths in ([3, 9], [4, 10], [LENGTHS[0] - 1, LENGTHS[0]]):
         given = torch.tensor(lengths, device=DEVICE)
@@ -119,13 +119,13 @@ def check_compile_decode() -> str:
 
 
 def check_compile_module() -> str:
-    """A layer under autocast, compiled whole: as near to float32 as eager is, up to the house's factor 2."""
+    """A layer compiled under autocast: its distance to float32 is at most twice that of eager."""
     torch.manual_seed(0)
     layer = SoftplusAttention(4 * D, 4, num_kv_heads=2, power="learned", device=DEVICE)
-    compiled, counter = counted(layer)
+    compiled, counter = compile_counted(layer)
     worst = 0.0
     for i, t in enumerate(LENGTHS):
-        x = fresh(2, t, 4 * D, seed=i, dtype=torch.float32)
+        x = gpu_randn(2, t, 4 * D, seed=i, dtype=torch.float32)
         results = []
         for f, impl, half in ((compiled, "triton", True), (layer, "triton", True), (layer, "reference", False)):
             with torch.autocast(DEVICE, HALF, enabled=half):
@@ -140,7 +140,7 @@ def check_compile_module() -> str:
 
 
 def check_autocast() -> str:
-    """Equal to a call in that dtype; gradients come back in float32."""
+    """Equal to a call in that dtype; gradients are float32."""
     for dtype in (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (HALF,):
         attend = calls(300)["causal"]
         leaves = qkv(300, dtype=torch.float32)
@@ -165,13 +165,13 @@ def check_checkpointing() -> str:
     for reentrant in (False, True):
         leaves = qkv(300)
         out = checkpoint(attend, *leaves, use_reentrant=reentrant)
-        out.backward(fresh(*out.shape, seed=99))
+        out.backward(gpu_randn(*out.shape, seed=99))
         assert_same([out.detach(), *(x.grad for x in leaves)], expected, f"use_reentrant={reentrant}")
     return "equal gradients, both kinds"
 
 
 def op_arguments(name: str, t: int = 33) -> list[Any]:
-    """Of the registered op: q, k, v and its options, without for_backward."""
+    """Arguments of the registered op except ``for_backward``."""
     q, k, v = qkv(0 if name == "empty" else t)
     if name == "contiguous":
         q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
@@ -189,8 +189,8 @@ OPCHECKED = ("causal", "contiguous", "window", "lssa", "mask", "ranges", "rows",
 
 
 @contextmanager
-def unwritten_memory_is_equal() -> Iterator[None]:
-    """Parts of the saved statistics are never written nor read: fresh memory is NaN, and NaN equals NaN."""
+def ignore_unwritten_memory() -> Iterator[None]:
+    """Parts of the saved statistics are neither written nor read: uninitialised memory is NaN, and NaN equals NaN."""
     equal_nan = partial(torch.testing.assert_close, equal_nan=True)
     with poisoned_memory(), mock.patch("torch.testing.assert_close", equal_nan):
         yield
@@ -199,13 +199,13 @@ def unwritten_memory_is_equal() -> Iterator[None]:
 def check_opcheck(name: str) -> str:
     arguments = op_arguments(name)
     ops = torch.ops.softplus_attention
-    with unwritten_memory_is_equal():
+    with ignore_unwritten_memory():
         torch.library.opcheck(ops.triton_forward.default, (*arguments, True))
         arguments = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
         torch.library.opcheck(ops.triton_forward.default, (*arguments, False))
         saved = ops.triton_forward(*arguments, True)
         assert saved[0].isfinite().all()
-        torch.library.opcheck(ops.triton_backward.default, (fresh(*saved[0].shape, seed=5), *saved, *arguments))
+        torch.library.opcheck(ops.triton_backward.default, (gpu_randn(*saved[0].shape, seed=5), *saved, *arguments))
     return "forward and backward"
 
 
@@ -218,7 +218,7 @@ def check_opcheck_decode() -> str:
     return "two calls"
 
 
-def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+def capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -233,19 +233,19 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def check_graph(name: str) -> str:
-    """Forward and backward captured once; then other inputs, for packed documents other boundaries too."""
+    """Capture forward and backward once, then replay with other inputs and, if packed, other document boundaries."""
     t = 300
-    leaves, grad_out, cu = qkv(t), fresh(2, 4, t, D, seed=7), documents(t)
+    leaves, grad_out, cu = qkv(t), gpu_randn(2, 4, t, D, seed=7), documents(t)
     attend = partial(by_packing, cu, enable_gqa=True, impl="triton") if name == "packed" else calls(t)[name]
 
     def work() -> list[Tensor]:
         out = attend(*leaves)
         return [out, *torch.autograd.grad(out, leaves, grad_out)]
 
-    graph, found = captured(work)
+    graph, found = capture(work)
     for seed in (1, 2, 3):
         with torch.no_grad():
-            for x, y in zip((*leaves, grad_out), (*qkv(t, seed=seed), fresh(2, 4, t, D, seed=seed)), strict=True):
+            for x, y in zip((*leaves, grad_out), (*qkv(t, seed=seed), gpu_randn(2, 4, t, D, seed=seed)), strict=True):
                 x.copy_(y)
             cu.copy_(documents(t, seed))
         before = [x.detach().clone() for x in found]
@@ -256,8 +256,8 @@ def check_graph(name: str) -> str:
     return "3 replays equal to eager"
 
 
-def check_no_waiting() -> str:
-    """Neither forward nor backward nor decode waits for the device."""
+def check_no_synchronisation() -> str:
+    """Forward, backward and decode never wait for the device."""
     t = 300
     kinds, leaves = calls(t), qkv(t)
     inputs, lengths = decode_inputs(t), torch.tensor([t, 17], device=DEVICE)
@@ -272,14 +272,14 @@ def check_no_waiting() -> str:
     torch.cuda.set_sync_debug_mode("error")
     try:
         everything()
-        assert_raises(lambda: lengths.sum().item(), "a wait went unnoticed")
+        assert_raises(lambda: lengths.sum().item(), "a synchronisation went unnoticed")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return f"{len(kinds)} kinds of calls and decode"
 
 
-def variants() -> dict[str, int]:
-    """Compiled variants of each of our Triton kernels in this process."""
+def count_variants() -> dict[str, int]:
+    """The number of compiled variants of each Triton kernel of this package in this process."""
     from triton.runtime.jit import JITFunction
 
     found: dict[str, int] = {}
@@ -292,7 +292,7 @@ def variants() -> dict[str, int]:
     return found
 
 
-# Of every divisibility, since Triton compiles for numbers and addresses that 16 divides and for those it does not.
+# Various divisibilities, since Triton specialises on whether numbers and addresses are divisible by 16.
 FIRST_LENGTHS = (128, 129, 130, 132, 136, 144)
 OTHER_LENGTHS = (17, 64, 200, 300, 333, 777, 1000, 1024, 1025, 2000, 4096, 5001)
 
@@ -308,16 +308,16 @@ def check_variants() -> str:
 
     for t in FIRST_LENGTHS:
         run(t)
-    before = variants()
+    before = count_variants()
     assert before, "no compiled kernel was found"
     for t in OTHER_LENGTHS:
         run(t)
-    assert variants() == before, f"new lengths compiled anew: {before} became {variants()}"
+    assert count_variants() == before, f"new lengths were compiled: {before} became {count_variants()}"
     return f"{len(OTHER_LENGTHS)} more lengths compile nothing; variants {before}"
 
 
 def check_model_step() -> str:
-    """The short way of a decode step against the long one, which the op's own checks hold to the reference."""
+    """Decode steps by the decode kernels against the prefill kernels, which other checks hold to the reference."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
@@ -346,7 +346,7 @@ def check_model_step() -> str:
     for name, model in models.items():
         model.to(DEVICE, HALF).eval()
         logits = []
-        for most_rows in (dispatch.MAX_DECODE_ROWS, 0):  # by the decode kernels, and by those of prefill
+        for most_rows in (dispatch.MAX_DECODE_ROWS, 0):  # the decode kernels, then the prefill kernels
             counted = mock.patch.object(decode_launch, "decode", counted_step)
             with counted, mock.patch.object(dispatch, "MAX_DECODE_ROWS", most_rows), torch.inference_mode():
                 cache = model(ids[:, :-3], use_cache=True).past_key_values
@@ -364,7 +364,7 @@ SANITIZED = """
 import torch, triton
 from softplus_attention import softplus_attention
 triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
-torch.autograd.set_multithreading_enabled(False)  # another thread would not know of the allocator
+torch.autograd.set_multithreading_enabled(False)  # another thread would lack the allocator
 q, k, v = (torch.randn(1, 1, 200, {d}, device="cuda", dtype=torch.bfloat16).requires_grad_({step}) for _ in range(3))
 out = softplus_attention(q, k, v, is_causal=True, power={power})
 torch.cuda.synchronize()
@@ -374,25 +374,25 @@ if {step}:
 """
 SANITIZERS = {"debug": {"TRITON_DEBUG": "1"}}
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
-    # Before, it takes copies that share a barrier for a deadlock (triton-lang/triton#9046).
+    # Earlier versions report copies that share a barrier as a deadlock (triton-lang/triton#9046).
     SANITIZERS["consan"] = {"TRITON_INSTRUMENTATION_MODE": "consan"}
 
 
 FORWARDS = ((None, False, 64), (15, False, 64), (15, False, 128))  # power, with gradients, head dimension
-# With consan a kernel of the backward takes longer than 150 s to compile.
+# With consan, compiling a backward kernel takes more than 150 s.
 SANITIZED_CALLS = {"debug": (*FORWARDS, (15, True, 64), (15, True, 128)), "consan": FORWARDS}
 
 
 def check_sanitizer(mode: str, power: int | None, step: bool, d: int) -> str:
-    """Triton's own assertions: integers that overflow, and (consan) shared memory that is read or written too early."""
+    """Triton's own assertions: integer overflow, and (consan) shared memory that is read or written too early."""
     code = SANITIZED.format(d=d, step=step, power=power)
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, **SANITIZERS[mode], "TRITON_CACHE_DIR": cache}
         done = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
         )
-    said = [x for x in (done.stdout + done.stderr).splitlines() if "ssert" in x or "Error" in x]
-    assert done.returncode == 0, " | ".join(dict.fromkeys(said)) or f"status {done.returncode}: {done.stderr[-300:]}"
+    errors = [x for x in (done.stdout + done.stderr).splitlines() if "ssert" in x or "Error" in x]
+    assert done.returncode == 0, " | ".join(dict.fromkeys(errors)) or f"status {done.returncode}: {done.stderr[-300:]}"
     return "nothing found"
 
 
@@ -415,6 +415,6 @@ CHECKS: dict[str, Callable[[], str]] = {
     **{f"opcheck {x}": partial(check_opcheck, x) for x in OPCHECKED},
     "opcheck decode": check_opcheck_decode,
     **{f"graph {x}": partial(check_graph, x) for x in ("causal", "packed", "mask")},
-    "no waiting for the device": check_no_waiting,
+    "no waiting for the device": check_no_synchronisation,
     "no variant per length": check_variants,
 }

@@ -1,5 +1,7 @@
-"""The numbers of the Triton kernels on a GPU: repeatable, finite on hostile data, right at a million keys and beyond
-2^31 elements. Needs no pytest."""
+"""Numerical checks of the Triton kernels on a GPU: determinism, hostile data, a million keys, more than 2^31 elements.
+
+Does not need pytest.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from gpu_inputs import (
     DEVICE,
     HALF,
     D,
+    assert_near,
     assert_raises,
     assert_same,
     calls,
-    fresh,
-    near,
+    gpu_randn,
     peak_bytes,
     poisoned_memory,
     qkv,
@@ -37,7 +39,7 @@ MANY = 2**31
 
 
 def check_repeats(name: str) -> str:
-    """Five runs, forward and every gradient, equal to the bit; fresh memory is NaN."""
+    """Five runs agree bit for bit, forward and every gradient; uninitialised memory is NaN."""
     t, batch, heads, kv_heads = (1500, 4, 8, 2) if ON_GPU else (70, 2, 4, 2)
     kind, dtype, d = {"float32": ("causal", torch.float32, D), "D128": ("causal", HALF, 128)}.get(name, (name, HALF, D))
     attend = calls(t, heads)[kind]
@@ -56,8 +58,8 @@ def check_repeats(name: str) -> str:
 
 
 def check_replays(d: int) -> str:
-    """Calls that are launched as a whole after the first: other tensors of the same kind, one given twice, other
-    strides, another stream; equal to the op's, which asks anew."""
+    """Calls replayed from the launch cache equal calls of the op, which are not cached: other tensors of the same kind,
+    one tensor passed twice, other strides, another stream."""
     attend = partial(softplus_attention, is_causal=True, enable_gqa=True, impl="triton")
     options = (None, None, None, True, None, True, 15.0, None, None, True, math.log(d), False, True)
 
@@ -67,7 +69,7 @@ def check_replays(d: int) -> str:
     t, count = 300 if ON_GPU else 70, 0
     for seed in range(4):
         q, k, v = qkv(t, batch=2, heads=2, kv_heads=2, d=d, seed=seed)
-        packed = fresh(2, 3, 2, t, d, seed=seed, dtype=HALF).requires_grad_()
+        packed = gpu_randn(2, 3, 2, t, d, seed=seed, dtype=HALF).requires_grad_()
         for leaves in ([q, k, v], [k, q, v], [x.contiguous().detach().requires_grad_() for x in (q, k, v)]):
             assert_same(step(attend, leaves), step(by_op, leaves), f"draw {seed}")
             count += 1
@@ -83,7 +85,7 @@ def check_replays(d: int) -> str:
     if ON_GPU:
         from softplus_attention.kernels import launch_cache
 
-        assert launch_cache._calls, "nothing was remembered"
+        assert launch_cache._calls, "no call was cached"
         expected = step(by_op, [q, k, v])
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -94,7 +96,7 @@ def check_replays(d: int) -> str:
 
 
 def check_expanded(d: int) -> str:
-    """Keys and values that all sequences and heads share without a copy: strides of 0 in the copy engine."""
+    """Keys and values expanded over sequences and heads: strides of 0 in the copy engine."""
     t = 500 if ON_GPU else 70
     q, k, v = (x.detach() for x in qkv(t, batch=3, heads=4, kv_heads=1, d=d))
     shared = [x[:1].expand(3, 2, t, d) for x in (k, v)]
@@ -103,7 +105,7 @@ def check_expanded(d: int) -> str:
     for given in (shared, of_one_key):
         found = step(attend, [x.detach().requires_grad_() for x in (q, *given)])
         assert_same(step(attend, [x.contiguous().detach().requires_grad_() for x in (q, *given)]), found)
-    return f"twice {len(found)} tensors as with copies"
+    return f"twice {len(found)} tensors equal to those with contiguous inputs"
 
 
 def check_decode_repeats() -> str:
@@ -117,25 +119,25 @@ def check_decode_repeats() -> str:
 
 
 def hostile_qkv(name: str, dtype: torch.dtype, t: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (fresh(1, heads, t, D, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
+    q, k, v = (gpu_randn(1, heads, t, D, seed=seed, dtype=torch.float32) for seed in (1, 2, 3))
     ALL[name](q, k)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def assert_average(out: Tensor, v: Tensor, what: str) -> None:
     assert out.isfinite().all(), f"{what}: out is not finite"
-    assert float(out.abs().max()) <= float(v.abs().max()) * 1.01, f"{what}: an average lies outside its values"
+    assert float(out.abs().max()) <= float(v.abs().max()) * 1.01, f"{what}: an average exceeds its values"
 
 
 def check_hostile(dtype: str, power: float, offset: bool = True) -> str:
-    """All rows of 4,096 tokens: finite output, and finite gradients wherever float64's fit the dtype."""
+    """All rows of 4,096 tokens: the output is finite, and so are gradients whose float64 values fit the dtype."""
     kind, t = DTYPES[dtype], 4096 if ON_GPU else 130
     names = [*HOSTILE, *(FLOAT32_ONLY if kind == torch.float32 else ())]
     too_large = 0
     for name in names:
         q, k, v = hostile_qkv(name, kind, t, 2)
         options = {"power": power, "offset": offset, "is_causal": True}
-        options["grad_out"] = fresh(*q.shape, seed=4, dtype=kind)
+        options["grad_out"] = gpu_randn(*q.shape, seed=4, dtype=kind)
         ours = run(softplus_attention, q, k, v, impl="triton", **options)
         exact = run(softplus_attention, q, k, v, impl="reference", dtype=torch.float64, **options)
         assert_average(ours["out"], v, name)
@@ -149,38 +151,38 @@ def check_hostile(dtype: str, power: float, offset: bool = True) -> str:
 
 
 def check_some_equal(dtype: str) -> str:
-    """Rows of equal scores, which take paths of their own, change nothing in the other rows of their head."""
+    """Rows of equal scores, which have their own code path, do not change the other rows of their head."""
     t, kind = 320 if ON_GPU else 70, DTYPES[dtype]
     q, k, v = (x.detach().clone() for x in qkv(t, dtype=kind))
     options: dict[str, Any] = {"power": 15, "is_causal": True, "enable_gqa": True}
-    grad_out = fresh(*q.shape, seed=4, dtype=kind)
+    grad_out = gpu_randn(*q.shape, seed=4, dtype=kind)
     without = run(softplus_attention, q, k, v, impl="triton", grad_out=grad_out, **options)
     q[:, 0, ::7] = 0
     others = q.abs().sum(-1) > 0
     found = run(softplus_attention, q, k, v, impl="triton", grad_out=grad_out, **options)
     for name in ("out", "dq"):
-        near(found[name][others], without[name][others], kind, f"{name} of the other rows")
+        assert_near(found[name][others], without[name][others], kind, f"{name} of the other rows")
     mean = v[:, 0].double().cumsum(1) / torch.arange(1, t + 1, device=DEVICE)[:, None]
-    near(found["out"][:, 0, 7::7], mean[:, 7::7], kind, "rows of equal scores, whose output is the mean of v")
+    assert_near(found["out"][:, 0, 7::7], mean[:, 7::7], kind, "rows of equal scores, whose output is the mean of v")
     if kind != torch.float16:
-        # float16 alone is as fine as the polynomial, and rows of four keys decide its largest error.
+        # float16 is as precise as the polynomial; its largest error comes from rows of four keys.
         assert_within_yardstick(softplus_attention, q, k, v, impl="triton", **options)
-    return f"{int(others.sum())} rows beside {int((~others).sum())} of equal scores"
+    return f"{int(others.sum())} rows next to {int((~others).sum())} rows of equal scores"
 
 
 def check_crowd(dtype: str) -> str:
-    """One key above the average and a crowd of equal ones just below it: the output is that one's value, however many
-    they are and however low the power. Scores are where the kernels' logarithm is furthest from the true one."""
+    """One key above the average and many equal keys just below it: the output is that key's value, however many keys
+    there are and however low the power. At these scores the error of the kernels' logarithm is largest."""
     kind, powers = DTYPES[dtype], (2, 3, 4, 5, 15, 1.5, 2.01, 3.5)
     for count in (LONG // 8, LONG):
         per_cosine = math.log(D) * math.log(count) / math.log(2)
         q, k = torch.zeros(1, 1, 64, D, device=DEVICE), torch.zeros(1, 1, count, D, device=DEVICE)
         q[..., 0], k[..., 0], k[..., 1] = 1, -0.238 / per_cosine, 1
         k[..., count // 3, 0] = 0.31 / per_cosine
-        v = fresh(1, 1, count, D, seed=3, dtype=kind)
+        v = gpu_randn(1, 1, count, D, seed=3, dtype=kind)
         for power in powers:
             out = softplus_attention(q.to(kind), k.to(kind), v, power=power, impl="triton")
-            near(out, v[:, :, count // 3, None].expand_as(out).double(), kind, f"{count:,} keys, power {power}")
+            assert_near(out, v[:, :, count // 3, None].expand_as(out).double(), kind, f"{count:,} keys, power {power}")
     return f"powers {powers}, up to {LONG:,} keys"
 
 
@@ -188,7 +190,7 @@ def check_hostile_long(dtype: str, names: tuple[str, ...]) -> str:
     largest = 0.0
     for name in names:
         q, k, v = hostile_qkv(name, DTYPES[dtype], LONG, 1)
-        grad_out = fresh(*q.shape, seed=4, dtype=q.dtype)
+        grad_out = gpu_randn(*q.shape, seed=4, dtype=q.dtype)
         ours = run(softplus_attention, q, k, v, impl="triton", power=31, is_causal=True, grad_out=grad_out)
         assert_average(ours["out"], v, name)
         for which in ("dq", "dk", "dv"):
@@ -200,9 +202,9 @@ def check_hostile_long(dtype: str, names: tuple[str, ...]) -> str:
 def check_poison(
     setting: str, dtype: str, power: Any, offset: bool = True, values: Mapping[str, float] = VALUES
 ) -> str:
-    """One NaN or Inf: it shows in the rows that see it (in v, that give it weight), and in no other output.
+    """A NaN or Inf affects only the outputs of rows that see it (in v: that give it weight).
 
-    Gradients stay clean of it in all rows that do not see it, and in all keys that none of those rows sees.
+    Gradients are unaffected in rows that do not see it, and in keys that no affected row sees.
     """
     kind, length = DTYPES[dtype], 320 if ON_GPU else SHORT
     for which in "qkv":
@@ -216,25 +218,27 @@ def check_poison(
             assert (~case.hit & sure).any(), f"{where}: every row is hit"
             shown = bad[..., 3] if which == "v" else bad.all(-1)
             wrong = int((shown != case.hit)[sure].sum())
-            assert not wrong, f"{where}: {wrong} rows show it that should not, or the reverse"
+            assert not wrong, f"{where}: {wrong} rows are affected that should not be, or the reverse"
             if which == "v":
                 columns = [c for c in range(D) if c != 3]
-                near(case.found["out"][..., columns], case.clean["out"][..., columns], kind, f"{where}, other columns")
+                assert_near(
+                    case.found["out"][..., columns], case.clean["out"][..., columns], kind, f"{where}, other columns"
+                )
             else:
                 assert case.found["out"][case.hit].isnan().all(), f"{where}: Inf instead of NaN"
             clear = ~case.hit & sure
-            near(case.found["out"][clear], case.clean["out"][clear], kind, f"{where}, other rows")
+            assert_near(case.found["out"][clear], case.clean["out"][clear], kind, f"{where}, other rows")
             sees = case.sees[..., length * 17 // SHORT].clone() if which == "v" else case.hit
             sees[0], sees[1, :2] = False, False
             rows, keys = case.out_of_reach(sees)
             for name, chosen in (("dq", rows), ("dk", keys), ("dv", keys)):
                 assert chosen.any()
-                near(case.found[name][chosen], case.clean[name][chosen], kind, f"{where}, {name}")
+                assert_near(case.found[name][chosen], case.clean[name][chosen], kind, f"{where}, {name}")
     return f"{3 * len(values)} bad numbers, outputs and gradients"
 
 
 def last_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, power: Any) -> tuple[float, float]:
-    """The error of the last rows of a causal forward against float64, and what the yardstick allows."""
+    """The error of the last rows of a causal forward against float64, and the error that the yardstick allows."""
     tail = q[:, :, -rows:]
     options: dict[str, Any] = {"is_causal": True}
     clear = ~doubtful_rows(softplus_attention, tail, k, **options)[..., None]
@@ -246,7 +250,7 @@ def last_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, power: An
 
 
 def check_million(power: int | None) -> str:
-    """Forward over 2^18, 2^19 and 2^20 tokens: memory linear in T, and the last rows within the yardstick."""
+    """Forward over 2^18, 2^19 and 2^20 tokens: memory is linear in T, and the last rows are within the yardstick."""
     peaks, report = [], []
     for t in (2**18, 2**19, 2**20):
         q, k, v = (x.detach() for x in qkv(t, batch=1, heads=1, kv_heads=1))
@@ -282,8 +286,8 @@ def check_training_memory() -> str:
 
 
 def large_shape(name: str) -> dict[str, int]:
-    """Of more than 2^31 elements: offsets of heads, of rows within a head, of heads that are far apart, and of the
-    rows' scratch numbers."""
+    """Shapes where an offset exceeds 2^31: of heads, of rows in a head, of heads with large strides, and of scratch
+    memory per row."""
     return {
         "heads": {"t": 520, "batch": 66, "heads": 1024, "kv_heads": 1024},
         "rows": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
@@ -293,7 +297,7 @@ def large_shape(name: str) -> dict[str, int]:
 
 
 def check_large(name: str) -> str:
-    """Heads that lie beyond 2^31 elements equal the same heads computed alone, forward and backward."""
+    """Heads beyond 2^31 elements equal the same heads computed alone, forward and backward."""
     shape = large_shape(name)
     window = 128 if shape["t"] > 1000 else None
     attend = partial(softplus_attention, is_causal=True, window=window, enable_gqa=True, impl="triton")
@@ -308,7 +312,7 @@ def check_large(name: str) -> str:
     if name == "scratch":
         assert 5 * q[..., 0].numel() > MANY
     out = attend(*leaves)
-    grad_out = fresh(*out.shape[:2], 1, out.shape[3], seed=5).expand_as(out)
+    grad_out = gpu_randn(*out.shape[:2], 1, out.shape[3], seed=5).expand_as(out)
     grads = torch.autograd.grad(out, leaves, grad_out)
     shared = q.shape[1] // leaves[1].shape[1]
     for batch, kv_head in ((0, 0), (-1, -1), (q.shape[0] // 2, leaves[1].shape[1] // 2)):
@@ -324,14 +328,14 @@ def check_large(name: str) -> str:
 
 
 def check_large_cache(layout: str) -> str:
-    """A sequence at the end of caches beyond 2^31 elements, against itself alone."""
+    """Sequences in caches of more than 2^31 elements equal the same sequences computed alone."""
     batch, heads, t, d = 5, 8, 2**19 + 40, 128
     shape = (batch, heads, t, d) if layout == "heads" else (batch, t, heads, d)
-    k, v = (fresh(*shape, seed=seed) for seed in (1, 2))
+    k, v = (gpu_randn(*shape, seed=seed) for seed in (1, 2))
     if layout != "heads":
         k, v = k.transpose(1, 2), v.transpose(1, 2)
     assert k.numel() > MANY
-    q = fresh(batch, 4 * heads, 1, d, seed=3)
+    q = gpu_randn(batch, 4 * heads, 1, d, seed=3)
     lengths = torch.tensor([t, 3, t // 2, t - 7, t], device=DEVICE)
     out = softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl="triton")
     largest = 0.0
@@ -339,15 +343,15 @@ def check_large_cache(layout: str) -> str:
         alone = (x[b : b + 1].contiguous() for x in (q, k, v, lengths))
         expected = softplus_attention_decode(*alone, enable_gqa=True, impl="triton")
         assert expected.isfinite().all()
-        # Alone, the keys are split otherwise: another order of the same sum.
+        # Alone, the keys are split differently, which changes the order of the sum.
         error, allowed = largest_error(out[b : b + 1], expected.double()), unit_in_the_last_place(expected, HALF)
-        assert error <= allowed, f"sequence {b}: {error:.2e} from itself alone, allowed {allowed:.2e}"
+        assert error <= allowed, f"sequence {b}: {error:.2e} from the sequence alone, allowed {allowed:.2e}"
         largest = max(largest, error)
     return f"{k.numel():,} elements of k; at most {largest:.1e} from each sequence alone"
 
 
 def check_value_without_weight(name: str, d: int) -> str:
-    """A value that is not finite: rows that give it no weight keep their output and the gradient of their query."""
+    """A non-finite value does not change the output and query gradient of rows that give it no weight."""
     results = []
     for value in (math.nan, 7.0):
         leaves = qkv(300 if ON_GPU else 70, batch=1, heads=2, kv_heads=2, d=d, dtype=DTYPES[name])
@@ -358,7 +362,7 @@ def check_value_without_weight(name: str, d: int) -> str:
     clear = out.isfinite().all(-1)
     assert 0 < int(clear[4:].sum()) < len(clear) - 4, f"{int(clear.sum())} of {len(clear)} rows give it no weight"
     for what, found, wanted in (("out", out, expected), ("dq", dq, expected_dq)):
-        near(found[clear], wanted[clear], DTYPES[name], what)
+        assert_near(found[clear], wanted[clear], DTYPES[name], what)
     return f"{int(clear.sum())} of {len(clear)} rows give it no weight"
 
 
@@ -394,7 +398,7 @@ CHECKS: dict[str, Callable[[], str]] = {
     "million tokens lssa": partial(check_million, None),
     "memory of training": check_training_memory,
 }
-# One at a time: each takes tens of gigabytes.
+# Run one at a time: each takes tens of gigabytes.
 LARGE: dict[str, Callable[[], str]] = {
     **{f"int64 {x}": partial(check_large, x) for x in ("heads", "rows", "scratch", "head strides")},
     **{f"int64 cache by {x}": partial(check_large_cache, x) for x in ("heads", "tokens")},

@@ -1,4 +1,4 @@
-"""Twenty steps of a small language model with the Triton kernels and with the reference. Needs no pytest."""
+"""Twenty training steps of a small language model with the Triton kernels and the reference. Does not need pytest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, bytes out."""
+    """A byte-level language model."""
 
     def __init__(self, power: int = 15) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 def batches() -> Tensor:
-    """(steps, batch, length + 1) of one text, the same at every call."""
+    """(steps, batch, length + 1) bytes of one text, the same in every call."""
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     places = torch.randint(
         len(text) - LENGTH, (STEPS * BATCH, 1), generator=torch.Generator().manual_seed(1)
@@ -57,7 +57,7 @@ def batches() -> Tensor:
     return text[places.clamp(max=len(text) - 1)].view(STEPS, BATCH, -1).to(DEVICE)
 
 
-def loss_of(model: Model, tokens: Tensor, impl: str, half: bool) -> Tensor:
+def compute_loss(model: Model, tokens: Tensor, impl: str, half: bool) -> Tensor:
     with torch.autocast(DEVICE, torch.bfloat16, enabled=half):
         logits = model(tokens[:, :-1], impl)
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
@@ -66,15 +66,15 @@ def loss_of(model: Model, tokens: Tensor, impl: str, half: bool) -> Tensor:
 def first_gradients(impl: str, *, half: bool) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Model().to(DEVICE)
-    loss_of(model, batches()[0], impl, half).backward()
+    compute_loss(model, batches()[0], impl, half).backward()
     return {name: x.grad.double() for name, x in model.named_parameters()}
 
 
 def check_gradients(half: bool, impl: str = "triton") -> str:
-    """Every parameter's gradient of the first step, against the reference's in float32, by the norm.
+    """Compare every parameter's gradient of the first step with the float32 reference, relative to its norm.
 
-    Under autocast at most twice as far as the reference is under autocast; in float32 at most 1e-4 of the norm away,
-    ten times what the order of sums makes of it on a CPU (the chunked path: 1e-5).
+    Under autocast the distance is at most twice that of the reference under autocast. In float32 it is at most 1e-4,
+    ten times the effect of the order of summation on a CPU (the chunked path: 1e-5).
     """
     exact, reference, ours = (
         first_gradients(x, half=y) for x, y in (("reference", False), ("reference", half), (impl, half))
@@ -85,52 +85,52 @@ def check_gradients(half: bool, impl: str = "triton") -> str:
         allowed = 2 * allowed if half else 1e-4
         assert found <= allowed, f"{name}: {found:.1e} from float32, allowed {allowed:.1e}"
         worst = max(worst, found / allowed)
-    return f"{len(exact)} parameters, at most {worst:.2f} of what is allowed"
+    return f"{len(exact)} parameters, at most {worst:.2f} of the allowed distance"
 
 
-def stretched(attend: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:
-    """The same attention, of longer or shorter q and k: it takes their directions only, and rounds them once more."""
+def scale_inputs(attend: Callable[..., Tensor], factor: float) -> Callable[..., Tensor]:
+    """The same attention with scaled q and k: only their directions matter, so that scaling changes only rounding."""
     return lambda q, k, v, **options: attend(q * factor, k * factor, v, **options)
 
 
 def losses(impl: str, *, half: bool = True, power: int = 15, factor: float = 1) -> Tensor:
-    """(steps,): of the same weights and data, before each step."""
+    """(steps,) losses before each step, always from the same initial weights and data."""
     torch.manual_seed(0)
     model = Model(power).to(DEVICE)
     for block in model.blocks:
-        block.attention.attention = stretched(block.attention.attention, factor)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        block.attention.attention = scale_inputs(block.attention.attention, factor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
     for tokens in batches():
-        loss = loss_of(model, tokens, impl, half)
-        optimiser.zero_grad()
+        loss = compute_loss(model, tokens, impl, half)
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         found.append(loss.detach())
     return torch.stack(found).double()
 
 
 def check_training(impl: str = "triton") -> str:
-    """Twenty steps under bfloat16 autocast: the kernels part from float32 as the reference does.
+    """Twenty steps under bfloat16 autocast: the losses differ from float32 as much as those of the reference do.
 
-    Rounding makes runs of one problem part, some of them far, so each side has six: q and k as they are and stretched,
-    which changes their rounding alone. The kernels' median distance to the reference in float32, over the steps, is at
-    most twice that of the reference; that of another power is not, or this would show nothing.
+    Rounding makes training runs diverge, so each side has six runs: one with q and k unchanged and five with q and k
+    scaled, which changes only their rounding. The kernels' median distance to the float32 reference, averaged over the
+    steps, is at most twice that of the reference. A control with another power must exceed that bound.
     """
     exact = losses("reference", half=False)
 
     def distances(name: str, power: int = 15) -> list[float]:
         runs = [losses(name, power=power, factor=factor) for factor in (0.7, 0.9, 1, 1.1, 1.2, 1.3)]
         assert all(x.isfinite().all() for x in runs), f"{name}: a loss is not finite"
-        assert all(x[-1] < 0.7 * x[0] for x in runs), f"{name}: nothing was learnt"
+        assert all(x[-1] < 0.7 * x[0] for x in runs), f"{name}: the loss did not fall"
         return [float((x - exact).abs().mean()) for x in runs]
 
     found, allowed, other = distances(impl), distances("reference"), distances("reference", power=7)
-    words = f"{statistics.median(found):.1e} from float32, the reference {statistics.median(allowed):.1e}"
-    words += f", power 7 {statistics.median(other):.1e}"
-    assert statistics.median(other) > 2 * statistics.median(allowed), words
-    assert statistics.median(found) <= 2 * statistics.median(allowed), f"{words}: {found} and {allowed}"
-    return words
+    summary = f"{statistics.median(found):.1e} from float32, the reference {statistics.median(allowed):.1e}"
+    summary += f", power 7 {statistics.median(other):.1e}"
+    assert statistics.median(other) > 2 * statistics.median(allowed), summary
+    assert statistics.median(found) <= 2 * statistics.median(allowed), f"{summary}: {found} and {allowed}"
+    return summary
 
 
 CHECKS: dict[str, Callable[[], str]] = {

@@ -1,4 +1,4 @@
-"""Comparing implementations of the op: forward and every gradient, on any device."""
+"""Comparisons between implementations of the op: forward and every gradient, on any device."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def as_given(x: Tensor) -> Tensor:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """A (B, H, T, D) view of memory laid out as (B, T, H, D)."""
+    """A (B, H, T, D) view of memory stored as (B, T, H, D)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """The same numbers on every device and in every dtype up to rounding."""
+    """Random numbers that are the same on every device and, up to rounding, in every dtype."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
 
 
 def some_scores_below_zero(opposite: float) -> tuple[Tensor, Tensor, Tensor]:
-    """64 queries and 200 keys that share a direction. Ten of the queries point against it: of some of them no score is
-    above 0 (``opposite`` 0.6), or none above -2 (3)."""
+    """64 queries and 200 keys that share a direction. Ten queries point away from it, so that some of them have no
+    score above 0 (``opposite`` 0.6), or none above -2 (``opposite`` 3)."""
     q, k, v = (randn(1, 1, length, 64, seed=seed) for seed, length in enumerate((64, 200, 200)))
     q[:, :, 20:30] -= opposite
     k = k + 1
@@ -44,7 +44,7 @@ def some_scores_below_zero(opposite: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def build_visibility(function: Attention, q: Tensor, k: Tensor, options: dict[str, Any]) -> Visibility:
-    """Which keys the rows of one call see; q and k as (B, H, T, D)."""
+    """The visibility of one call, with q and k as (B, H, T, D)."""
     window = options.get("window")
     if function is softplus_attention_varlen:
         cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
@@ -61,13 +61,13 @@ def build_visibility(function: Attention, q: Tensor, k: Tensor, options: dict[st
 
 
 def doubtful_rows(function: Attention, q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """Rows whose largest x is within a factor 2 of the threshold below which stage 1 stands: there rounding decides.
+    """Rows whose largest x is within a factor 2 of the threshold for keeping stage 1, so that rounding decides.
 
-    (B, H, T_q), or (total, H) for packed documents.
+    The shape is (B, H, T_q), or (total, H) for packed documents.
     """
     is_packed = function is softplus_attention_varlen
     if not options.get("offset", True):
-        return torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)  # nothing is cut off in any row
+        return torch.zeros(q.shape[:-1], dtype=torch.bool, device=q.device)  # there is no threshold
     if is_packed:
         q, k = (x.transpose(0, 1)[None] for x in (q, k))
     visibility = build_visibility(function, q, k, options)
@@ -132,7 +132,7 @@ def outcomes(
     options: dict[str, Any],
     gradients: bool = True,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(implementation, reference in the same dtype, reference in float64), doubtful rows left out of all three."""
+    """Results of (implementation, reference in the same dtype, reference in float64), with doubtful rows set to 0."""
     shape = (*q.shape[:-1], v.shape[-1])
     grad_out = randn(*shape, seed=sum(shape), dtype=q.dtype, device=str(q.device))
     clear = ~doubtful_rows(function, layout(q), layout(k), **options)[..., None].expand(shape)
@@ -147,7 +147,7 @@ def outcomes(
 
 
 class OutsideYardstickError(AssertionError):
-    """Finite, of the right shape, and ``times`` as far from the truth as allowed."""
+    """The error is finite, but ``times`` as large as allowed."""
 
     def __init__(self, message: str, times: float) -> None:
         super().__init__(message)
@@ -166,11 +166,10 @@ def assert_within_yardstick(
     gradients: bool = True,
     **options: Any,
 ) -> None:
-    """Holds ``impl`` to the low-precision reference, forward and every gradient; without ``gradients`` the forward that
-    no backward will follow.
+    """Compare ``impl`` with the low-precision reference: the forward and, with ``gradients``, every gradient.
 
-    Its error against the float64 reference is at most twice the error of the reference run in q's dtype, plus one unit
-    in the last place at the tensor's scale.
+    Its error against the float64 reference is at most twice the error of the reference in q's dtype, plus one unit in
+    the last place at the tensor's scale.
     """
     ours, theirs, truth = outcomes(function, q, k, v, impl, power, layout, options, gradients)
     for name, exact in truth.items():
@@ -197,7 +196,7 @@ def assert_equal_in_float64(
     tolerance: float = 1e-10,
     **options: Any,
 ) -> None:
-    """``impl`` against the reference, both in float64, relative to each tensor's scale."""
+    """Compare ``impl`` with the reference in float64, relative to each tensor's scale."""
     ours, _, truth = outcomes(function, q.double(), k.double(), v.double(), impl, power, layout, options)
     for name, exact in truth.items():
         assert exact.isfinite().all(), f"{name}: the float64 reference is not finite"
@@ -208,7 +207,7 @@ def assert_equal_in_float64(
 
 
 def peak_memory(work: Callable[[], Any]) -> int:
-    """Bytes that ``work`` holds at its worst beyond what it began with; of the calling thread, so run it on one."""
+    """Peak memory allocated by ``work`` in bytes. Counts the calling thread only, so run it on one thread."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         kept = work()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -221,10 +220,10 @@ def peak_memory(work: Callable[[], Any]) -> int:
     return peak
 
 
-def assert_no_weight_for_a_crowd(
+def assert_many_equal_keys_have_no_weight(
     d: int, score: float, power: float = 1.5, rows: list[int] | None = None, **options: Any
 ) -> None:
-    """One key above the average, 65,535 equal ones below it, and a low power, which makes much of little."""
+    """One key above the average and 65,535 equal keys below it, with a low power, which amplifies small weights."""
     count = 65536
     per_cosine = math.log(d) * math.log(count) / math.log(2)
     q, k = torch.zeros(1, 1, 3, d), torch.zeros(1, 1, count, d)

@@ -1,4 +1,4 @@
-"""Batches of requests over caches in pages, and each request alone."""
+"""Batches of requests with paged caches, and each request computed alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS, KV_HEADS, D, D_V = 4, 2, 12, 10
 
 
 class Batch:
-    """Requests with ``lengths`` keys and ``new`` rows, in shuffled pages; every place that holds no key is NaN."""
+    """Requests with ``lengths`` keys and ``new`` rows, in shuffled pages; unused slots are NaN."""
 
     def __init__(self, lengths: list[int], new: list[int], page: int, dtype: torch.dtype = torch.float64) -> None:
         self.lengths, self.new = lengths, new
@@ -23,7 +23,7 @@ class Batch:
         self.v = [randn(1, KV_HEADS, n, D_V, seed=90 + i, dtype=dtype) for i, n in enumerate(lengths)]
         blocks = [-(-n // page) for n in lengths]
         free = torch.randperm(sum(blocks) + 3, generator=torch.Generator().manual_seed(0)).tolist()
-        # Keys are stored (D, page) within a page: any strides do.
+        # Keys are stored as (D, page) within a page, to test strides.
         self.k_pages = torch.full((len(free), KV_HEADS, D, page), torch.nan, dtype=dtype).mT
         self.v_pages = torch.full((len(free), KV_HEADS, page, D_V), torch.nan, dtype=dtype)
         self.table = torch.full((len(lengths), max(blocks) + 1), 10**6, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A stand-in for a Triton kernel, for tests of what launches one: a compiled one needs a GPU."""
+"""A stub of a Triton kernel for tests of the launch code, since a compiled kernel needs a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Launcher:
-    """What Triton calls to launch a binary, and what that calls in the end."""
+    """Triton's launcher of a binary: records calls of the launcher and of its C function ``launch``."""
 
     global_scratch_size = profile_scratch_size = 0
     launch_cooperative_grid = launch_pdl = False
@@ -20,12 +20,12 @@ class Launcher:
         self.called.append(arguments)
 
     def launch(self, *arguments: Any) -> None:
-        *others, last = arguments  # since 3.7 those of the kernel are one
+        *others, last = arguments  # since 3.7 the kernel's arguments are one tuple
         self.launched.append((*others, *last) if isinstance(last, tuple) else arguments)
 
 
 class Kernel:
-    """What Triton's kernels are to ``launch``: compiled by the first call, which gives back the binary."""
+    """A kernel that the first call compiles; the call returns the binary."""
 
     function, packed_metadata = "function", "metadata"
 
