@@ -275,7 +275,9 @@ class TestTokenizers:
         source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
         prepare([source], tmp_path / "out", tokenizer="known", validation_fraction=0, workers=1)
         assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [97, 98, 99, 256]
-        with pytest.raises(DataError, match=r"tokenizer 'no-such-one' is not on the Hugging Face Hub, or the Hub was"):
+        with pytest.raises(
+            DataError, match=r"tokenizer 'no-such-one' is not on the Hugging Face Hub, or the Hub could"
+        ):
             prepare([source], tmp_path / "other", tokenizer="no-such-one", workers=1)
 
 
@@ -328,17 +330,17 @@ class TestErrors:
         (tmp_path / "empty.jsonl").write_text("")
         np.save(tmp_path / "t.npy", np.arange(3, dtype=np.uint16))
         assert self.refused(capsys, "nowhere.txt", *out) == "softplus-attention: nowhere.txt: no such file or folder"
-        assert "(hub:nowhere is a dataset of the" in self.refused(capsys, "nowhere", *out)
+        assert "on the Hugging Face Hub is hub:nowhere)" in self.refused(capsys, "nowhere", *out)
         for name, reason in (("notes.md", "a binary file"), ("wide.md", "UTF-16, convert it"), ("a.json", "JSON, not")):
             assert f"{tmp_path / name}: {reason}" in self.refused(capsys, tmp_path / name, *out)
         assert f"{tmp_path}/empty: a folder without text. SOURCE" in self.refused(capsys, tmp_path / "empty", *out)
         assert "/dev/null: not a regular file. SOURCE takes" in self.refused(capsys, "/dev/null", *out)
         assert "no text in" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
         assert "either text or token files" in self.refused(capsys, source, tmp_path / "t.npy", *out)
-        assert "named once" in self.refused(capsys, source, source, *out)
+        assert "must be different files" in self.refused(capsys, source, source, *out)
         assert not (tmp_path / "out").exists()
         inside = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
-        assert "`--output` must be outside the folder that is read" in self.refused(capsys, tmp_path, *inside)
+        assert "`--output` must be outside the source folder" in self.refused(capsys, tmp_path, *inside)
 
     def test_an_output_folder_with_something_else(
         self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -347,7 +349,7 @@ class TestErrors:
         (tmp_path / "full" / "precious").write_text("x")
         message = self.refused(capsys, source, "--output", tmp_path / "full", "--tokenizer", "bytes")
         assert "`--output` must be a new or empty folder" in message
-        assert "holds something else" in message
+        assert "contains something else" in message
         assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
         assert "`--output` must be a folder" in self.refused(capsys, source, "--output", source)
 
@@ -388,13 +390,13 @@ class TestDamage:
     def test_truncated(self, folder: Path) -> None:
         path = folder / "train-00000.npy"
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(DataError, match=r"has 327 bytes and was written with 328: restore it .*data prepare"):
+        with pytest.raises(DataError, match=r"has 327 bytes instead of 328: restore it .*data prepare"):
             TokenDataset.open(folder, "train")
 
     def test_a_header_that_is_none(self, folder: Path) -> None:
         path = folder / "train-00000.npy"
         path.write_bytes(b"x" * path.stat().st_size)
-        with pytest.raises(DataError, match=r"train-00000.npy is not what was written there .*: restore it from a"):
+        with pytest.raises(DataError, match=r"train-00000.npy has changed since it was written .*: restore it from a"):
             TokenDataset.open(folder, "train")
 
     @pytest.mark.parametrize("name", ["train-00000.npy", "train-documents.npy", "tokenizer.json"])
@@ -404,7 +406,7 @@ class TestDamage:
         (folder / name).write_bytes(data)
         assert main(["data", "verify", str(folder)]) == 2
         message = capsys.readouterr().err
-        assert f"{name} is not what was written (its SHA-256 differs): restore it from a copy" in message
+        assert f"{name} has changed since it was written (its SHA-256 differs): restore it from a copy" in message
 
     def test_index(self, folder: Path) -> None:
         whole = json.loads((folder / "index.json").read_text())

@@ -167,7 +167,7 @@ def test_a_full_disk(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     assert status == 1
     assert "no room to write" in said
     assert "train-00000.npy" in said
-    assert "Nothing is lost: make room and run the same command again, it continues where it stopped" in said
+    assert "Nothing is lost: make room and run the same command again to continue" in said
     assert "Traceback" not in said
     assert not list(output.rglob("*.tmp"))
     assert (output / PARTIAL / "piece-00000000.npz").exists()
@@ -197,7 +197,7 @@ def test_a_worker_that_dies(case: tuple[dict[str, Any], Path], tmp_path: Path) -
     os.kill(workers_of(run.pid)[0], signal.SIGKILL)
     status, said = run.end()
     assert status == 1
-    assert "a worker process was ended from outside" in said
+    assert "a worker process was killed" in said
     prepare(**arguments)
     assert contents(output) == contents(whole)
 
@@ -229,7 +229,7 @@ class TestStopped:
             TokenDataset.open(arguments["output"], "train")
 
     def test_refuses_what_would_mix(self, arguments: dict[str, Any], tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"begun with other options: --seed was 0, is 1\. Go back"):
+        with pytest.raises(DataError, match=r"started with other options: --seed was 0, is 1\. Restore"):
             prepare(**{**arguments, "seed": 1})
         with pytest.raises(DataError, match=r"SOURCE was .*b\.jsonl, is .*a\.jsonl"):
             prepare(**{**arguments, "sources": arguments["sources"][:1]})
@@ -251,7 +251,7 @@ class TestStopped:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
             assert other.stdout is not None
             other.stdout.readline()
-            with pytest.raises(DataError, match="`--output` must be a folder that no other preparation is writing"):
+            with pytest.raises(DataError, match="`--output` must be a folder that no other process is writing"):
                 prepare(**arguments)
             other.communicate(b"\n")
 

@@ -135,7 +135,7 @@ class TestEveryKind:
         assert list(open_one("builtin").documents(None)) == ["mine"]
 
     def test_a_dataset_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"`SOURCE` must be .*, got 'hub:.*missing', which datasets cannot open"):
+        with pytest.raises(DataError, match=r"`SOURCE` must be .*, got 'hub:.*missing', which `datasets` cannot open"):
             list(open_one(f"hub:{tmp_path}/missing").documents(None))
         name = fineweb(tmp_path / "fineweb", ["a"] * 8)
         with pytest.raises(DataError, match=r"`--text-field` must be a column of hub:.*\(text, id, dump.*got 'body'"):
@@ -224,7 +224,7 @@ class TestOddText:
         path = tmp_path / f"a.jsonl{suffix}"
         for size in (len(data) - 1, len(data) // 2):
             path.write_bytes(data[:size])
-            with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is cut off or damaged"):
+            with pytest.raises(DataError, match=rf"a\.jsonl{suffix} is truncated or damaged"):
                 read(path)
 
     def test_several_zstandard_frames(self, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ class TestOddText:
         with pytest.raises(DataError, match=r"`--text-field` must be a column of .*\(text\), got 'body'"):
             read(path, text_field="body")
         path.write_bytes(path.read_bytes()[:-10])
-        with pytest.raises(DataError, match="is cut off or damaged"):
+        with pytest.raises(DataError, match="is truncated or damaged"):
             read(path)
 
 
@@ -283,23 +283,21 @@ class TestTokenFiles:
 
     def test_errors(self, tmp_path: Path) -> None:
         np.save(tmp_path / "a.npy", np.array([1, 2, 300], np.uint16))
-        with pytest.raises(
-            DataError, match=r"`--tokenizer` must be the one that made .*a\.npy .*got id 300 at token 2"
-        ):
+        with pytest.raises(DataError, match=r"`--tokenizer` must be the tokenizer of .*a\.npy .*got id 300 at token 2"):
             self.tokens(tmp_path / "a.npy")
         np.save(tmp_path / "b.npy", np.zeros(3, np.int64))
         with pytest.raises(DataError, match=r"1-D arrays of uint16 or uint32, got .*b\.npy: int64"):
             self.tokens(tmp_path / "b.npy")
         (tmp_path / "c.npy").write_bytes(b"nothing")
-        with pytest.raises(DataError, match=r"c\.npy is no \.npy file"):
+        with pytest.raises(DataError, match=r"c\.npy is not a \.npy file"):
             self.tokens(tmp_path / "c.npy")
         (tmp_path / "d.bin").write_bytes(b"abc")
-        with pytest.raises(DataError, match=r"`--token-dtype` must be the type of .*3 bytes, got uint16"):
+        with pytest.raises(DataError, match=r"`--token-dtype` must be the dtype of .*3 bytes, got uint16"):
             self.tokens(tmp_path / "d.bin")
         header = np.zeros(256, np.int32)
         header[:3] = (20240520, 1, 5)
         (tmp_path / "e.bin").write_bytes(header.tobytes() + bytes(8))
-        with pytest.raises(DataError, match="header says 5 tokens, 1034 bytes, and it has 1032"):
+        with pytest.raises(DataError, match="header says 5 tokens, 1034 bytes, but it has 1032"):
             self.tokens(tmp_path / "e.bin")
 
 

@@ -134,15 +134,15 @@ class TestAskedToStop:
         assert max(run.losses()) == 24
 
     def test_in_the_last_step_it_finishes(self) -> None:
-        asked = Termination()
-        asked.asked = signal.SIGTERM
+        termination = Termination()
+        termination.received = signal.SIGTERM
         for step, stops in ((2, True), (3, False)):
             control, state = TrainerControl(), TrainerState(global_step=step, max_steps=3)
-            asked.on_step_end(None, state, control)
+            termination.on_step_end(None, state, control)
             assert control.should_training_stop == control.should_save == stops
-        asked.leave_if_asked(3, 3)
+        termination.raise_if_stopped(3, 3)
         with pytest.raises(Terminated, match="stopped by SIGTERM after step 2 of 3"):
-            asked.leave_if_asked(2, 3)
+            termination.raise_if_stopped(2, 3)
 
 
 def wait_for(process: subprocess.Popen[str], happened: Callable[[], bool], seconds: float = 90) -> None:
@@ -200,7 +200,7 @@ class TestDamagedCheckpoint:
             truncated(run.output / f"checkpoint-{step}" / "trainer_state.json")
         before = (run.output / "metrics.jsonl").read_bytes()
         run.finish()
-        assert "is whole: the run starts again at step 0" in run.words()
+        assert "the run starts again at step 0" in run.words()
         assert "continuing" not in run.words()
         assert run.losses() == uninterrupted.losses()
         assert (run.output / "metrics.jsonl.damaged").read_bytes() == before
@@ -278,7 +278,7 @@ class TestProcessesThatReadData:
         begun = time.monotonic()
         assert run.wait(60) == 1
         assert time.monotonic() - begun < 60
-        reason = {"no memory": "out of memory"}.get(what, "a process that reads data was killed")
+        reason = {"no memory": "out of memory"}.get(what, "a data loader worker was killed")
         assert reason in run.words()
         assert "the same command again" in run.words()
         assert "Traceback" not in run.words()
@@ -374,7 +374,7 @@ class TestFolderThatIsNoRun:
         (run.output / "thesis.txt").write_text("mine")
         run.start()
         assert run.wait() == 2
-        assert "holds files of something else (thesis.txt)" in run.words()
+        assert "contains unrelated files (thesis.txt)" in run.words()
         assert [path.name for path in run.output.iterdir() if not path.name.startswith(".")] == ["thesis.txt"]
 
     @pytest.mark.parametrize("content", ["{}", "[]", '{"config": {}}', '{"config"', '{"config": [], "data": ""}'])
@@ -383,7 +383,7 @@ class TestFolderThatIsNoRun:
         (run.output / "run.json").write_text(content)
         run.start()
         assert run.wait() == 1
-        assert "run.json is damaged, or no record of a run" in run.words()
+        assert "run.json is damaged or not the record of a run" in run.words()
         assert "Traceback" not in run.words()
         assert (run.output / "run.json").read_text() == content
 
@@ -423,11 +423,14 @@ class TestChangedSettings:
         run.finish(steps=4, save_every=4)
         record = (run.output / "run.json").read_bytes()
         for changes, words in (
-            ({"batch_size": 16, "micro_batch_size": 4}, "cannot go on with these changes: batch_size was 8 and is 16"),
-            ({"optimizer": "muon"}, "cannot go on with these changes: optimizer was 'adamw' and is 'muon'"),
-            ({"heads": 4}, "cannot go on with these changes: heads was 2 and is 4"),
-            ({"steps": 2}, "is at step 4 already, beyond the 2 of --steps"),
-            ({"width": 64}, "are not those of a model with these settings"),
+            (
+                {"batch_size": 16, "micro_batch_size": 4},
+                "cannot continue with these changes: batch_size was 8 and is 16",
+            ),
+            ({"optimizer": "muon"}, "cannot continue with these changes: optimizer was 'adamw' and is 'muon'"),
+            ({"heads": 4}, "cannot continue with these changes: heads was 2 and is 4"),
+            ({"steps": 2}, "is already at step 4, beyond --steps 2"),
+            ({"width": 64}, "do not match a model with these settings"),
             ({"power": "learned"}, "raw_power, missing there and (2,) now"),
         ):
             run.start("--allow-config-changes", **{"steps": 6, "save_every": 4, **changes})
@@ -442,7 +445,7 @@ class TestChangedSettings:
         before = weights(run), (run.output / "metrics.jsonl").read_bytes(), (run.output / "run.json").read_bytes()
         run.start("--allow-config-changes", steps=6)
         assert run.wait() == 1
-        assert "no whole checkpoint to continue from" in run.words()
+        assert "no intact checkpoint to continue from" in run.words()
         assert before == (
             weights(run),
             (run.output / "metrics.jsonl").read_bytes(),
@@ -457,7 +460,7 @@ class TestChangedSettings:
             (tmp_path / name).mkdir()
         run.start(data=text_folder(tmp_path / "other", seed=1))
         assert run.wait() == 1
-        assert "is not what the run was started with" in run.words()
+        assert "has changed since the run was started" in run.words()
         run.finish(data=text_folder(tmp_path / "same"))
 
     @pytest.mark.slow

@@ -33,7 +33,7 @@ class TestModelFolder:
         for row in (
             "| attention | `lssar` |",
             "| power | 15, raised in training: `3,15@0.5` |",
-            "| layers | every second sees every token and has no rotary positions; the others see the last 6 tokens |",
+            "| layers | every second sees all tokens and has no rotary positions; the others see the last 6 tokens |",
             "| training length | 24 tokens |",
             "| trained for | 4 steps of 8 sequences, 768 tokens in all |",
             f"| training loss | {losses[-1]:.4f} at step 4 |",

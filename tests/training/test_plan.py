@@ -92,7 +92,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--shape", "7b"], "--shape"),
         (["--gpus", "8,x"], "whole numbers above 0"),
         (["--context-parallel", "3", "--gpus", "8"], "a divisor of the 8 GPUs"),
-        (["--attention", "sigmoid"], "those that were measured"),
+        (["--attention", "sigmoid"], "those with measured times"),
         (["--mfu", "0"], "above 0"),
     ],
 )

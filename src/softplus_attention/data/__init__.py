@@ -1,13 +1,14 @@
-"""Text into token shards, and token shards into training sequences.
+"""Text to token shards (``prepare``), and token shards to training sequences.
 
-The writing side is ``prepare``; the reading side is ``TokenDataset``, ``PackedTokens`` and ``long_documents``, which
-need torch and numpy only. Names load when first used, so that importing the package costs nothing.
+``TokenDataset``, ``PackedTokens`` and ``long_documents`` read; they need torch and numpy only. Names are imported on
+first use, so importing the package is cheap.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softplus_attention.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softplus_attention.data.builtin import builtin_text
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from softplus_attention.data.index import Index, verify
     from softplus_attention.data.preparation import prepare
 
-IGNORED = -100  # the label of a token that is not to be predicted, torch's own
+IGNORED = -100  # the label of a token without a loss, torch's ignore_index
 
 __all__ = [
     "IGNORED",
@@ -31,27 +32,21 @@ __all__ = [
 
 
 class DataError(ValueError):
-    """Input, a preparation or a prepared folder that cannot be used as it is; the message says what to do."""
+    """Unusable input, output folder or prepared folder; the message says what to do."""
 
 
-HOMES = {
-    "Index": "index",
-    "PackedTokens": "dataset",
-    "TokenDataset": "dataset",
-    "builtin_text": "builtin",
-    "long_documents": "dataset",
-    "prepare": "preparation",
-    "verify": "index",
-}
-
-
-def __getattr__(name: str) -> Any:
-    home = HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+__getattr__, _ = lazy_names(
+    __name__,
+    {
+        "Index": "index",
+        "PackedTokens": "dataset",
+        "TokenDataset": "dataset",
+        "builtin_text": "builtin",
+        "long_documents": "dataset",
+        "prepare": "preparation",
+        "verify": "index",
+    },
+)
 
 
 def __dir__() -> list[str]:

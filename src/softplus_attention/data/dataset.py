@@ -1,4 +1,4 @@
-"""Reading a prepared folder: its tokens and documents, mapped into memory, and training sequences of fixed length."""
+"""Memory-mapped tokens and documents of a prepared folder, and training sequences of fixed length."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 
 class TokenDataset:
-    """The documents of a split one after the other, each ending with the end-of-document token.
+    """The concatenated documents of a split, each ending with the end-of-document token.
 
-    Opening checks that every file has the type and length that the index names, and that the documents fill the tokens;
-    ``softplus-attention data verify`` compares checksums.
+    Opening checks the dtype and length of every file against the index, and that the document offsets match the
+    tokens. ``softplus-attention data verify`` also compares checksums.
     """
 
     def __init__(self, index: Index, split: str) -> None:
@@ -31,7 +31,7 @@ class TokenDataset:
         self.total_tokens = index.split(split).tokens
         self.offsets: np.ndarray[Any, np.dtype[np.int64]]
         self.shards: list[Tokens]
-        self.offsets, self.shards = index.opened(split)
+        self.offsets, self.shards = index.open_split(split)
         self.ends = np.cumsum([len(shard) for shard in self.shards], dtype=np.int64)
 
     @classmethod
@@ -39,7 +39,7 @@ class TokenDataset:
         return cls(Index.load(directory), split)
 
     def __reduce__(self) -> tuple[Callable[..., TokenDataset], tuple[Path, str]]:
-        # A memory map would be pickled as its content: another process opens the files instead.
+        # Pickling a memory map would copy its content; the other process opens the files instead.
         return TokenDataset.open, (self.index.folder, self.split)
 
     @property
@@ -55,7 +55,7 @@ class TokenDataset:
         return self.index.end_of_document
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens ``start`` to ``stop`` of the split: a view into the file, or a copy where they lie in two."""
+        """Tokens ``start`` to ``stop`` of the split: a view of the file, or a copy if they span shards."""
         if not 0 <= start <= stop <= self.total_tokens:
             fail("start, stop", f"0 <= start <= stop <= {self.total_tokens}", f"{start}, {stop}")
         if start == stop:
@@ -72,39 +72,38 @@ class TokenDataset:
         return tokens
 
     def document(self, number: int) -> Tokens:
-        """A document's tokens, the last of them the end-of-document token."""
+        """The tokens of a document, including the end-of-document token."""
         if not 0 <= number < self.total_documents:
             fail("number", f"a document from 0 to {self.total_documents - 1}", number, IndexError)
         return self.tokens(int(self.offsets[number]), int(self.offsets[number + 1]))
 
     def lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Tokens of each document, the end-of-document token counted."""
+        """Tokens of each document, including the end-of-document token."""
         return np.diff(self.offsets)
 
     def long_documents(self, minimum_tokens: int) -> Iterator[Tokens]:
-        """The documents of at least that many tokens, in the order of the folder."""
+        """The documents of at least that many tokens, in order."""
         for number in np.flatnonzero(self.lengths() >= minimum_tokens).tolist():
             yield self.document(number)
 
 
 def long_documents(directory: str | Path, split: str, minimum_tokens: int) -> Iterator[Tokens]:
-    """The documents of a split that have at least that many tokens, the end-of-document token counted."""
+    """The documents of a split with at least that many tokens, including the end-of-document token."""
     return TokenDataset.open(directory, split).long_documents(minimum_tokens)
 
 
 class PackedTokens(Dataset[dict[str, Tensor]]):
-    """Map-style: sequence i is the same for the same folder, split, length, seed and epoch, wherever reading starts.
+    """Map-style dataset: sequence i depends only on folder, split, length, seed and epoch.
 
-    The documents are put in a random order by seed and epoch and joined; the stream is cut into sequences of
-    ``sequence_length`` tokens (what is left over at the end is dropped), which come in a second random order, so that
-    the parts of a long document do not follow each other. ``set_epoch`` (called by accelerate's data loaders) draws
-    both orders anew.
+    Documents are shuffled by seed and epoch and concatenated. The stream is cut into sequences of ``sequence_length``
+    tokens (the remainder is dropped), which are shuffled too, so that parts of a long document are not neighbours.
+    ``set_epoch`` (called by accelerate's data loaders) draws both orders anew.
 
-    Each sequence is {"input_ids", "labels"}, equal, for models that shift labels inside, as transformers' do. With
-    ``document_mask`` there are also "position_ids" that start again at each document, by which transformers keeps
-    packed documents apart, and the label of each document's first token is -100: no prediction crosses documents.
-    transformers looks at them only without an attention mask and without a cache: use its default collator (others add
-    a mask) and ``use_cache=False`` (the Trainer's default).
+    Each item is {"input_ids", "labels"}, equal, for models that shift the labels, as transformers' do. With
+    ``document_mask``, "position_ids" restart at each document, by which transformers separates packed documents, and
+    the label of each document's first token is -100, so that no prediction crosses documents. transformers uses these
+    positions only without an attention mask and a cache: use its default collator (others add a mask) and
+    ``use_cache=False`` (the Trainer's default).
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             fail("number", f"a sequence from 0 to {len(self) - 1}", number, IndexError)
         ids = torch.empty(self.sequence_length, dtype=torch.int64)
         positions = torch.empty_like(ids) if self.document_mask else None
-        begun = []
+        document_starts = []
         filled = 0
         for start, stop, is_begin in self._parts(int(self.sequences[number]) * self.sequence_length):
             count = stop - start
@@ -149,16 +148,19 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             if positions is not None:
                 torch.arange(count, out=positions[filled : filled + count])
                 if is_begin:
-                    begun.append(filled)
+                    document_starts.append(filled)
             filled += count
         labels = ids.clone()
         if positions is None:
             return {"input_ids": ids, "labels": labels}
-        labels[begun] = IGNORED
+        labels[document_starts] = IGNORED
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def _parts(self, begin: int) -> Iterator[tuple[int, int, bool]]:
-        """Where the tokens of the shuffled stream from ``begin`` lie: start, stop, whether a document starts there."""
+        """The spans of the split that make up the sequence at ``begin`` of the shuffled stream.
+
+        Yields start, stop, and whether a document starts there.
+        """
         end = begin + self.sequence_length
         place = int(np.searchsorted(self.ends, begin, side="right"))
         while begin < end:

@@ -1,4 +1,4 @@
-"""The index of a prepared folder: what it holds, how it was made, and whether the files are still what was written."""
+"""The index of a prepared folder: its contents, how it was made, and checks that the files are unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Split:
     offsets: dict[str, Any]
 
     @classmethod
-    def parsed(cls, name: str, data: Mapping[str, Any]) -> Split:
+    def parse(cls, name: str, data: Mapping[str, Any]) -> Split:
         split = cls(data["tokens"], data["documents"], tuple(map(file_record, data["shards"])), data["offsets"])
         check(name in SPLITS, f"a split {name!r}")
         check(is_count(split.documents) and is_count(split.tokens), f"the counts of {name}")
@@ -56,18 +56,18 @@ class Index:
 
     @classmethod
     def load(cls, folder: str | Path, argument: str = "directory") -> Index:
-        """``argument`` is what errors call the folder."""
+        """``argument`` is the name of the folder in error messages."""
         folder = Path(folder)
         path = folder / INDEX
         if not path.exists():
             if (folder / PARTIAL).is_dir():
-                raise DataError(f"{folder} is not finished: run the same `data prepare` again, it continues")
+                raise DataError(f"{folder} is not finished: run the same `data prepare` again to continue")
             takes = f"`{argument}` takes a folder written by `softplus-attention data prepare`"
             if folder.is_file():
                 raise DataError(f"{folder}: a file. {takes}; run that on the file first")
             raise DataError(f"{folder}: {f'no {INDEX} in it' if folder.is_dir() else 'no such folder'}. {takes}")
         try:
-            return cls.parsed(folder, untrusted.read_json(path, LARGEST_INDEX), argument)
+            return cls.parse(folder, untrusted.read_json(path, LARGEST_INDEX), argument)
         except DataError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -77,8 +77,8 @@ class Index:
             ) from None
 
     @classmethod
-    def parsed(cls, folder: Path, data: Mapping[str, Any], argument: str = "directory") -> Index:
-        """Whatever else than an index of ours raises: names that leave the folder, counts that disagree."""
+    def parse(cls, folder: Path, data: Mapping[str, Any], argument: str = "directory") -> Index:
+        """Raises for anything but a valid index, such as names outside the folder or inconsistent counts."""
         if (data["format"], data["version"]) != (FORMAT, VERSION):
             found = f"{data['format']!r}, version {data['version']}"
             fail(argument, f"of format {FORMAT!r}, version {VERSION}", found, DataError)
@@ -95,13 +95,13 @@ class Index:
             dtype=np.dtype(data["dtype"]),
             vocabulary_size=size,
             end_of_document=end,
-            splits={name: Split.parsed(name, split) for name, split in data["splits"].items()},
+            splits={name: Split.parse(name, split) for name, split in data["splits"].items()},
             counts=counts,
             plan=plan,
             tokenizer_files=tuple(map(file_record, data["tokenizer_files"])),
         )
         names = [record["file"] for record in index.files()]
-        check(len(set(names)) == len(names), "two entries of one name")
+        check(len(set(names)) == len(names), "two entries with the same name")
         return index
 
     def split(self, name: str) -> Split:
@@ -114,39 +114,39 @@ class Index:
         return [*found, *self.tokenizer_files]
 
     def check_size(self, record: Mapping[str, Any]) -> Path:
-        """The path of a file of the folder that is there and as long as it was."""
+        """The path of a file of the folder, which must exist and have the recorded size."""
         path = self.folder / record["file"]
         if not path.is_file():
             raise DataError(f"{path} is missing: {self.remedy()}")
         size = path.stat().st_size
         if size != record["bytes"]:
-            raise DataError(f"{path} has {size} bytes and was written with {record['bytes']}: {self.remedy()}")
+            raise DataError(f"{path} has {size} bytes instead of {record['bytes']}: {self.remedy()}")
         return path
 
-    def mapped(self, record: Mapping[str, Any], dtype: np.dtype[Any], length: int) -> np.ndarray[Any, Any]:
-        """The numbers of a file, read where they are wanted."""
+    def map_array(self, record: Mapping[str, Any], dtype: np.dtype[Any], length: int) -> np.ndarray[Any, Any]:
+        """Memory-maps a file after checking its size, dtype and shape."""
         path = self.check_size(record)
         try:
             found = untrusted.mapped_array(path)
             check((found.dtype, found.shape) == (dtype, (length,)), f"{found.dtype} {found.shape}")
         except ValueError as error:
             reason = error.reason if isinstance(error, untrusted.UntrustedFileError) else str(error)
-            raise DataError(f"{path} is not what was written there ({reason}): {self.remedy()}") from None
+            raise DataError(f"{path} has changed since it was written ({reason}): {self.remedy()}") from None
         return found
 
-    def opened(self, name: str) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
-        """Where the documents of a split begin and end, and its shards."""
+    def open_split(self, name: str) -> tuple[np.ndarray[Any, Any], list[np.ndarray[Any, Any]]]:
+        """The document offsets and the shards of a split."""
         split = self.split(name)
-        offsets = self.mapped(split.offsets, np.dtype(np.int64), split.documents + 1)
-        rising = all((np.diff(offsets[at : at + BLOCK + 1]) > 0).all() for at in range(0, len(offsets), BLOCK))
-        if offsets[0] != 0 or offsets[-1] != split.tokens or not rising:
-            raise DataError(f"{self.folder / INDEX} and the {name} documents disagree: {self.remedy()}")
-        return offsets, [self.mapped(shard, self.dtype, shard["tokens"]) for shard in split.shards]
+        offsets = self.map_array(split.offsets, np.dtype(np.int64), split.documents + 1)
+        increasing = all((np.diff(offsets[at : at + BLOCK + 1]) > 0).all() for at in range(0, len(offsets), BLOCK))
+        if offsets[0] != 0 or offsets[-1] != split.tokens or not increasing:
+            raise DataError(f"{self.folder / INDEX} does not match the {name} documents: {self.remedy()}")
+        return offsets, [self.map_array(shard, self.dtype, shard["tokens"]) for shard in split.shards]
 
     def check_ids(self, tokens: np.ndarray[Any, Any]) -> None:
         if tokens.max(initial=0) >= self.vocabulary_size:
             raise DataError(
-                f"{self.folder} has token {tokens.max()}, and its tokenizer {self.vocabulary_size}: {self.remedy()}"
+                f"{self.folder} has token {tokens.max()}, its vocabulary only {self.vocabulary_size}: {self.remedy()}"
             )
 
     def summary(self) -> list[str]:
@@ -161,7 +161,7 @@ class Index:
         if counts.get("crlf"):
             lines.append(f"line ends    {counts['crlf']:,} CRLF became LF")
         if counts["forced_cuts"]:
-            lines.append(f"cut          {counts['forced_cuts']:,} times inside runs without a word boundary")
+            lines.append(f"cut          {counts['forced_cuts']:,} times within runs without a word boundary")
         for name, split in self.splits.items():
             size = f"{counted(split.tokens, 'token')}, {counted(split.documents, 'document')}"
             lines.append(f"{name:<13}{size}, {self.dtype.name}, shards: {len(split.shards)}")
@@ -174,7 +174,7 @@ class Index:
 
     def remedy(self) -> str:
         command = prepare_command(self.plan, self.folder)
-        return f"restore it from a copy, or delete the folder and make it again with `{command}`"
+        return f"restore it from a copy, or delete the folder and recreate it with `{command}`"
 
 
 def check(holds: bool, what: str) -> None:
@@ -187,31 +187,31 @@ def is_count(value: Any) -> bool:
 
 
 def file_record(record: dict[str, Any]) -> dict[str, Any]:
-    """A file that lies in the folder itself."""
+    """A valid entry of a file in the folder itself."""
     check(untrusted.PLAIN_NAME.fullmatch(record["file"]) is not None, f"the file name {record['file']!r}")
     check(is_count(record["bytes"]) and isinstance(record["sha256"], str), f"the entry of {record['file']}")
     return record
 
 
 def prepare_command(plan: Mapping[str, Any], output: Path) -> str:
-    """The command that carries out a plan."""
-    words = ["softplus-attention", "data", "prepare", *plan["sources"], "--output", str(output)]
+    """The command line of a plan."""
+    arguments = ["softplus-attention", "data", "prepare", *plan["sources"], "--output", str(output)]
     for name, value in plan["options"].items():
         if value is not None:
-            words += [flag(name), escaped(value) if name == "separator" and isinstance(value, str) else str(value)]
-    return shlex.join(words)
+            arguments += [flag(name), escaped(value) if name == "separator" and isinstance(value, str) else str(value)]
+    return shlex.join(arguments)
 
 
 def verify(folder: str | Path, report: Callable[[str], None] = lambda line: None) -> Index:
-    """Reads every file of a prepared folder and compares length and SHA-256; an error names the first that differs."""
+    """Compares the size and SHA-256 of every file with the index; an error names the first that differs."""
     index = Index.load(folder)
     for record in index.files():
         path = index.check_size(record)
         if sha256(path) != record["sha256"]:
-            raise DataError(f"{path} is not what was written (its SHA-256 differs): {index.remedy()}")
-        report(f"{record['file']}: {record['bytes']:,} bytes as written")
+            raise DataError(f"{path} has changed since it was written (its SHA-256 differs): {index.remedy()}")
+        report(f"{record['file']}: {record['bytes']:,} bytes, unchanged")
     for name in index.splits:
-        for shard in index.opened(name)[1]:
+        for shard in index.open_split(name)[1]:
             for start in range(0, len(shard), BLOCK):
                 index.check_ids(shard[start : start + BLOCK])
     return index

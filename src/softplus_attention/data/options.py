@@ -1,4 +1,4 @@
-"""The options of a preparation: one dataclass for the arguments of ``prepare`` and for the command line."""
+"""The options of ``prepare`` and ``data prepare``, as one dataclass."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ SMALLEST_VOCABULARY = 257
 
 
 def unescaped(text: str) -> str:
-    r"""Of \n, \r, \t, \\, \xNN and \uNNNN the characters that they stand for, as in Python."""
+    r"""Replaces the escapes \n, \r, \t, \\, \xNN and \uNNNN as Python does."""
     escapes = r"\\(?:[nrt\\]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})"
     return re.sub(escapes, lambda found: found[0].encode().decode("unicode_escape"), text)
 
 
 def escaped(text: str) -> str:
-    r"""What ``unescaped`` makes ``text`` of, in one line."""
+    r"""The inverse of ``unescaped``, on one line."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\\]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def option(text: str, default: Any, kind: Any = str, metavar: str | None = None, choices: Any = None) -> Any:
-    """A field with its type and words in ``--help``."""
-    metadata = {"help": text, "type": kind, "metavar": metavar, "choices": choices}
+def option(help_text: str, default: Any, kind: Any = str, metavar: str | None = None, choices: Any = None) -> Any:
+    """A field with its type and ``--help`` text."""
+    metadata = {"help": help_text, "type": kind, "metavar": metavar, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
     tokenizer: str = option(
-        "gpt2 (in the package), bytes, bpe to train one, a tokenizer.json file, or a name on the Hugging Face Hub",
+        "gpt2 (included in the package), bytes, bpe (trained on the data), a tokenizer.json file, or a name on the Hub",
         "gpt2",
         metavar="NAME",
     )
-    vocabulary_size: int | None = option(f"tokens of a trained BPE (default: {DEFAULT_VOCABULARY})", None, int, "N")
-    end_of_document: str | None = option("default: <|endoftext|> or what the tokenizer has", None, metavar="TOKEN")
+    vocabulary_size: int | None = option(f"size of a trained BPE (default: {DEFAULT_VOCABULARY})", None, int, "N")
+    end_of_document: str | None = option("default: <|endoftext|> or the tokenizer's own", None, metavar="TOKEN")
     validation_fraction: float = option(
-        "fraction of the documents held out for validation; of a single document the end, and 0.1 by default",
+        "fraction of documents for validation; for a single document, the fraction at its end (there 0.1 by default)",
         DEFAULT_VALIDATION,
         float,
         "F",
     )
-    seed: int = option("of the split", 0, int, "N")
-    shard_tokens: int = option("tokens of a shard", 100_000_000, int, "N")
-    errors: str = option("what to do with text that is not UTF-8", "strict", choices=ERRORS)
-    text_field: str = option("field of JSON lines, column of parquet files", "text", metavar="NAME")
+    seed: int = option("seed of the split", 0, int, "N")
+    shard_tokens: int = option("tokens per shard", 100_000_000, int, "N")
+    errors: str = option("how to treat text that is not UTF-8", "strict", choices=ERRORS)
+    text_field: str = option("field of JSON Lines or column of parquet files with the text", "text", metavar="NAME")
     separator: str | None = option(
-        r"between the documents of a text file, such as '\n\n' or '<|endoftext|>' (default: one document each)",
+        r"text between documents of a text file, such as '\n\n' or '<|endoftext|>' (default: one document per file)",
         None,
         unescaped,
         "TEXT",
     )
-    token_dtype: str = option("of raw .bin files", "uint16", choices=TOKEN_DTYPES)
+    token_dtype: str = option("dtype of raw .bin files", "uint16", choices=TOKEN_DTYPES)
     limit: int | None = option("stop after N documents", None, int, "N")
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class PrepareOptions:
         if size is not None and self.tokenizer != "bpe":
             fail("--vocabulary-size", "given only with --tokenizer bpe", size, DataError)
         if size is not None and size < SMALLEST_VOCABULARY:
-            expected = f"at least {SMALLEST_VOCABULARY}: the bytes and the end of a document"
+            expected = f"at least {SMALLEST_VOCABULARY} (256 bytes and the end-of-document token)"
             fail("--vocabulary-size", expected, size, DataError)
         if self.end_of_document is not None and self.tokenizer in ("bpe", "bytes"):
             fail("--end-of-document", f"left out with --tokenizer {self.tokenizer}", self.end_of_document, DataError)
@@ -85,13 +85,13 @@ class PrepareOptions:
         if self.token_dtype not in TOKEN_DTYPES:
             fail("--token-dtype", " or ".join(TOKEN_DTYPES), repr(self.token_dtype), DataError)
         if self.separator == "":
-            fail("--separator", "some text", "an empty one", DataError)
+            fail("--separator", "a non-empty text", "an empty one", DataError)
         if self.limit is not None and self.limit < 1:
             fail("--limit", "at least 1", self.limit, DataError)
 
     @property
     def single_validation(self) -> float:
-        """The fraction of a single document."""
+        """The validation fraction of a single document."""
         return SINGLE_VALIDATION if self.validation_fraction == DEFAULT_VALIDATION else self.validation_fraction
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``prepare``: documents into token shards, in parallel, so that a run killed at any moment goes on where it was."""
+"""``prepare``: tokenises documents into shards, in parallel; a killed run resumes where it was."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLAN = "plan.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER, "tokenizer_config.json")
 LOCK = "lock"
-# What a worker takes at a time.
+# The work of a worker at a time.
 PIECE_CHARACTERS = 4 << 20
 PIECE_DOCUMENTS = 1 << 16
 # A BPE learns little from more text than this.
@@ -74,11 +74,11 @@ def prepare(
     piece_characters: int = PIECE_CHARACTERS,
     report: Callable[[str], None] | None = None,
 ) -> Index:
-    """Writes the documents of ``sources`` as token shards into the folder ``output`` and gives its index.
+    """Writes the documents of ``sources`` as token shards to the folder ``output`` and returns its index.
 
-    The arguments mean what the options of ``softplus-attention data prepare`` mean. The result does not depend on
-    ``workers`` nor on ``piece_characters``, the text a worker takes at a time (a kill loses a few of these). A stopped
-    run goes on when called again with the same arguments.
+    The arguments are the options of ``softplus-attention data prepare``. The result does not depend on ``workers`` or
+    on ``piece_characters``, the amount of text per work item (a kill loses a few items). Call it again with the same
+    arguments to resume a stopped run.
     """
     names = [str(source) for source in sources]
     options = PrepareOptions(
@@ -101,7 +101,7 @@ def prepare(
     output = Path(output)
     found = find(names, options, output)
     if found[0].holds_tokens and tokenizer == "bpe":
-        fail("--tokenizer", "the one that made the token files", "'bpe', which is trained on text", DataError)
+        fail("--tokenizer", "the tokenizer of the token files", "'bpe', which is trained on text", DataError)
     plan = {
         "sources": names,
         "options": options.as_dict(),
@@ -119,18 +119,18 @@ def prepare(
             raise
         raise DataError(
             f"no room to write {error.filename or output}: {error.strerror}. Nothing is lost: make room and run the "
-            "same command again, it continues where it stopped"
+            "same command again to continue"
         ) from error
 
 
 def checksum_of_tokenizer(path: Path) -> str | None:
-    """None for one by name."""
+    """None unless ``path`` is a tokenizer file or folder."""
     path = path / "tokenizer.json" if path.is_dir() else path
     return sha256(path) if path.is_file() else None
 
 
 class Progress:
-    """What a preparation reports while it runs."""
+    """The progress messages of a run."""
 
     def __init__(self, report: Callable[[str], None] | None, sources: int) -> None:
         self.say = report or (lambda line: None)
@@ -164,22 +164,22 @@ class Progress:
 
 @contextmanager
 def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
-    """Makes the folder this plan's own for the time of a run; gives whether the plan was carried out already."""
+    """Locks the folder for a run of this plan; yields whether the plan was completed before."""
     work = output / PARTIAL
     if output.exists() and not output.is_dir():
         fail("--output", "a folder", f"the file {str(output)!r}", DataError)
     if (output / INDEX).is_file():
-        # A folder that is complete stays what was asked for under another version of the library.
-        made = {**Index.load(output).plan, "tokenizers": plan["tokenizers"]}
-        check_same(made, plan, f"{output} is complete and was made with other options")
+        # A complete folder remains valid with another version of tokenizers.
+        before = {**Index.load(output).plan, "tokenizers": plan["tokenizers"]}
+        check_same(before, plan, f"{output} is complete, but was made with other options")
         remove_work(work)
         yield True
         return
     if output.is_dir() and any(output.iterdir()) and (work.is_symlink() or not work.is_dir()):
         fail(
             "--output",
-            "a new or empty folder, or one whose preparation was stopped",
-            f"{output}, which holds something else",
+            "a new or empty folder, or one of a stopped `data prepare`",
+            f"{output}, which contains something else",
             DataError,
         )
     work.mkdir(parents=True, exist_ok=True)
@@ -188,17 +188,17 @@ def prepare_lock(output: Path, plan: dict[str, Any]) -> Iterator[bool]:
             if is_begun(work):
                 before = read_plan(work)
                 if plan["options"]["errors"] == "replace":
-                    # What was read strictly so far had nothing to replace.
+                    # The input read so far had no errors to replace.
                     before["options"]["errors"] = "replace"
-                check_same(before, plan, f"{output} was begun with other options")
+                check_same(before, plan, f"{output} was started with other options")
             elif (work / PLAN).is_file() and read_plan(work) != plan:
-                (output / TOKENIZER).unlink(missing_ok=True)  # that of other options
+                (output / TOKENIZER).unlink(missing_ok=True)  # made with other options
             write_json(work / PLAN, plan)
             remove_temporary(output)
             remove_temporary(work)
             yield False
     except LockedError:
-        fail("--output", "a folder that no other preparation is writing", str(output), DataError)
+        fail("--output", "a folder that no other process is writing", str(output), DataError)
     remove_work(work)
 
 
@@ -211,7 +211,7 @@ def read_plan(work: Path) -> dict[str, Any]:
 
 
 def remove_work(work: Path) -> None:
-    """What a preparation keeps for itself, and nothing else that lies there."""
+    """Removes the working files, and no others."""
     if work.is_symlink() or not work.is_dir():
         return
     remove_temporary(work)
@@ -221,7 +221,7 @@ def remove_work(work: Path) -> None:
         work.rmdir()
 
 
-def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
+def check_same(before: Any, now: dict[str, Any], problem: str) -> None:
     changes = []
     for name, value in now["options"].items():
         if before["options"].get(name) != value:
@@ -229,16 +229,16 @@ def check_same(before: Any, now: dict[str, Any], sentence: str) -> None:
     if before["sources"] != now["sources"]:
         changes.append(f"SOURCE was {' '.join(map(str, before['sources']))}, is {' '.join(now['sources'])}")
     elif before["inputs"] != now["inputs"]:
-        was = [item for item in before["inputs"] if item not in now["inputs"]]
+        old = [item for item in before["inputs"] if item not in now["inputs"]]
         new = [item for item in now["inputs"] if item not in before["inputs"]]
-        changes.append(f"the files of SOURCE were {was[:3]}, are {new[:3]}")
-    if before["tokenizer_file"] not in (None, now["tokenizer_file"]):  # None too for a folder, in older plans
+        changes.append(f"the files of SOURCE were {old[:3]}, are {new[:3]}")
+    if before["tokenizer_file"] not in (None, now["tokenizer_file"]):  # older plans have None for a folder too
         changes.append(f"the file {now['options']['tokenizer']} has changed")
     if before["tokenizers"] != now["tokenizers"]:
         changes.append(f"the tokenizers library was {before['tokenizers']}, is {now['tokenizers']}")
     if changes:
         raise DataError(
-            f"{sentence}: {'; '.join(changes)}. Go back to those, choose another --output, or delete that folder"
+            f"{problem}: {'; '.join(changes)}. Restore these, choose another --output, or delete the folder"
         )
 
 
@@ -283,7 +283,7 @@ def run(
         remove_work(output / PARTIAL)
         if not any(output.iterdir()):
             output.rmdir()
-        raise DataError(f"no text in {', '.join(plan['sources'])}: documents are empty, or there are none")
+        raise DataError(f"no text in {', '.join(plan['sources'])}: no documents, or all are empty")
     splits = assembler.finish()
     index = {
         "format": FORMAT,
@@ -306,23 +306,23 @@ def run(
 def saved_tokenizer(
     sources: list[Source], output: Path, options: PrepareOptions, progress: Progress, tail: float | None
 ) -> Tokenizer:
-    """The tokenizer in the output folder: made or fetched once, so that a continued run has the same."""
+    """The tokenizer in the output folder, created or downloaded once, so that a resumed run uses the same."""
     path = output / TOKENIZER
     if not path.is_file():
         if options.tokenizer == "bytes":
-            made = tokenizers.bytes_tokenizer()
+            created = tokenizers.bytes_tokenizer()
         elif options.tokenizer == "bpe":
             size = options.vocabulary_size or DEFAULT_VOCABULARY
             progress.say(f"training a BPE of {size} tokens")
-            made = tokenizers.train(training_texts(sources, options, tail), size)
+            created = tokenizers.train(training_texts(sources, options, tail), size)
         else:
-            made = tokenizers.load(options.tokenizer, options.end_of_document)
-        tokenizers.save(made, output, tokenizers.end_token(made, options.end_of_document))
+            created = tokenizers.load(options.tokenizer, options.end_of_document)
+        tokenizers.save(created, output, tokenizers.end_token(created, options.end_of_document))
     return Tokenizer.from_file(str(path))
 
 
 def validation_tail(sources: list[Source], options: PrepareOptions) -> float | None:
-    """What is validation of a single document; None if there are more."""
+    """The validation fraction of a single document; None if there are several."""
     if not 0 < options.single_validation < 1:
         return None
     read = itertools.chain.from_iterable(source.documents(None) for source in sources)
@@ -331,7 +331,7 @@ def validation_tail(sources: list[Source], options: PrepareOptions) -> float | N
 
 
 def training_texts(sources: list[Source], options: PrepareOptions, tail: float | None) -> Iterator[str]:
-    """Training documents only: the tokenizer learns nothing of validation."""
+    """The training documents: the tokenizer must not see validation text."""
     size = records = 0
     for source in sources:
         for document in source.documents(None):
@@ -352,7 +352,7 @@ def training_texts(sources: list[Source], options: PrepareOptions, tail: float |
 def pieces(
     sources: list[Source], assembler: Assembler, limit: int | None, characters: int, progress: Progress
 ) -> Iterator[Piece]:
-    """The documents behind what was assembled."""
+    """The documents after those already assembled."""
     number = assembler.next_piece
     left = sys.maxsize if limit is None else limit - assembler.counts["records"]
     first = assembler.position or {"source": 0, "inner": None}
@@ -380,7 +380,7 @@ def pieces(
 def carry_out(
     work: Iterator[Piece], settings: WorkerSettings, assembler: Assembler, workers: int, progress: Progress
 ) -> None:
-    """Each piece is written by some worker and added in its turn."""
+    """Workers write the pieces; the assembler adds them in order."""
     if workers == 1:
         own = Worker(settings)
         for piece in work:
@@ -393,7 +393,7 @@ def carry_out(
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, context, start_worker, (settings,)) as pool:
         try:
-            # The workers are forked here, before the reading of the sources starts threads of its own.
+            # Fork the workers now, before reading the sources starts threads.
             pool.submit(os.getpid).result()
             for piece in work:
                 waiting.append(pool.submit(write_in_worker, piece))
@@ -403,8 +403,8 @@ def carry_out(
                 add_first(waiting, assembler, progress)
         except BrokenProcessPool as error:
             raise DataError(
-                "a worker process was ended from outside, most often for want of memory. Nothing is lost: run the "
-                "same command again, with fewer --workers, and it continues"
+                "a worker process was killed, probably for lack of memory. Nothing is lost: run the same command again "
+                "with fewer --workers to continue"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

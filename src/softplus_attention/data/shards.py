@@ -1,7 +1,7 @@
-"""Documents to token shards: workers write pieces, the assembler joins them, a kill at any moment loses little.
+"""Documents to token shards: workers write pieces, the assembler joins them; a kill loses only unfinished pieces.
 
-A piece is a file of the work folder with the tokens of some documents. Pieces are added in order. When a shard is full
-it is written, then the state of the assembly, and only then are the pieces behind it removed.
+A piece is a file in the work folder with the tokens of some documents. Pieces are added in order. A full shard is
+written first, then the state of the assembler, and only then are its pieces removed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PARALLELISM = "TOKENIZERS_PARALLELISM"
 Array = np.ndarray[Any, Any]
 
 
-# ---- files of numbers
+# ---- array files
 
 
 def write_array(path: Path, parts: list[Array], dtype: np.dtype[Any]) -> dict[str, Any]:
-    """Writes the parts as one .npy file; gives its name, bytes and SHA-256."""
+    """Writes the concatenated parts as a .npy file; returns its index entry."""
     length = sum(len(part) for part in parts)
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(
@@ -59,7 +59,7 @@ def piece_path(work: Path, number: int) -> Path:
 
 
 def is_begun(work: Path) -> bool:
-    """Whether tokens were written there that a preparation with other options would mix with its own."""
+    """Whether tokens were written, after which the options must not change."""
     return (work / STATE).is_file() or any(work.glob("piece-*.npz"))
 
 
@@ -87,7 +87,7 @@ class WorkerSettings:
     end_id: int
     seed: int
     validation_fraction: float
-    tail: float | None  # of a single document, the share at its end that is validation
+    tail: float | None  # validation fraction at the end of a single document
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Piece:
 
 
 def is_validation(content: bytes, seed: int, fraction: float) -> bool:
-    """By content and seed alone: equal documents fall on the same side, whatever comes before or beside them."""
+    """Depends only on content and seed, so equal documents are always in the same split."""
     digest = hashlib.blake2b(content, digest_size=8, key=seed.to_bytes(8, "little")).digest()
     return int.from_bytes(digest, "little") < fraction * 2**64
 
@@ -108,7 +108,7 @@ def is_blank(document: Document) -> bool:
 
 
 def split_tail(document: Document, share: float) -> tuple[Document, Document] | None:
-    """A document in two, a text at the end of a line if there is one near; None if one of them would be blank."""
+    """Splits a document, a text preferably at the end of a line; None if a part would be blank."""
     place = round(len(document) * (1 - share))
     if isinstance(document, str):
         line, word = (document.find(sign, place, place + len(document) // 20) for sign in "\n ")
@@ -123,7 +123,7 @@ class Worker:
         self.encoder = Encoder(settings.tokenizer, as_bytes=settings.as_bytes, dtype=settings.dtype)
 
     def write(self, piece: Piece) -> None:
-        """The tokens of each split, the length of each document, and the position from which reading continues."""
+        """Writes the tokens of each split, the document lengths, and the position to resume reading from."""
         held_out: list[bool] = []
         texts: list[str] = []
         given: list[Array] = []
@@ -169,7 +169,7 @@ class Worker:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Each process encodes on one thread; the caller's setting comes back."""
+    """Runs tokenizers on one thread and restores the setting."""
     before = os.environ.get(PARALLELISM)
     os.environ[PARALLELISM] = "false"
     try:
@@ -184,7 +184,7 @@ worker: Worker | None = None
 
 
 def start_worker(settings: WorkerSettings) -> None:
-    """In a new process: only the parent answers the keyboard, and a worker does not outlive its parent."""
+    """Worker initialiser: ignores Ctrl-C, which the parent handles, and exits when the parent dies."""
     global worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = os.getppid()
@@ -231,7 +231,7 @@ class Assembler:
         self.tokens = dict.fromkeys(SPLITS, 0)
 
     def resume(self) -> None:
-        """Reads the saved state and the pieces that follow it without a gap; removes the others."""
+        """Reads the saved state and the consecutive pieces after it; removes other pieces."""
         try:
             if (self.work / STATE).is_file():
                 self.read_state()
@@ -257,10 +257,10 @@ class Assembler:
         for shard in shards:
             path = self.output / shard["file"]
             if not path.is_file() or path.stat().st_size != shard["bytes"]:
-                raise DataError(f"{path} was removed or changed meanwhile: delete {self.output} and start again")
+                raise DataError(f"{path} was removed or changed: delete {self.output} and start again")
 
     def add(self) -> None:
-        """Adds the next piece, from its file."""
+        """Adds the next piece."""
         meta, arrays = read_arrays(piece_path(self.work, self.next_piece))
         self.next_piece += 1
         self.position = meta["position"]
@@ -307,7 +307,7 @@ class Assembler:
                 path.unlink()
 
     def finish(self) -> dict[str, Any]:
-        """Writes the last shards and the document offsets; gives the splits' part of the index."""
+        """Writes the last shards and the document offsets; returns the index entry of each split."""
         index = {}
         for name, split in self.splits.items():
             rest = np.concatenate(split.waiting) if split.waiting else np.empty(0, self.dtype)

@@ -1,7 +1,7 @@
-"""Where documents come from: text, JSON lines and parquet files, datasets of the Hugging Face hub, the package itself.
+"""Document sources: text, JSON Lines and parquet files, Hugging Face datasets, and the built-in text.
 
-A source gives its documents in a fixed order and knows after each where it stands, as a JSON value from which reading
-goes on later: a preparation that was stopped need not tokenise again what it has.
+A source yields its documents in a fixed order. Its position after each one is a JSON value from which reading can
+resume.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Position = Any
 
 COMPRESSIONS = (".xz", ".gz", ".zst")
 BLOCK = 1 << 20
-ZSTANDARD_BLOCK = 1 << 10  # 32 MiB of text at the most: 4 bytes can stand for 128 KiB
+ZSTANDARD_BLOCK = 1 << 10  # expands to at most 32 MiB: 4 bytes can encode 128 KiB
 TEXTS = (".txt", *(".txt" + packed for packed in COMPRESSIONS))
 JSON_LINES = (".jsonl", ".ndjson")
 TOKENS = (".npy", ".bin")
@@ -46,11 +46,11 @@ FINEWEB = "fineweb"
 FINEWEB_DATASET = "HuggingFaceFW/fineweb"
 FINEWEB_SAMPLE = "sample-10BT"
 EXPECTED = (
-    f"files or folders of text, .jsonl, .parquet, .npy or .bin, {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for "
-    f"a dataset of the Hugging Face Hub, or {BUILTIN} for the training text of the package"
+    f"files or folders of text, .jsonl, .parquet, .npy or .bin; {FINEWEB}[:SAMPLE] or {HUB}DATASET[:CONFIGURATION] for "
+    f"a dataset on the Hugging Face Hub; or {BUILTIN} for the training text of the package"
 )
 SAMPLE = 1 << 13
-# Enough of a file's ends to notice that it is another file, without reading it all.
+# Bytes at each end of a file that identify it, without reading all of it.
 FINGERPRINT = 1 << 16
 
 
@@ -59,18 +59,17 @@ class Source(Protocol):
     holds_tokens: bool
 
     def identity(self) -> str:
-        """What must be the same when a preparation is continued."""
+        """Must be unchanged when a run resumes."""
 
     def documents(self, position: Position) -> Iterator[Document]:
-        """The documents from a position on; None is the start."""
+        """The documents from ``position``; None is the start."""
 
     def position(self) -> Position:
-        """Where the last document given by ``documents`` ends."""
+        """The position after the last document yielded."""
 
 
 def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: str = "SOURCE") -> list[Source]:
-    """The sources in the order given, the files of a folder in the order of their paths. ``argument`` is what errors
-    call them."""
+    """The sources in the given order, the files of a folder sorted by path. ``argument`` names them in errors."""
     if not names:
         fail(argument, EXPECTED, "nothing", DataError)
     found: list[Source] = []
@@ -84,32 +83,32 @@ def find(names: Sequence[str], options: PrepareOptions, output: Path, argument: 
             continue
         for path in find_files(name, output, argument):
             if path.resolve() in seen:
-                fail(argument, "files named once", f"{path} twice", DataError)
+                fail(argument, "different files", f"{path} twice", DataError)
             seen.add(path.resolve())
             found.append(file_source(path, options))
     if len({source.holds_tokens for source in found}) > 1:
-        fail(argument, "either text or token files (the split goes by content)", "both", DataError)
+        fail(argument, "either text or token files", "both", DataError)
     return found
 
 
 def find_files(name: str, output: Path, argument: str) -> list[Path]:
-    """A file, or the files of a folder: those of records or tokens, or else every text."""
+    """A file, or the files of a folder: records, tokens and .txt if it has records or tokens, else all text files."""
     path = Path(name)
     if not path.exists():
-        hint = "" if path.suffix else f" ({HUB}{name} is a dataset of the Hugging Face Hub)"
+        hint = "" if path.suffix else f" (a dataset on the Hugging Face Hub is {HUB}{name})"
         raise DataError(f"{name}: no such file or folder{hint}")
     if path.is_file():
         if path.name.endswith(".json"):
             raise DataError(
-                f"{name}: JSON, not JSON Lines. Convert it to .jsonl, one object a line, or rename it to .txt"
+                f"{name}: JSON, not JSON Lines. Convert it to .jsonl, one object per line, or rename it to .txt"
             )
-        if not path.name.endswith(RECORDS) and (reason := no_text(path)):
+        if not path.name.endswith(RECORDS) and (reason := why_not_text(path)):
             raise DataError(f"{name}: {reason}. {argument} takes {EXPECTED}")
         return [path]
     if not path.is_dir():
         raise DataError(f"{name}: not a regular file. {argument} takes {EXPECTED}")
     if output.resolve().is_relative_to(path.resolve()):
-        fail("--output", f"outside the folder that is read, {name!r}", f"{str(output)!r}", DataError)
+        fail("--output", f"outside the source folder {name!r}", f"{str(output)!r}", DataError)
     files = sorted(
         file
         for file in path.rglob("*")
@@ -118,14 +117,14 @@ def find_files(name: str, output: Path, argument: str) -> list[Path]:
     if any(file.name.endswith(RECORDS) for file in files):
         found = [file for file in files if file.name.endswith((*RECORDS, *TEXTS))]
     else:
-        found = [file for file in files if not no_text(file)]
+        found = [file for file in files if not why_not_text(file)]
     if not found:
         raise DataError(f"{name}: a folder without text. {argument} takes {EXPECTED}")
     return found
 
 
-def no_text(path: Path) -> str:
-    """Why the beginning of a file cannot be of a text; "" if it can."""
+def why_not_text(path: Path) -> str:
+    """Why the start of a file is not UTF-8 text; "" if it may be."""
     with opened(path) as file:
         sample = file.read(SAMPLE)
     if sample.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -168,14 +167,14 @@ class FileSource:
         return self.given
 
     def decoded(self, data: bytes, offset: int) -> str:
-        """``offset`` is where the data begin in the file, decompressed."""
+        """``offset`` is the position of ``data`` in the decompressed file."""
         try:
             return data.decode(errors=self.options.errors)
         except UnicodeDecodeError as error:
             where = "of the decompressed text " if self.path.suffix in COMPRESSIONS else ""
             raise DataError(
                 f"{self.name} is not UTF-8: {error.reason} (0x{data[error.start]:02x}) at byte {offset + error.start} "
-                f"{where}- convert the file (iconv -t UTF-8); `data prepare --errors replace` puts U+FFFD there"
+                f"{where}- convert the file (iconv -t UTF-8), or pass --errors replace to insert U+FFFD"
             ) from None
 
 
@@ -190,7 +189,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with open_regular(path) as raw:
             yield decompressed(path, raw)
     except damage as error:
-        raise DataError(f"{path} is cut off or damaged ({error}): fetch or compress it again") from error
+        raise DataError(f"{path} is truncated or damaged ({error}): download or compress it again") from error
 
 
 def decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
@@ -204,7 +203,7 @@ def decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
 
 
 class ZstandardFile(io.RawIOBase):
-    """One or more frames. zstandard's own reader takes a frame that was cut off for the end of the file."""
+    """One or more frames. zstandard's own reader treats a truncated frame as the end of the file."""
 
     def __init__(self, raw: BinaryIO) -> None:
         import zstandard
@@ -245,7 +244,7 @@ class ZstandardFile(io.RawIOBase):
 
 
 class TextFile(FileSource):
-    """One document, or several parted by a separator."""
+    """One document, or several with a separator."""
 
     def documents(self, position: Position) -> Iterator[str]:
         self.given = 0
@@ -315,14 +314,14 @@ class JsonLinesFile(FileSource):
 
 
 def without_surrogates(text: str, where: str, errors: str) -> str:
-    """JSON can escape half a surrogate pair, which no UTF-8 text can hold."""
+    """JSON can escape a lone surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         if errors == "strict":
             raise DataError(
-                f"{where} holds a lone surrogate, \\u{ord(text[error.start]):04x}: pass --errors replace to put "
-                "U+FFFD there"
+                f"{where} has a lone surrogate, \\u{ord(text[error.start]):04x}: pass --errors replace to replace it "
+                "with U+FFFD"
             ) from None
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
@@ -354,7 +353,7 @@ class ParquetFile(FileSource):
         except (pyarrow.ArrowInvalid, OSError) as error:
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise
-            raise DataError(f"{self.name} is cut off or damaged ({error}): fetch it again") from error
+            raise DataError(f"{self.name} is truncated or damaged ({error}): download it again") from error
 
     def check(self, schema: Any, pyarrow: Any) -> None:
         field = self.options.text_field
@@ -366,7 +365,7 @@ class ParquetFile(FileSource):
 
 
 class BuiltinText:
-    """The training works of the package; its validation works are for evaluation alone."""
+    """The training works of the package; its validation works are for evaluation only."""
 
     name = BUILTIN
     holds_tokens = False
@@ -398,7 +397,7 @@ def hub_source(name: str, options: PrepareOptions) -> HubDataset:
 
 
 class HubDataset:
-    """The train split of a dataset, streamed: nothing is stored but the tokens."""
+    """The train split of a dataset, streamed; only the tokens are stored."""
 
     holds_tokens = False
 
@@ -428,8 +427,8 @@ class HubDataset:
                 yield record[field] or ""
         except Exception as error:
             raise DataError(
-                f"{self.name} could not be read to its end ({type(error).__name__}: {error}). Nothing is lost: run the "
-                "same command again, it continues where it stopped"
+                f"reading {self.name} failed ({type(error).__name__}: {error}). Nothing is lost: run the same command "
+                "again to continue"
             ) from error
 
     def load(self) -> Any:
@@ -440,4 +439,4 @@ class HubDataset:
             return datasets.load_dataset(self.dataset, name=self.configuration, split="train", streaming=True)
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            fail("SOURCE", EXPECTED, f"{self.name!r}, which datasets cannot open: {reason}", DataError)
+            fail("SOURCE", EXPECTED, f"{self.name!r}, which `datasets` cannot open: {reason}", DataError)

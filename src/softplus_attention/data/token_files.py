@@ -1,4 +1,4 @@
-"""Files of tokens made elsewhere: .npy arrays, raw .bin files, and .bin files with the header of llm.c."""
+"""Token files of other programs: .npy arrays, raw .bin files, and .bin files with the header of llm.c."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from softplus_attention.data.sources import FileSource, Position
 from softplus_attention.utils.untrusted import mapped_array
 from softplus_attention.validation import fail
 
-# llm.c and modded-nanogpt: 256 int32, first the magic number, the version and the number of tokens.
+# llm.c and modded-nanogpt: 256 int32, starting with magic number, version and number of tokens.
 HEADER = 256
 HEADER_BYTES = HEADER * 4
 DTYPES_BY_MAGIC: dict[int, np.dtype[Any]] = {20240520: np.dtype("<u2"), 20240801: np.dtype("<u4")}
@@ -23,7 +23,7 @@ BLOCK = 1 << 22
 
 
 class TokenFile(FileSource):
-    """Documents are what stands between end-of-document ids; a file may begin with such an id, or end without one."""
+    """Documents separated by end-of-document ids; a file may start with such an id, or end without one."""
 
     holds_tokens = True
 
@@ -33,13 +33,13 @@ class TokenFile(FileSource):
         self.vocabulary = 0
 
     def bind(self, end_id: int, vocabulary: int) -> None:
-        """What the tokens mean is the tokenizer's to say."""
+        """Sets what is known only once the tokenizer is loaded."""
         self.end_id, self.vocabulary = end_id, vocabulary
 
     def documents(self, position: Position) -> Iterator[np.ndarray[Any, Any]]:
-        tokens = self.mapped()
+        tokens = self.map_tokens()
         begin = position or 0
-        # An id at the very start (llm.c puts it in front of each document) ends no document.
+        # llm.c puts the id before each document, so one at the very start ends no document.
         if begin == 0 and len(tokens) and tokens[0] == self.end_id:
             begin = 1
         for start in range(begin, len(tokens), BLOCK):
@@ -58,37 +58,37 @@ class TokenFile(FileSource):
             at = int(np.flatnonzero(block >= self.vocabulary)[0])
             fail(
                 "--tokenizer",
-                f"the one that made {self.name} (ids below {self.vocabulary})",
+                f"the tokenizer of {self.name} (ids below {self.vocabulary})",
                 f"id {block[at]} at token {start + at}",
                 DataError,
             )
 
-    def mapped(self) -> np.ndarray[Any, Any]:
+    def map_tokens(self) -> np.ndarray[Any, Any]:
         size = self.path.stat().st_size
         if size == 0:
             return np.empty(0, np.uint16)
         if self.path.suffix == ".npy":
-            return self.mapped_array()
+            return self.map_npy()
         head = np.fromfile(self.path, "<i4", HEADER)
         if len(head) == HEADER and int(head[0]) in DTYPES_BY_MAGIC:
             dtype, count = DTYPES_BY_MAGIC[int(head[0])], int(head[2])
             expected = HEADER_BYTES + count * dtype.itemsize
             if size != expected:
                 raise DataError(
-                    f"{self.name} is cut off or damaged: its header says {count} tokens, {expected} bytes, and it has "
-                    f"{size}: fetch it again"
+                    f"{self.name} is truncated or damaged: its header says {count} tokens, {expected} bytes, "
+                    f"but it has {size}: download it again"
                 )
             return np.memmap(self.path, dtype, "r", HEADER_BYTES, (count,)) if count else np.empty(0, dtype)
         dtype = DTYPES[self.options.token_dtype]
         if size % dtype.itemsize:
-            fail("--token-dtype", f"the type of {self.name}, {size} bytes", self.options.token_dtype, DataError)
+            fail("--token-dtype", f"the dtype of {self.name}, {size} bytes", self.options.token_dtype, DataError)
         return np.memmap(self.path, dtype, "r")
 
-    def mapped_array(self) -> np.ndarray[Any, Any]:
+    def map_npy(self) -> np.ndarray[Any, Any]:
         try:
             tokens = mapped_array(self.path)
         except ValueError as error:
-            raise DataError(f"{self.name} is no .npy file, or cut off ({error}): write it again") from error
+            raise DataError(f"{self.name} is not a .npy file, or truncated ({error}): write it again") from error
         if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
             fail("SOURCE", "1-D arrays of uint16 or uint32", f"{self.name}: {tokens.dtype} {tokens.shape}", DataError)
         return tokens

@@ -1,4 +1,4 @@
-"""Tokenizers: GPT-2's or another by file or name, a BPE trained on the data, or bytes; saved for transformers."""
+"""Tokenizers: GPT-2's, one by file or name, a BPE trained on the data, or bytes. Saved in transformers' format."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from softplus_attention.validation import fail
 END = "<|endoftext|>"
 KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 BYTE_VALUES = 256
-# Characters given to the tokenizer at a time: bounds what its results hold in memory.
+# Characters encoded at a time, which bounds the memory of the results.
 AT_ONCE = 1 << 20
 EXPECTED = "gpt2, bytes, bpe, a tokenizer.json file or its folder, or the name of a tokenizer on the Hugging Face Hub"
 
 
 def load(name: str, end: str | None) -> Tokenizer:
-    """The tokenizer of that file, folder or Hub name, with its end-of-document token marked as special."""
+    """Loads a tokenizer by file, folder or Hub name and marks its end-of-document token as special."""
     path = Path(name)
     if path.is_dir():
         path = path / "tokenizer.json"
@@ -37,7 +37,7 @@ def load(name: str, end: str | None) -> Tokenizer:
         except BaseException as error:
             if not is_tokenizer_error(error):
                 raise
-            raise DataError(f"{path} is no tokenizer ({error}). --tokenizer takes {EXPECTED}") from None
+            raise DataError(f"{path} is not a tokenizer ({error}). --tokenizer takes {EXPECTED}") from None
     elif name == "gpt2":
         tokenizer = gpt2_tokenizer()
     elif path.suffix == ".json" or name.count("/") > 1 or Path(name).exists():
@@ -48,13 +48,13 @@ def load(name: str, end: str | None) -> Tokenizer:
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise DataError(
-                f"tokenizer {name!r} is not on the Hugging Face Hub, or the Hub was not reached ({reason}). gpt2, "
+                f"tokenizer {name!r} is not on the Hugging Face Hub, or the Hub could not be reached ({reason}). gpt2, "
                 "bytes and bpe need no network"
             ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.num_special_tokens_to_add(False):
-        # Documents are encoded without such tokens: who reads the saved tokenizer has to get the same.
+        # Documents are encoded without special tokens; the saved tokenizer must do the same.
         tokenizer.post_processor = None  # type: ignore[assignment]
     mark_end(tokenizer, end)
     return tokenizer
@@ -74,7 +74,8 @@ def end_token(tokenizer: Tokenizer, end: str | None) -> str:
     for known in KNOWN_ENDS:
         if tokenizer.token_to_id(known) is not None:
             return known
-    fail("--end-of-document", f"given: the tokenizer has none of {', '.join(KNOWN_ENDS)}", "nothing", DataError)
+    expected = f"given, since the tokenizer has none of {', '.join(KNOWN_ENDS)}"
+    fail("--end-of-document", expected, "nothing", DataError)
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -82,7 +83,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """A byte-level BPE without merges whose ids are the byte values; 256 ends a document."""
+    """A byte-level BPE without merges: ids are byte values, 256 ends a document."""
     vocabulary = {character: value for value, character in byte_characters().items()}
     vocabulary[END] = BYTE_VALUES
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -93,28 +94,27 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """From the merges in the package: the vocabulary is the bytes, what each merge makes, and the end of a document."""
+    """Built from the merges in the package: the vocabulary is the bytes, the merges and the end-of-document token."""
     packed = files(__package__).joinpath("gpt2", "merges.txt.xz").read_bytes()
     merges = [(left, right) for left, right in map(str.split, lzma.decompress(packed).decode().splitlines())]
     characters = byte_characters()
-    own = [byte for byte in range(BYTE_VALUES) if ord(characters[byte]) == byte]
-    others = [byte for byte in range(BYTE_VALUES) if ord(characters[byte]) != byte]
-    words = [*(characters[byte] for byte in own + others), *(left + right for left, right in merges), END]
-    tokenizer = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=merges))
+    printable_first = sorted(characters, key=lambda byte: ord(characters[byte]) != byte)
+    tokens = [*(characters[byte] for byte in printable_first), *(left + right for left, right in merges), END]
+    tokenizer = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def byte_characters() -> dict[int, str]:
-    """The character by which byte-level models write each byte: itself where printable, else from U+0100 up."""
+    """The character for each byte in byte-level models: itself if printable, else one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return {value: chr(value if value in printable else next(spare)) for value in range(BYTE_VALUES)}
 
 
 def train(texts: Iterator[str], size: int) -> Tokenizer:
-    """A byte-level BPE with GPT-2's pre-tokeniser, of at most ``size`` tokens, the end of a document included."""
+    """Trains a byte-level BPE with GPT-2's pre-tokeniser and at most ``size`` tokens, end-of-document included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -129,7 +129,7 @@ def train(texts: Iterator[str], size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, end: str) -> None:
-    """tokenizer.json and what transformers needs beside it; tokenizer.json comes last and means both are there."""
+    """Writes tokenizer_config.json, then tokenizer.json, which thus implies that both exist."""
     configuration = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": end,
@@ -147,7 +147,7 @@ def saved_end(folder: Path) -> str:
 
 
 class Encoder:
-    """Documents into arrays of ids, without the end-of-document id. Special tokens in a text are text."""
+    """Encodes documents without the end-of-document id. Special tokens within a text are encoded as text."""
 
     def __init__(self, path: Path, *, as_bytes: bool, dtype: np.dtype[Any]) -> None:
         self.dtype = dtype
@@ -158,7 +158,7 @@ class Encoder:
             self.tokenizer.encode_special_tokens = True
 
     def encode(self, texts: list[str]) -> tuple[list[np.ndarray[Any, Any]], int]:
-        """The ids of each text, and the number of cuts that were made at no safe place."""
+        """The ids of each text, and the number of forced cuts."""
         if self.as_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts], 0
         forced = 0
@@ -179,8 +179,8 @@ class Encoder:
             except BaseException as error:
                 if not is_tokenizer_error(error):
                     raise
-                # One that a worker process can hand on.
-                raise DataError(f"the tokenizer failed, it is damaged or made for other texts ({error})") from None
+                # Unlike the original error, a worker process can pickle this one.
+                raise DataError(f"the tokenizer failed: it is damaged or unsuitable for this text ({error})") from None
             for encoding in encodings:
                 yield np.array(encoding.ids, dtype=self.dtype)
 
@@ -206,30 +206,30 @@ def joined(parts: list[np.ndarray[Any, Any]], dtype: np.dtype[Any]) -> np.ndarra
 
 # ---- safe cuts
 #
-# Where a text can be cut so that GPT-2's byte-level BPE gives the same tokens for the pieces as for the whole.
+# Places where a text can be cut so that GPT-2's byte-level BPE gives the pieces the same tokens as the whole.
 #
-# The pre-tokeniser's pattern is
+# The pattern of the pre-tokeniser is
 #
 #     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
 #
 # No alternative matches a non-space character followed by whitespace, nor a letter or digit followed by punctuation, so
-# a word always ends there. The part left of such a place ends in a run that is as greedy at the end of a text; the part
-# right of it is matched without looking back. BPE never merges across words.
+# a word always ends there. The run left of such a place matches the same at the end of a text; the part right of it is
+# matched without lookbehind. BPE never merges across words.
 
-# Short pieces also run faster than long ones: a tenth less processor time than whole documents.
+# Short pieces are also faster: a tenth less CPU time than whole documents.
 PIECE = 2_048
-# A longer run without a safe place (no text has one) is cut anyway, or memory would grow with it.
+# A longer run without a safe place (not found in real text) is cut anyway, to bound memory.
 LONGEST = 1 << 20
 
-# Python's \S is narrower than the pattern's (it also leaves out U+001C to U+001F), which is the safe side. Letters are
-# listed by blocks that no version of Unicode has reassigned.
+# Python's \S is narrower than the pattern's (it also excludes U+001C to U+001F), which is safe. Letters are listed by
+# blocks that no version of Unicode has reassigned.
 WORD = "A-Za-z0-9\u00c0-\u00d6\u00d8-\u00f6\u0400-\u0481\u3041-\u3094\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 MARK = "!-/:-@\\[-`{-~\u3001\u3002\uff01\uff08\uff09\uff0c\uff1a\uff1b\uff1f"
 SAFE = re.compile(rf"(?<=\S)(?=[ \t\n\r])|(?<=[{WORD}])(?=[{MARK}])")
 
 
 def cut(text: str, piece: int = PIECE, longest: int = LONGEST) -> tuple[list[str], int]:
-    """The text in pieces of about ``piece`` characters, and how many cuts were made at no safe place."""
+    """The text in pieces of about ``piece`` characters, and the number of forced cuts."""
     pieces = []
     forced = 0
     start = 0
@@ -249,7 +249,7 @@ def cut(text: str, piece: int = PIECE, longest: int = LONGEST) -> tuple[list[str
 
 
 def can_cut(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer's words are those of GPT-2's pattern, with nothing that sees more than a word."""
+    """Whether the tokenizer uses GPT-2's pattern and nothing in it looks beyond a word."""
     parts = json.loads(tokenizer.to_str())
     before = parts["pre_tokenizer"] or {}
     return (

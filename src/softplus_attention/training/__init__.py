@@ -1,9 +1,10 @@
-"""Training on transformers' Trainer: ``train(TrainConfig(...))``, the same as ``softplus-attention train``."""
+"""Training with transformers' Trainer: ``train(TrainConfig(...))``, or ``softplus-attention train``."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from softplus_attention.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
     from softplus_attention.training.config import PRESETS, TrainConfig, configured
@@ -11,24 +12,17 @@ if TYPE_CHECKING:
     from softplus_attention.training.run import train
     from softplus_attention.training.schedules import PowerSchedule, power_schedule
 
-HOMES = {
-    "PRESETS": "config",
-    "PowerSchedule": "schedules",
-    "RunStopped": "errors",
-    "TrainConfig": "config",
-    "configured": "config",
-    "power_schedule": "schedules",
-    "train": "run",
-}
 __all__ = ["PRESETS", "PowerSchedule", "RunStopped", "TrainConfig", "configured", "power_schedule", "train"]
 
-
-def __getattr__(name: str) -> Any:
-    home = HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "PRESETS": "config",
+        "PowerSchedule": "schedules",
+        "RunStopped": "errors",
+        "TrainConfig": "config",
+        "configured": "config",
+        "power_schedule": "schedules",
+        "train": "run",
+    },
+)

@@ -1,5 +1,8 @@
-"""The index of a checkpoint's tensors. torch stores it as a pickle, and a pickle can run any command: it is read with
-stand-ins for the few classes that such an index names, and only what describes tensors in the same folder is taken."""
+"""Safe reading of the tensor index of a checkpoint.
+
+torch stores the index as a pickle, which could run any code. It is unpickled with stand-ins for the few classes that
+such an index uses, and rebuilt from the entries that describe tensors in the same folder.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ CLASSES = {
 
 
 class StateReader(FileSystemReader):
-    """torch's reader of the folder, with the index read and checked here; ``ValueError`` where it is not one."""
+    """torch's reader, with the index validated here; raises ``ValueError`` if it is not valid."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         content = read_bytes(folder / METADATA, LIMIT)
         try:
-            self.metadata = checked(Unpickler(io.BytesIO(content)).load(), folder)
-        # Whatever a made-up pickle brings about: the unpickler itself raises a dozen kinds.
+            self.metadata = rebuild_metadata(SafeUnpickler(io.BytesIO(content)).load(), folder)
+        # A forged pickle can raise anything; the unpickler alone raises a dozen types.
         except Exception as error:
             raise ValueError(f"{folder / METADATA}: {' '.join(str(error).split())[:200]}") from error
         self.sizes = {
@@ -60,9 +63,9 @@ class StateReader(FileSystemReader):
         return self.metadata
 
 
-# In Python rather than in C, where a few bytes can ask for gigabytes of memo.
-class Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
-    """Calls nothing but stand-ins, classes of this object alone, which keep what they are given."""
+# In Python: in the C unpickler a few bytes can request gigabytes of memo.
+class SafeUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+    """Instantiates only stand-in classes, which store their arguments and state."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -72,15 +75,15 @@ class Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in CLASSES.get(module, ()):
-            raise ValueError(f"{module}.{name} has no place in an index of tensors")
+            raise ValueError(f"{module}.{name} is not allowed in a tensor index")
         return self.classes.setdefault((module, name), stand_in(name))
 
 
 def stand_in(name: str) -> type:
     def new(cls: type, *arguments: Any) -> Any:
-        made: Any = object.__new__(cls)
-        made.arguments, made.state = arguments, {}
-        return made
+        instance: Any = object.__new__(cls)
+        instance.arguments, instance.state = arguments, {}
+        return instance
 
     def setstate(self: Any, state: Any) -> None:
         self.state = state
@@ -88,30 +91,30 @@ def stand_in(name: str) -> type:
     return type(name, (), {"__new__": new, "__setstate__": setstate})
 
 
-# ---- from stand-ins to torch's records
+# ---- from stand-ins to torch's classes
 
 
-def checked(found: Any, folder: Path) -> Metadata:
+def rebuild_metadata(found: Any, folder: Path) -> Metadata:
     entries = check_state(found, "Metadata")
     tensors = {text(name): tensor_entry(name, entry) for name, entry in entries["state_dict_metadata"].items()}
     sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
-    places = dict(placed(index, place, sizes) for index, place in entries["storage_data"].items())
+    places = dict(storage_entry(index, place, sizes) for index, place in entries["storage_data"].items())
     chunks = {MetadataIndex(name, chunk.offsets) for name, entry in tensors.items() for chunk in entry.chunks}
     if chunks != places.keys():
-        raise ValueError("the tensors and their places in files do not belong together")
+        raise ValueError("the tensors do not match their locations in the files")
     mappings: Any = {name: (name,) for name in tensors}
     return Metadata(dict(tensors), mappings, places, StorageMeta(), entries.get("version"))
 
 
 def check_state(found: Any, name: str) -> dict[str, Any]:
     if type(found).__name__ != name or not isinstance(getattr(found, "state", None), dict):
-        raise ValueError(f"{type(found).__name__} in place of {name}")
+        raise ValueError(f"{type(found).__name__} instead of {name}")
     return found.state
 
 
 def tensor_entry(name: str, found: Any) -> TensorStorageMetadata:
     if type(found).__name__ != "TensorStorageMetadata":
-        raise ValueError(f"{name!r} is no tensor")
+        raise ValueError(f"{name!r} is not a tensor")
     entry = check_state(found, "TensorStorageMetadata")
     dtype, *_ = entry["properties"].state
     if not isinstance(dtype, torch.dtype):
@@ -123,34 +126,34 @@ def tensor_entry(name: str, found: Any) -> TensorStorageMetadata:
         offsets, sizes = check_size(chunk["offsets"]), check_size(chunk["sizes"])
         ends = [start + count for start, count in zip(offsets, sizes, strict=True)]
         if len(ends) != len(size) or any(end > whole for end, whole in zip(ends, size, strict=True)):
-            raise ValueError(f"{name!r} has a part outside of it")
+            raise ValueError(f"{name!r} has a chunk outside its shape")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
-        raise ValueError(f"{name!r} is not whole")
+        raise ValueError(f"{name!r} is incomplete")
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
 def check_size(found: Any) -> torch.Size:
     (numbers,) = found.arguments
     if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
-        raise ValueError("a size that is none")
+        raise ValueError("invalid size")
     return torch.Size(numbers)
 
 
-def placed(index: Any, place: Any, sizes: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
-    """Where a part lies: bytes of a file of this folder."""
+def storage_entry(index: Any, place: Any, sizes: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+    """The byte range of a chunk in a file of this folder."""
     named, where = check_state(index, "MetadataIndex"), check_state(place, "_StorageInfo")
     file, start, length = where["relative_path"], where["offset"], where["length"]
     if not isinstance(file, str) or not TENSOR_FILE.fullmatch(file) or file not in sizes:
-        raise ValueError(f"{file!r} is no file of tensors in this folder")
+        raise ValueError(f"{file!r} is not a tensor file in this folder")
     if where.get("transform_descriptors") or type(start) is not int or type(length) is not int:
-        raise ValueError(f"an entry of {file} is not as training writes it")
+        raise ValueError(f"an entry of {file} is not one that training writes")
     if not 0 <= start <= start + length <= sizes[file]:
-        raise ValueError(f"an entry of {file} lies outside of it")
+        raise ValueError(f"an entry of {file} is outside the file")
     return MetadataIndex(text(named["fqn"]), check_size(named["offset"])), _StorageInfo(file, start, length)
 
 
 def text(found: Any) -> str:
     if not isinstance(found, str):
-        raise ValueError("a name that is no text")
+        raise ValueError("a name that is not text")
     return found

@@ -1,13 +1,13 @@
-"""Checkpoints that are complete or absent, verified when they are read, and loadable by another number of processes.
+"""Atomic checkpoints, verified when they are read and loadable by any number of processes.
 
     checkpoint-200/
-      state/              model and optimizer, by torch.distributed.checkpoint: a file per process, any number may load
+      state/              model and optimizer, by torch.distributed.checkpoint: one file per process
       trainer_state.json  step, logged values
-      position.json       where in the data, and losses not logged yet
+      position.json       position in the data, and losses not logged yet
       scheduler.pt, rng_state*.pth
       manifest.json       size and SHA-256 of every file above; written last
 
-A checkpoint is written as ``checkpoint-200.partial``, flushed to the disk and renamed.
+A checkpoint is written as ``checkpoint-200.partial``, fsynced and renamed.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ STATE = "state"
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
 POSITION = "position.json"
-WEIGHT = "model."  # before the names of the weights in it
+WEIGHT = "model."  # prefix of the names of weights
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 WRITER = re.compile(r"(?:__|rng_state_)(\d+)")
 NAME = re.compile(r"checkpoint-(\d+)")
 UNFINISHED = re.compile(r"checkpoint-\d+(\.old)?" + re.escape(PARTIAL))
-# What a checkpoint cannot do without.
+# The files that a checkpoint must have.
 PARTS = (f"{STATE}/{METADATA}", f"{STATE}/__*.distcp", TRAINER_STATE, SCHEDULER, POSITION, "rng_state*.pth")
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first."""
+    """The checkpoints of a run, newest first."""
     found = [(int(match[1]), path) for path in run.glob("checkpoint-*") if (match := NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found, reverse=True)]
 
@@ -72,49 +72,49 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def write(run: Path, step: int, keep: int, fill: Callable[[Path], None]) -> Path:
-    """``fill`` writes its files into a folder, on every process; the folder then becomes ``checkpoint-<step>``.
+    """Calls ``fill`` with a folder on every process; the folder then becomes ``checkpoint-<step>``.
 
-    If one process fails, none goes on, the half-written folder is removed, and what was there before stays.
+    If one process fails, all stop, and the partial folder is removed. Earlier checkpoints are not touched.
     """
     final = run / f"checkpoint-{step}"
     partial = final.with_name(final.name + PARTIAL)
-    distributed.broadcast_from_rank0(lambda: cleared(partial, final, step))
-    together(run, partial, step, lambda: fill(partial))
-    sums = together(run, partial, step, lambda: sums_of_share(partial))
-    together(run, partial, step, lambda: publish(partial, final, sums) if distributed.is_rank0() else None)
+    distributed.broadcast_from_rank0(lambda: create_empty(partial, final, step))
+    run_on_all(run, partial, step, lambda: fill(partial))
+    sums = run_on_all(run, partial, step, lambda: checksums(partial))
+    run_on_all(run, partial, step, lambda: publish(partial, final, sums) if distributed.is_rank0() else None)
     if distributed.is_rank0():
         for old in checkpoints(run)[keep:]:
-            # Renamed first: a folder that is half deleted must not look like a checkpoint that went bad.
-            doomed = old.with_name(old.name + ".old" + PARTIAL)
-            remove_folder(doomed)
-            old.replace(doomed)
-            remove_folder(doomed)
+            # Renamed first, so that a partly deleted folder does not look like a damaged checkpoint.
+            expired = old.with_name(old.name + ".old" + PARTIAL)
+            remove_folder(expired)
+            old.replace(expired)
+            remove_folder(expired)
     return final
 
 
-def cleared(partial: Path, final: Path, step: int) -> None:
+def create_empty(partial: Path, final: Path, step: int) -> None:
     try:
         remove_folder(partial)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise stopped(final.parent, step, describe_error(error)) from None
+        raise write_failed(final.parent, step, describe_error(error)) from None
 
 
-def together(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> list[Any]:
+def run_on_all(run: Path, partial: Path, step: int, part: Callable[[], Any]) -> list[Any]:
     """Runs ``part`` on every process and returns all results; if one fails, all stop."""
-    made: Any = None
+    result: Any = None
     failure: BaseException | None = None
     try:
-        made = part()
+        result = part()
     except (Exception, CheckpointException) as error:
         failure = error
-    results = distributed.all_gather_objects((made, failure and describe_error(failure)))
+    results = distributed.all_gather_objects((result, failure and describe_error(failure)))
     failures = [reason for _, reason in results if reason]
     if not failures:
         return [result for result, _ in results]
     if distributed.is_rank0():
         remove_folder(partial)
-    raise stopped(run, step, failures[0]) from failure
+    raise write_failed(run, step, failures[0]) from failure
 
 
 def describe_error(error: BaseException) -> str:
@@ -123,23 +123,21 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0]
 
 
-def stopped(run: Path, step: int, reason: str) -> RunStopped:
+def write_failed(run: Path, step: int, reason: str) -> RunStopped:
     before = checkpoints(run)
     intact = (
-        f"the checkpoint of step {checkpoint_step(before[0])} is intact"
-        if before
-        else "no checkpoint was written before"
+        f"the checkpoint of step {checkpoint_step(before[0])} is intact" if before else "there is no earlier checkpoint"
     )
     return RunStopped(
         f"the checkpoint of step {step} could not be written to {run}: {reason}. Make room there and run the same "
-        f"command again: it continues where it can ({intact})"
+        f"command again to continue ({intact})"
     )
 
 
-def sums_of_share(partial: Path) -> dict[str, Any]:
-    """Size and SHA-256 of the files that this process wrote, once they are on the disk.
+def checksums(partial: Path) -> dict[str, Any]:
+    """Size and SHA-256 of the files written by this process, after fsync.
 
-    By the numbers in their names, not by a common list: another machine may not see the newest files yet.
+    Each process selects its files by the rank in their names: other machines may not see the newest files yet.
     """
     sums = {}
     for path in files_in(partial):
@@ -173,43 +171,43 @@ def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
             remove_folder(leftover)
     found = checkpoints(run)
     for checkpoint in found:
-        wrong = damage(checkpoint)
-        if wrong is None:
+        problem = damage(checkpoint)
+        if problem is None:
             return checkpoint
         aside = checkpoint.with_name(checkpoint.name + DAMAGED)
         remove_folder(aside)
         checkpoint.replace(aside)
-        warn(f"{checkpoint} is damaged ({wrong}): it is now {aside.name}")
+        warn(f"{checkpoint} is damaged ({problem}): renamed to {aside.name}")
     if found:
-        warn(f"no checkpoint in {run} is whole: the run starts again at step 0")
+        warn(f"no intact checkpoint in {run}: the run starts again at step 0")
     return None
 
 
 def keep_beside_damaged(run: Path, name: str) -> None:
-    """Keeps a file that a run without an undamaged checkpoint would overwrite."""
+    """Keeps a copy of a file that a restart without an intact checkpoint would overwrite."""
     if (run / name).exists() and any(run.glob(f"*{DAMAGED}")):
         (run / name).replace(run / (name + DAMAGED))
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Its manifest must list exactly the files that are there."""
+    """What is wrong with a checkpoint, or None. The manifest must list exactly the existing files."""
     try:
         files = read_json(checkpoint / MANIFEST)["files"]
-        there = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if is_no_folder(path)}
+        present = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if is_file_or_link(path)}
         for part in PARTS:
             if not fnmatch.filter(files, part):
                 return f"{MANIFEST} does not list {part}"
         for name, written in files.items():
             path = checkpoint / name
-            if name not in there:
+            if name not in present:
                 return f"{name} is missing"
             if not stat.S_ISREG(path.lstat().st_mode):
                 return f"{name} is not a regular file"
             if path.stat().st_size != written["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes of {written['bytes']}"
             if sha256(path) != written["sha256"]:
-                return f"{name} is not what was written"
-        others = sorted(there - {*files, MANIFEST})
+                return f"{name} has changed since it was written"
+        others = sorted(present - {*files, MANIFEST})
         if others:
             return f"{others[0]} is not listed in {MANIFEST}"
     except FileNotFoundError:
@@ -219,7 +217,7 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def is_no_folder(path: Path) -> bool:
+def is_file_or_link(path: Path) -> bool:
     return path.is_symlink() or not path.is_dir()
 
 
@@ -227,7 +225,7 @@ def is_no_folder(path: Path) -> bool:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor by a name that is the same for any number of processes; tied weights once."""
+    """Every tensor by a name that does not depend on the number of processes; tied weights once."""
     tensors = weights_by_name(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -245,23 +243,23 @@ def state_reader(checkpoint: Path) -> StateReader:
     try:
         return StateReader(checkpoint / STATE)
     except (ValueError, OSError) as error:
-        raise refused(checkpoint, str(error)) from error
+        raise invalid_checkpoint(checkpoint, str(error)) from error
 
 
-def refused(checkpoint: Path, reason: str) -> CheckpointRefused:
+def invalid_checkpoint(checkpoint: Path, reason: str) -> CheckpointRefused:
     return CheckpointRefused(
-        f"{checkpoint} is not a checkpoint that training wrote: {reason}. Remove it to continue from the one before, "
+        f"{checkpoint} was not written by training: {reason}. Remove it to continue from the previous one, "
         "or choose another --output"
     )
 
 
 @contextmanager
 def refusing(checkpoint: Path, name: str) -> Iterator[None]:
-    """Turns any error from a file that training did not write into ``CheckpointRefused``."""
+    """Turns any error while reading the file ``name`` into ``CheckpointRefused``."""
     try:
         yield
     except Exception as error:
-        raise refused(checkpoint, f"{name}: {describe_error(error)}") from error
+        raise invalid_checkpoint(checkpoint, f"{name}: {describe_error(error)}") from error
 
 
 def check_trainer_state(found: Any, step: int) -> None:
@@ -278,17 +276,17 @@ def check_trainer_state(found: Any, step: int) -> None:
 
 
 def position(checkpoint: Path) -> dict[str, Any]:
-    """Where in the data, and losses not logged yet."""
+    """The position in the data, and losses not logged yet."""
     with refusing(checkpoint, POSITION):
         found = read_json(checkpoint / POSITION)
         losses, last = found["pending_losses"], found["last_logged_step"]
         if not losses or not all(isinstance(loss, int | float) for loss in losses) or type(last) is not int:
-            raise ValueError("pending_losses or last_logged_step is no number")
+            raise ValueError("pending_losses or last_logged_step is not a number")
         return found
 
 
 def check_fits(folder: Path, model: nn.Module) -> None:
-    """Raises where the saved weights do not fit ``model``; nothing of the run has been changed yet."""
+    """Raises if the saved weights do not match ``model``, before anything in the run is changed."""
     with refusing(folder, TRAINER_STATE):
         check_trainer_state(read_json(folder / TRAINER_STATE), checkpoint_step(folder))
     position(folder)
@@ -299,22 +297,22 @@ def check_fits(folder: Path, model: nn.Module) -> None:
     if differing:
         first = differing[0]
         raise RunStopped(
-            f"the weights in {folder} are not those of a model with these settings: {len(differing)} differ, such as "
+            f"the weights in {folder} do not match a model with these settings: {len(differing)} differ, such as "
             f"{first.removeprefix(WEIGHT)}, {saved.get(first, 'missing')} there and {own.get(first, 'missing')} now. "
-            "Put the settings back to continue the run, or choose another --output. Nothing was changed"
+            "Restore the settings to continue the run, or choose another --output. Nothing was changed"
         )
-    # Of a parameter the optimizer keeps numbers and tensors of its shape.
+    # The optimizer state of a parameter is scalars and tensors of its shape.
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name in sizes.keys() - saved.keys():
         prefix, _, place = name.partition(".")
         parameter = place.rpartition(".")[0]
         if prefix != "optimizer" or tuple(sizes[name]) not in ((), shapes.get(parameter)):
-            raise refused(folder, f"{name} of shape {tuple(sizes[name])} is no state of the optimizer")
+            raise invalid_checkpoint(folder, f"{name} of shape {tuple(sizes[name])} is not optimizer state")
 
 
 @contextmanager
 def suppress_single_process_warning() -> Iterator[None]:
-    """torch warns at every checkpoint of a single process."""
+    """torch warns about a single process at every checkpoint."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -347,6 +345,6 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
             load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        raise refused(folder, describe_error(cause)) from error
-    # Its own load_state_dict puts each value on the right device.
+        raise invalid_checkpoint(folder, describe_error(cause)) from error
+    # load_state_dict moves each value to the right device.
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,4 +1,4 @@
-"""``TrainConfig``, whose fields are the options of ``train`` and the keys of a config file; the presets."""
+"""``TrainConfig``, whose fields are the options of ``train`` and the keys of a config file, and the presets."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from softplus_attention.utils.untrusted import MIB, read_text
 from softplus_attention.validation import LARGEST_HEAD_DIM, did_you_mean, fail, fail_choice
 
 LARGEST_CONFIG = 16 * MIB
-LARGEST = 1e18  # of counts
+LARGEST = 1e18  # limit of counts
 SCHEDULES = ("cosine", "wsd")
 PRECISIONS = ("auto", "bf16", "fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 REPORTERS = ("tensorboard", "wandb", "trackio", "none")
 
-# Nothing else that was tried helps more at these sizes, for any attention: a tenth of a nat a byte (docs/dev/log.md).
+# The largest gain found at these sizes, for any attention: 0.1 nats per byte (docs/dev/log.md).
 MUON: dict[str, Any] = {"optimizer": "muon", "learning_rate": 3e-3, "final_learning_rate": 0.05}
-# The best recipe of the study (docs/results.md): layers that look half the training length back, every third seeing
-# everything and knowing no positions, make the loss fall with length, for LSSAR and for softmax; a sharpness that each
-# head learns as a factor of log N brings LSSAR within a few thousandths of softmax. The power is used with LSSAR alone.
+# The best recipe of the study (docs/results.md). With a window of half the training length and every third layer global
+# without positions, the loss falls with length, for LSSAR and for softmax. A learned factor of log N per head as power
+# brings LSSAR within a few thousandths of softmax. The power applies to LSSAR only.
 RECIPE: dict[str, Any] = {"global_every": 3, "power": "learned-log"}
 PRESETS: dict[str, dict[str, Any]] = {
-    # 0.8M parameters on bytes: minutes on two cores. Two heads of 64, since small heads extrapolate worse.
+    # 0.8M parameters on bytes, minutes on two cores. Two heads of 64, since smaller heads extrapolate worse.
     "tiny": {
         "layers": 4, "width": 128, "heads": 2, "sequence_length": 128,
         "window": 64, **RECIPE, "steps": 400, "batch_size": 32, **MUON, "muon_learning_rate": 1e-2, "warmup": 0.05,
         "save_every": 100, "evaluate_every": 100,
     },
-    # 51M parameters with GPT-2's vocabulary, 118M tokens: minutes on one GPU. Heads of 128, since with 30M, 51M and
-    # 124M parameters they were better than heads of 64 at every length, for LSSAR and for softmax, and with 124M wider
-    # ones no better still (docs/results.md).
+    # 51M parameters with GPT-2's vocabulary, 118M tokens, minutes on one GPU. Heads of 128 were better than heads of 64
+    # at every length with 30M, 51M and 124M parameters, for LSSAR and for softmax; wider heads did not help further at
+    # 124M (docs/results.md).
     "small": {
         "layers": 8, "width": 512, "heads": 4, "sequence_length": 512,
         "window": 256, **RECIPE,
         "steps": 3600, "batch_size": 64, "micro_batch_size": 64, **MUON, "muon_learning_rate": 5e-3, "warmup": 200,
         "compile": True, "loss": "chunked", "workers": 2, "save_every": 600, "evaluate_every": 300,
     },
-    # The paper as it is: GPT-2 small, RoPE in every layer, one power; 18,865 steps of 524,288 tokens of FineWeb-10B.
+    # As in the paper: GPT-2 small, RoPE in every layer, one power; 18,865 steps of 524,288 tokens of FineWeb-10B.
     "gpt2-small": {
         "layers": 12, "width": 768, "heads": 12, "sequence_length": 1024,
         "steps": 18865, "batch_size": 512, "micro_batch_size": 64,
@@ -63,8 +63,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def option(group: str, help_text: str, default: Any = dataclasses.MISSING, *, free: bool = False) -> Any:
-    """A field with its group and text in ``--help``. ``free``: it may change between two starts of one run, since it
-    does not change what is learned."""
+    """A field with its group and text in ``--help``.
+
+    ``free`` fields may change when a run is resumed, since they do not change what is learned.
+    """
     return dataclasses.field(default=default, metadata={"group": group, "help": help_text, "free": free})
 
 
@@ -80,84 +82,88 @@ MODEL, POWER, OPTIMISATION, SPEED, KEEPING = (
 @dataclass(frozen=True)
 class TrainConfig:
     data: str = option("where", "folder written by `softplus-attention data prepare`", free=True)
-    output: str = option("where", "folder of the run; the same command continues a run found there", free=True)
+    output: str = option("where", "folder of the run; a run found there is continued", free=True)
 
-    attention: str = option(MODEL, "a name of the catalogue: lssar, lssa, softmax, softmax-qknorm-logn, ...", "lssar")
+    attention: str = option(MODEL, "name in the catalogue: lssar, lssa, softmax, softmax-qknorm-logn, ...", "lssar")
     layers: int = option(MODEL, "transformer blocks", 4)
     width: int = option(MODEL, "width of the residual stream", 128)
-    heads: int = option(MODEL, "attention heads; a head is width / heads wide", 2)
-    sequence_length: int = option(MODEL, "training length in tokens", 128)
+    heads: int = option(MODEL, "attention heads, of dimension width / heads", 2)
+    sequence_length: int = option(MODEL, "training length, in tokens", 128)
     vocab_size: int | None = option(MODEL, "default: the tokenizer's, padded to a multiple of 64", None)
-    score_scale: float | None = option(MODEL, "replaces log(head width) in the scores", None)
-    window: int | None = option(
-        MODEL, "each token sees itself and the window - 1 tokens before it; 0: all tokens", None
-    )
+    score_scale: float | None = option(MODEL, "replaces log(head dimension) as the score scale", None)
+    window: int | None = option(MODEL, "each token sees itself and the previous window - 1 tokens; 0: all tokens", None)
     global_every: int | None = option(
         MODEL,
-        "every n-th layer is global, without rotary positions; the others see the window; 0: no layer is global",
+        "every n-th layer is global, without rotary positions; the others use the window; 0: none is global",
         None,
     )
-    local_attention: str | None = option(MODEL, "attention of the local layers; default: the same", None)
+    local_attention: str | None = option(MODEL, "attention of the local layers; default: as in the global ones", None)
     rope_theta: float = option(MODEL, "base of the rotary positions", 10000.0)
     bias: bool = option(MODEL, "biases in the linear layers and norms", False)
 
     power: str | None = option(
         POWER,
-        "15; steps: 3,7@0.1,15@0.3 (7 from 10%% of the steps on); ramp:3,15 (linear; ramp:3,15@0.5 ends at half); "
-        "log:1.5 (1.5 log N for a row that sees N keys); learned; learned-log (a factor of log N); default: the "
-        "attention's own",
+        "constant: 15; stepped: 3,7@0.1,15@0.3 (7 from 10%% of the steps on); linear: ramp:3,15 or ramp:3,15@0.5 (ends "
+        "at half); log:1.5 (1.5 log N for a row that sees N keys); learned; learned-log (a learned factor of log N); "
+        "default: the attention's own",
         None,
     )
     power_rounding: bool = option(
-        POWER, "round the powers of a ramp to integers; torch.compile compiles each new power", True
+        POWER, "round the powers of a ramp to integers; torch.compile recompiles for each power", True
     )
     power_growth: float | None = option(
         POWER,
-        "the saved model's power grows by this for each factor e of visible keys beyond the training length",
+        "growth of the saved model's power per factor e of visible keys beyond the training length",
         None,
     )
 
-    steps: int = option(OPTIMISATION, "optimizer steps of the whole run", 400)
-    batch_size: int = option(OPTIMISATION, "sequences per step, over all devices together", 32)
-    optimizer: str = option(OPTIMISATION, "adamw, or muon (hidden matrices by Muon, the rest by AdamW)", "adamw")
+    steps: int = option(OPTIMISATION, "optimizer steps in total", 400)
+    batch_size: int = option(OPTIMISATION, "sequences per step, over all devices", 32)
+    optimizer: str = option(OPTIMISATION, "adamw, or muon (Muon for hidden matrices, AdamW for the rest)", "adamw")
     learning_rate: float = option(OPTIMISATION, "peak learning rate of AdamW", 1e-3)
     muon_learning_rate: float | None = option(OPTIMISATION, "peak learning rate of Muon; default: AdamW's", None)
     schedule: str = option(OPTIMISATION, "cosine, or wsd (warm-up, stable, decay)", "cosine")
     warmup: float = option(OPTIMISATION, "steps of linear warm-up; below 1: fraction of all steps", 0.05)
     decay: float = option(OPTIMISATION, "wsd: steps of the final decay; below 1: fraction of all steps", 0.2)
-    final_learning_rate: float = option(OPTIMISATION, "learning rate at the last step, as a fraction of the peak", 0.1)
-    weight_decay: float = option(OPTIMISATION, "weight decay of matrices (vectors have none)", 0.1)
+    final_learning_rate: float = option(OPTIMISATION, "final learning rate, as a fraction of the peak", 0.1)
+    weight_decay: float = option(OPTIMISATION, "weight decay of matrices; vectors have none", 0.1)
     beta1: float = option(OPTIMISATION, "first beta of AdamW", 0.9)
     beta2: float = option(OPTIMISATION, "second beta of AdamW", 0.95)
-    clip: float = option(OPTIMISATION, "clip the gradient to this norm; 0: no clipping", 1.0)
-    document_mask: bool = option(OPTIMISATION, "tokens of packed sequences see only their own document", False)
-    seed: int = option(OPTIMISATION, "seed of the weights and the order of the data", 0)
+    clip: float = option(OPTIMISATION, "maximum gradient norm; 0: no clipping", 1.0)
+    document_mask: bool = option(OPTIMISATION, "tokens see only their own document in a packed sequence", False)
+    seed: int = option(OPTIMISATION, "seed of the initial weights and the data order", 0)
 
     device: str = option(SPEED, "auto, cpu or cuda", "auto", free=True)
     precision: str = option(
         SPEED, "bf16 or fp16 (mixed; fp16 scales the loss), fp32, or auto: bf16 on a GPU", "auto", free=True
     )
-    parallel: str = option(SPEED, "under torchrun: ddp, or fsdp (FSDP2: everything sharded)", "ddp", free=True)
+    parallel: str = option(SPEED, "under torchrun: ddp, or fsdp (FSDP2)", "ddp", free=True)
     context_parallel: int = option(
-        SPEED, "under torchrun: so many processes share each sequence; exact, for lengths one cannot hold", 1, free=True
+        SPEED, "under torchrun: number of processes that share each sequence (exact)", 1, free=True
     )
     tensor_parallel: int = option(
-        SPEED, "under torchrun: so many processes share the heads of each layer; the rest is as with fsdp", 1, free=True
+        SPEED,
+        "under torchrun: number of processes that share the heads of each layer; FSDP2 for the rest",
+        1,
+        free=True,
     )
     micro_batch_size: int = option(
         SPEED,
-        "maximum number of sequences on a device at a time; gradients accumulate up to the batch size",
+        "maximum sequences per device at a time; gradients are accumulated up to the batch size",
         32,
         free=True,
     )
     compile: bool = option(SPEED, "torch.compile the model", False, free=True)
     loss: str = option(
-        SPEED, "plain, chunked (logits of 4096 tokens at a time) or liger (if installed)", "plain", free=True
+        SPEED,
+        "plain, chunked (logits of 4096 tokens at a time), or liger (needs liger-kernel)",
+        "plain",
+        free=True,
     )
     gradient_checkpointing: bool = option(SPEED, "recompute the blocks in the backward pass", False, free=True)
-    workers: int = option(SPEED, "processes per device that read data; 0: none", 0, free=True)
+    workers: int = option(SPEED, "data loader processes per device; 0: none", 0, free=True)
     peak_tflops: float | None = option(
-        SPEED, "peak TFLOP/s of a device, for MFU; default: known for common GPUs", None, free=True
+        SPEED, "peak TFLOP/s of a device, for MFU; default: built in for common GPUs", None, free=True
     )
 
     log_every: int = option(KEEPING, "steps between log entries", 10, free=True)
@@ -167,7 +173,7 @@ class TrainConfig:
     keep: int = option(KEEPING, "number of newest checkpoints to keep", 3, free=True)
     report_to: str | None = option(
         KEEPING,
-        f"where to log too: {', '.join(REPORTERS)}; default: tensorboard if installed",
+        f"also log to: {', '.join(REPORTERS)}; default: tensorboard if installed",
         None,
         free=True,
     )
@@ -177,7 +183,7 @@ class TrainConfig:
             check_type(field, getattr(self, field.name))
         for name in ("window", "global_every"):
             if getattr(self, name) == 0:
-                object.__setattr__(self, name, None)  # one way to say it: a run that continues compares settings
+                object.__setattr__(self, name, None)  # one form, since a resumed run compares settings
         self.check_numbers()
         for name, known in (
             ("optimizer", OPTIMIZERS),
@@ -196,14 +202,14 @@ class TrainConfig:
         if self.width % self.heads:
             fail("width", f"a multiple of the {self.heads} heads", self.width)
         if self.width // self.heads > LARGEST_HEAD_DIM:
-            too_wide = f"heads of {self.width // self.heads} are too wide, the most is {LARGEST_HEAD_DIM}"
+            too_wide = f"heads of {self.width // self.heads} are too wide, the maximum is {LARGEST_HEAD_DIM}"
             raise ValueError(f"{too_wide}. Raise `heads` (now {self.heads}) or lower `width` (now {self.width})")
         self.check_layers()
         self.check_power()
 
     @property
     def sharing(self) -> int:
-        """How many processes work on the same sequences."""
+        """Number of processes that work on the same sequences."""
         return self.context_parallel * self.tensor_parallel
 
     def check_parallel(self) -> None:
@@ -213,40 +219,40 @@ class TrainConfig:
         if self.tensor_parallel > 1 and any(attention(name).spec.positions == "alibi" for name in names):
             fail(
                 "tensor_parallel",
-                "1: ALiBi's slopes depend on the number of a head among all of them",
+                "1 with ALiBi, whose slopes depend on the index of the head in the whole model",
                 self.tensor_parallel,
             )
         if self.tensor_parallel > 1 and self.loss != "plain":
             fail("loss", "plain with tensor_parallel, which divides the vocabulary", repr(self.loss))
         if self.tensor_parallel > 1 and self.optimizer != "adamw":
-            fail("optimizer", "adamw with tensor_parallel: muon needs whole matrices", repr(self.optimizer))
+            fail("optimizer", "adamw with tensor_parallel, since muon needs whole matrices", repr(self.optimizer))
         if self.sharing > 1 and self.compile:
             fail("compile", "False with context_parallel or tensor_parallel", True)
 
     def check_layers(self) -> None:
         every = self.global_every
         if self.window is not None and self.window < 1:
-            fail("window", "at least 1, or 0 for everything", self.window)
+            fail("window", "at least 1, or 0 for no window", self.window)
         if every is None and self.local_attention is not None:
-            raise ValueError("`local_attention` needs `global_every`: without it all layers have `attention`")
+            raise ValueError("`local_attention` needs `global_every`: otherwise all layers use `attention`")
         if every is not None and not 2 <= every <= self.layers:
             fail(
                 "global_every",
-                f"from 2 to the {self.layers} layers (`layers`), or 0 for none (a preset may set it)",
+                f"from 2 to {self.layers} (`layers`), or 0 for none (presets may set it)",
                 every,
             )
         if every is not None and self.window is None:
-            raise ValueError("`global_every` needs `window`, the number of tokens that the other layers see")
+            raise ValueError("`global_every` needs `window`, the number of tokens visible in the other layers")
 
     def spans(self) -> list[int]:
-        """The most keys that a row sees in each layer, in training."""
+        """The maximum number of visible keys in each layer, in training."""
         local = min(self.sequence_length, self.window or self.sequence_length)
         every = self.global_every or self.layers + 1
         return [local if layer % every else self.sequence_length for layer in range(1, self.layers + 1)]
 
     def check_numbers(self) -> None:
-        least = {"layers": 1, "width": 1, "heads": 1, "sequence_length": 2, "steps": 1, "batch_size": 1, "keep": 1}
-        least |= {
+        minimum = {"layers": 1, "width": 1, "heads": 1, "sequence_length": 2, "steps": 1, "batch_size": 1, "keep": 1}
+        minimum |= {
             "micro_batch_size": 1,
             "context_parallel": 1,
             "tensor_parallel": 1,
@@ -255,10 +261,10 @@ class TrainConfig:
             "evaluate_sequences": 1,
             "seed": 0,
         }
-        least |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
-        for name, value in least.items():
+        minimum |= {"workers": 0, "evaluate_every": 0, "warmup": 0, "decay": 0, "clip": 0, "weight_decay": 0}
+        for name, value in minimum.items():
             if not value <= getattr(self, name) < LARGEST:
-                fail(name, f"at least {value}, and below {LARGEST:g}", getattr(self, name))
+                fail(name, f"at least {value} and below {LARGEST:g}", getattr(self, name))
         for name in ("learning_rate", "muon_learning_rate", "rope_theta", "score_scale", "peak_tflops"):
             number = getattr(self, name)
             if number is not None and not 0 < number < math.inf:
@@ -268,7 +274,7 @@ class TrainConfig:
                 fail(name, "from 0 to 1", getattr(self, name))
         left = self.steps - self.in_steps(self.warmup)
         if self.schedule == "wsd" and self.in_steps(self.decay) > left:
-            fail("decay", f"at most the steps that the warm-up leaves, {left}", self.decay)
+            fail("decay", f"at most the {left} steps after the warm-up", self.decay)
 
     def in_steps(self, length: float) -> int:
         """The length of a warm-up or decay in steps; below 1 it is a fraction of all steps."""
@@ -281,18 +287,18 @@ class TrainConfig:
             raise ValueError(f"{self.attention!r} has no second stage, so it takes no power. Leave out `power`")
         if self.power_growth is not None:
             if is_learned(self.power):
-                raise ValueError("a learned power cannot grow after training. Leave out `power_growth`")
+                raise ValueError("a learned power cannot grow with `power_growth`. Leave out one of them")
             if self.power_by_length is not None:
-                raise ValueError(f"the power {self.power!r} grows by itself. Leave out `power_growth`")
+                raise ValueError(f"the power {self.power!r} already grows with N. Leave out `power_growth`")
             self.growth()
         if self.compile and schedule is not None and schedule.is_ramp and not schedule.rounded:
             raise ValueError(
-                "each power of a ramp is compiled anew, so fractions are too many. Leave `power_rounding` on"
+                "torch.compile recompiles for each power, and an unrounded ramp has too many. Leave `power_rounding` on"
             )
 
     @functools.cached_property
     def power_schedule(self) -> PowerSchedule | None:
-        """None where the power does not depend on the step: the attention's own, by length, or learned."""
+        """None if the power does not depend on the step: the attention's own, by length, or learned."""
         return power_schedule(self.power, rounded=self.power_rounding)
 
     @functools.cached_property
@@ -307,14 +313,14 @@ class TrainConfig:
         own = attention(self.attention).spec.sharpening
         base = own if schedule is None else schedule.final(self.steps)
         if not isinstance(base, int | float):
-            raise ValueError(f"the power of {self.attention!r} grows by itself. Leave out `power_growth`")
+            raise ValueError(f"the power of {self.attention!r} already grows with N. Leave out `power_growth`")
         return PowerByLength(base, self.power_growth, self.sequence_length)
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def changes(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """The settings that differ from ``before`` and affect what is learned, each with a description."""
+        """Descriptions of the settings that differ from ``before`` and affect what is learned."""
         changed = {}
         for field in dataclasses.fields(self):
             old, new = before.get(field.name, field.default), getattr(self, field.name)
@@ -330,8 +336,8 @@ def check_type(field: dataclasses.Field[Any], value: Any) -> None:
         fail(field.name, f"of type {names}", repr(value))
 
 
-def described_settings() -> str:
-    """Every setting as ``--help`` has it, for docstrings."""
+def describe_settings() -> str:
+    """The ``--help`` text of every setting, for docstrings."""
     lines = []
     for field in dataclasses.fields(TrainConfig):
         default = "" if field.default in (None, dataclasses.MISSING) else f" (default: {field.default!r})"
@@ -339,7 +345,7 @@ def described_settings() -> str:
     return "\n".join(lines)
 
 
-TrainConfig.__doc__ = f"The settings of `softplus-attention train`.\n\nArgs:\n{described_settings()}"
+TrainConfig.__doc__ = f"The settings of `softplus-attention train`.\n\nArgs:\n{describe_settings()}"
 
 
 def field_types(field: dataclasses.Field[Any]) -> tuple[type, ...]:
@@ -369,16 +375,16 @@ def read_file(path: str | Path) -> dict[str, Any]:
     except Exception as error:
         raise ValueError(f"{path} is not {path.suffix[1:].upper()}: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no options: a {type(found).__name__} where `name: value` lines were expected")
+        raise ValueError(f"{path} must contain `name: value` lines, got a {type(found).__name__}")
     for name, value in found.items():
-        # A few lines of YAML can stand for lists that fill the memory when they are printed.
+        # A few lines of YAML can expand to lists that fill the memory when printed.
         if not isinstance(value, str | int | float | None):
-            raise ValueError(f"{path}: {name!r} is a {type(value).__name__}, where a word or a number was expected")
+            raise ValueError(f"{path}: {name!r} must be text or a number, got a {type(value).__name__}")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """YAML and JSON silently keep the last of repeated keys. ``a-b`` and ``a_b`` are one key."""
+    """Rejects repeated keys, of which YAML and JSON keep the last. ``a-b`` and ``a_b`` are the same key."""
     seen: set[str] = set()
     for name, _ in pairs:
         if (key := str(name).replace("-", "_")) in seen:
@@ -388,7 +394,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML 1.1 reads 6e-4 as a string; here it is a number."""
+    """Parses YAML with 6e-4 as a number; YAML 1.1 reads it as a string."""
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -402,12 +408,12 @@ def read_yaml(text: str) -> Any:
 
 
 def preset_settings(preset: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's settings. Its power is for LSSAR in its layers; other attentions have their own, or none."""
+    """The preset's settings. Its power is for LSSAR with local and global layers; it is dropped in other cases."""
     settings = {} if preset is None else dict(PRESETS[preset])
-    without_its_layers = "global_every" in given and not given["global_every"]
-    if without_its_layers:
+    all_global = "global_every" in given and not given["global_every"]
+    if all_global:
         settings.pop("window", None)
-    if without_its_layers or given.get("attention", "lssar") != "lssar":
+    if all_global or given.get("attention", "lssar") != "lssar":
         settings.pop("power", None)
     return settings
 
@@ -433,5 +439,5 @@ def configured(
         settings["power"] = str(settings["power"])
     for name in ("data", "output"):
         if name not in settings:
-            raise ValueError(f"`--{name}` is missing: give it here or in the config file")
+            raise ValueError(f"`--{name}` is missing: pass it or set it in the config file")
     return TrainConfig(**settings)

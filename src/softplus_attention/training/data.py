@@ -1,4 +1,4 @@
-"""The training data: sequences of a prepared folder, repeated for as many steps as the run has."""
+"""Training data: the sequences of a prepared folder, repeated for all steps of a run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softplus_attention.data import IGNORED, Index, PackedTokens
 
 
 class Sequences(Protocol):
-    """What a run needs of its data: ``softplus_attention.data.PackedTokens`` or any dataset like it."""
+    """The interface of a training dataset, such as ``softplus_attention.data.PackedTokens``."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> dict[str, Tensor]: ...
@@ -23,9 +23,9 @@ class Sequences(Protocol):
 
 
 class RepeatedDataset(Dataset[dict[str, Tensor]]):
-    """Sequence n of a run, beyond the end of the data too: from epoch n // len, in that epoch's order.
+    """Sequence n of a run comes from epoch n // len, in the order of that epoch.
 
-    So the position in the data is one number, steps times sequences per step, whatever the number of processes.
+    The position in the data is thus steps times batch size, for any number of processes.
     """
 
     def __init__(self, sequences: Sequences, total: int) -> None:
@@ -44,9 +44,9 @@ class RepeatedDataset(Dataset[dict[str, Tensor]]):
 
 
 class SharedDataset(Dataset[dict[str, Tensor]]):
-    """Each of ``sharing`` processes beside each other gets the sequences of the first.
+    """Gives each group of ``sharing`` consecutive processes the same sequences.
 
-    accelerate gives batches of ``batch`` sequences to the processes in turn: number n is of batch n // batch.
+    accelerate deals out batches of ``batch`` sequences in turn: index n belongs to batch n // batch.
     """
 
     def __init__(self, sequences: Any, batch: int, sharing: int) -> None:
@@ -62,7 +62,7 @@ class SharedDataset(Dataset[dict[str, Tensor]]):
 
 def collate(sequences: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = {name: torch.stack([sequence[name] for sequence in sequences]) for name in sequences[0]}
-    # Nothing predicts a sequence's first token: a label there would be counted by some versions of Trainer.
+    # Nothing predicts the first token, but some versions of Trainer would count its label.
     batch["labels"][:, 0] = IGNORED
     return batch
 
@@ -73,7 +73,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.index = Index.load(path, "data")
-        for record in self.index.tokenizer_files:  # wanted at the end, with the model
+        for record in self.index.tokenizer_files:  # saved with the model at the end
             self.index.check_size(record)
 
     def sequences(self, split: str, length: int, *, seed: int, document_mask: bool) -> PackedTokens:
@@ -85,12 +85,12 @@ class Folder:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of the tokens; it does not depend on the folder's path or the sources."""
+        """A checksum of the data, independent of the folder's path and the sources."""
         sums = [(record["file"], record["sha256"]) for record in self.index.files()]
         return hashlib.sha256(json.dumps(sums).encode()).hexdigest()
 
     def tokenizer(self) -> Any:
-        """The tokenizer as transformers loads it; None for token files that came without one."""
+        """The tokenizer, loaded by transformers; None for token files without one."""
         from softplus_attention.huggingface.loading import load_tokenizer
 
         places = {(self.path / record["file"]).parent for record in self.index.tokenizer_files}
@@ -104,5 +104,5 @@ class Folder:
 
 
 def padded_vocabulary(size: int) -> int:
-    """A multiple of 64, which the matrix units of a GPU prefer."""
+    """``size`` rounded up to a multiple of 64, for the tensor cores."""
     return -(-size // 64) * 64

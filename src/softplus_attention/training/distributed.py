@@ -1,4 +1,4 @@
-"""Several processes: ranks, collectives of Python objects, FSDP2 and tensor parallel."""
+"""Multiple processes: ranks, collectives of Python objects, FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ PARALLEL = ("ddp", "fsdp")
 
 
 def start(device: str) -> None:
-    """Creates the process group where torchrun started several processes."""
+    """Creates the process group if torchrun started several processes."""
     if world_size() > 1 and not dist.is_initialized():
         from accelerate import PartialState
 
-        words: dict[str, Any] = {"backend": "gloo"} if device == "cpu" else {}
-        PartialState(cpu=device == "cpu", timeout=timedelta(minutes=30), **words, **store_of_this_attempt())
+        kwargs: dict[str, Any] = {"backend": "gloo"} if device == "cpu" else {}
+        PartialState(cpu=device == "cpu", timeout=timedelta(minutes=30), **kwargs, **store_of_this_attempt())
 
 
 def store_of_this_attempt() -> dict[str, Any]:
-    """torchrun keeps its store when it starts the processes of a machine again, and in it the addresses of those that
-    are gone: they would be found there. Several machines may count their attempts differently."""
+    """A separate store for each restart by torchrun.
+
+    torchrun reuses its store, in which the new processes would find the addresses of the old ones. Skipped on several
+    machines, which may count restarts differently.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if attempt == "0" or not is_shared or os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
@@ -47,7 +50,7 @@ def rank() -> int:
 
 
 def everybody() -> Any:
-    """The group of all processes; None for one alone."""
+    """The group of all processes; None for a single process."""
     return dist.group.WORLD if dist.is_initialized() and world_size() > 1 else None
 
 
@@ -68,33 +71,33 @@ def broadcast_from_rank0(make: Callable[[], Any]) -> Any:
     """Runs ``make`` on rank 0 and returns its result on every process; its error is raised on all."""
     if not dist.is_initialized():
         return make()
-    told: list[Any] = [None, None]
+    message: list[Any] = [None, None]  # result, error
     if is_rank0():
         try:
-            told[0] = make()
+            message[0] = make()
         except Exception as error:
-            told[1] = error
-    dist.broadcast_object_list(told, src=0)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            message[1] = error
+    dist.broadcast_object_list(message, src=0)
+    if message[1] is not None:
+        raise message[1]
+    return message[0]
 
 
 def run_on_rank0(make: Callable[[], Any]) -> Any:
     """Runs ``make`` on rank 0 and returns its result there, None elsewhere; its error is raised on all."""
-    made: list[Any] = []
-    broadcast_from_rank0(lambda: made.append(make()))
-    return made[0] if made else None
+    result: list[Any] = []
+    broadcast_from_rank0(lambda: result.append(make()))
+    return result[0] if result else None
 
 
 def wait_for_all() -> None:
-    """A barrier: no process reads what rank 0 has not finished writing."""
+    """A barrier, so that no process reads files that rank 0 is still writing."""
     if dist.is_initialized():
         dist.barrier()
 
 
 def build_mesh(device: torch.device, context: int, tensor: int) -> Any:
-    """Processes beside each other share the heads, then the sequence; "data" is all that is not "tensor"."""
+    """A mesh in which neighbouring ranks share heads, then sequences; "data" is all dimensions but "tensor"."""
     from torch.distributed.device_mesh import init_device_mesh
 
     names = ("replicas", "context", "tensor")
@@ -103,8 +106,8 @@ def build_mesh(device: torch.device, context: int, tensor: int) -> Any:
     return mesh
 
 
-def divide_heads(model: Any, mesh: Any) -> None:
-    """Tensor parallel: each module by the model's own plan."""
+def shard_heads(model: Any, mesh: Any) -> None:
+    """Tensor parallelism by the model's own plan."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -115,7 +118,7 @@ def divide_heads(model: Any, mesh: Any) -> None:
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     }
     for pattern, style in model.tp_plan.items():
-        for name in matching(model, pattern):
+        for name in matching_names(model, pattern):
             holder, _, last = name.rpartition(".")
             place = getattr(model.get_submodule(holder), last)
             if isinstance(place, nn.Module):
@@ -126,15 +129,15 @@ def divide_heads(model: Any, mesh: Any) -> None:
     model.tie_weights()
 
 
-def matching(model: nn.Module, pattern: str) -> list[str]:
-    """The modules and parameters that a line of a plan means; "*" is the number of a layer."""
+def matching_names(model: nn.Module, pattern: str) -> list[str]:
+    """The modules and parameters that match a pattern of the plan; "*" is a layer index."""
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     return [name for name in names if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)]
 
 
-def norm_of_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Of parameters that are divided in different ways, which torch's own function refuses."""
-    # It warns of two all-reduces of one number each.
+def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """The gradient norm of parameters with different placements, which torch's own function rejects."""
+    # torch warns about two all-reduces, of one number each.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     norms = [torch.linalg.vector_norm(p.grad) for p in parameters if p.grad is not None]
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
@@ -142,9 +145,9 @@ def norm_of_gradients(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 
 def shard(model: nn.Module, mesh: Any, bf16: bool) -> None:
-    """FSDP2 by torch's ``fully_shard``, each layer its own unit. The parameters are DTensors from here on.
+    """FSDP2 by torch's ``fully_shard``, layer by layer. Afterwards the parameters are DTensors.
 
-    Trainer and accelerate asked for FSDP run DDP on a CPU and say nothing, so the model is sharded before they see it.
+    The model is sharded before Trainer sees it, because Trainer with FSDP silently runs DDP on a CPU.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -164,7 +167,7 @@ def shard(model: nn.Module, mesh: Any, bf16: bool) -> None:
         finally:
             model.set_requires_gradient_sync(True)
 
-    # What accelerate looks for while gradients accumulate.
+    # accelerate calls this during gradient accumulation.
     model.no_sync = no_sync  # type: ignore[assignment]
 
 
@@ -175,7 +178,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward FSDP2 keeps the outermost weights gathered."""
+    """Frees the outermost weights, which FSDP2 keeps gathered after a forward without a backward pass."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():

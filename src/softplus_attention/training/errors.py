@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 
-class RunStopped(RuntimeError):  # noqa: N818  it says what happened to the run, not what is wrong with the code
-    """The run cannot continue. The message says what to do; everything written before is intact."""
+class RunStopped(RuntimeError):  # noqa: N818  not a bug: it reports what happened to the run
+    """The run cannot continue. The message says what to do; everything written so far is intact."""
 
     exit_status = 1
 
 
 class CheckpointRefused(RunStopped):
-    """The folder holds a checkpoint that training did not write."""
+    """The folder contains a checkpoint that training did not write."""
 
     exit_status = 2
 
 
 class ConfigChanged(RunStopped):
-    """The folder holds a run that was started with other settings."""
+    """The folder contains a run with other settings."""
 
 
 class RunWarning(UserWarning):

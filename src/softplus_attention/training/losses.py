@@ -1,7 +1,7 @@
-"""The language-model loss straight from the hidden states, without logits of the whole batch in float32.
+"""Language-model losses computed from the hidden states, without float32 logits of the whole batch.
 
-A model that is given one of these as ``linear_loss`` returns the loss alone: under mixed precision returned logits
-would be copied to float32, 6.6 GB for 32 sequences of 1024 tokens and GPT-2's vocabulary.
+A model with one of these as ``linear_loss`` returns no logits: mixed precision would copy them to float32, 6.6 GB for
+32 sequences of 1024 tokens and GPT-2's vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from softplus_attention.data import IGNORED
 from softplus_attention.validation import fail
 
-CHUNK = 4096  # tokens whose logits exist at a time
+CHUNK = 4096  # tokens per chunk of logits
 LOSSES = ("plain", "chunked", "liger")
 Loss = Callable[..., Tensor]
 
@@ -38,7 +38,7 @@ def linear_loss(name: str) -> Loss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        # The last position predicts nothing; cutting it off would copy the hidden states and leave odd sizes.
+        # The last position has no target; slicing it off would copy the hidden states and give odd sizes.
         targets = shifted(labels).reshape(-1) if shift_labels is None else shift_labels.reshape(-1)
         total = chosen(hidden.flatten(0, 1), weight, targets)
         return total / ((targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
@@ -47,7 +47,7 @@ def linear_loss(name: str) -> Loss:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """What each position predicts."""
+    """The target of each position."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -57,23 +57,23 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def plain_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """The sum of the tokens' losses. Compiled, the float32 logits are never written to memory."""
+    """The summed cross-entropy. When compiled, float32 logits are never written to memory."""
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def chunked_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """``plain_sum`` with the logits of ``CHUNK`` tokens at a time, in the forward pass and in the backward."""
+    """``plain_sum`` with logits for ``CHUNK`` tokens at a time, in forward and backward."""
     dtype = matmul_dtype(hidden)
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return ChunkedCrossEntropy.apply(hidden, weight, targets)
     parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
     with torch.autocast(hidden.device.type, enabled=False):
-        return torch.stack([plain_sum(part, weight, goal) for part, goal in parts]).sum()
+        return torch.stack([plain_sum(part, weight, target) for part, target in parts]).sum()
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients together with the loss, chunk by chunk, so that no logits are computed twice."""
+    """Computes the gradients in the forward pass, chunk by chunk, so that logits are computed only once."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -81,25 +81,25 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradients = []
         tokens = torch.arange(len(weight), device=weight.device)
         weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for part, goal in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+        for part, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
             logits = (part @ weight.t()).float()
-            counted = goal != IGNORED
-            goal = torch.where(counted, goal, 0)
+            is_target = target != IGNORED
+            target = torch.where(is_target, target, 0)
             normaliser = logits.logsumexp(-1)
-            chosen = logits.gather(-1, goal[:, None])[:, 0]
-            total = total + torch.where(counted, normaliser - chosen, 0).sum()
+            chosen = logits.gather(-1, target[:, None])[:, 0]
+            total = total + torch.where(is_target, normaliser - chosen, 0).sum()
             if torch.compiler.is_compiling():
-                # A comparison, not a scatter: compiled, the slope is then made in one pass over the logits.
-                slope = (logits - normaliser[:, None]).exp() - (tokens == goal[:, None]).float()
-                slope = torch.where(counted[:, None], slope, 0)
+                # A comparison instead of a scatter lets the compiler fuse this into one pass over the logits.
+                logit_gradient = (logits - normaliser[:, None]).exp() - (tokens == target[:, None]).float()
+                logit_gradient = torch.where(is_target[:, None], logit_gradient, 0)
             else:
-                # The same numbers in place: each further tensor of this size is written and read.
-                slope = logits.sub_(normaliser[:, None]).exp_()
-                slope.scatter_(-1, goal[:, None], slope.gather(-1, goal[:, None]) - 1)
-                slope.masked_fill_(~counted[:, None], 0)
-            slope = slope.to(part.dtype)
-            hidden_gradients.append(slope @ weight)
-            weight_gradient += slope.t() @ part
+                # The same in place, to avoid the memory traffic of more tensors of this size.
+                logit_gradient = logits.sub_(normaliser[:, None]).exp_()
+                logit_gradient.scatter_(-1, target[:, None], logit_gradient.gather(-1, target[:, None]) - 1)
+                logit_gradient.masked_fill_(~is_target[:, None], 0)
+            logit_gradient = logit_gradient.to(part.dtype)
+            hidden_gradients.append(logit_gradient @ weight)
+            weight_gradient += logit_gradient.t() @ part
         ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient)
         ctx.weight_dtype = weight.dtype
         return total

@@ -20,7 +20,7 @@ from softplus_attention.utils.untrusted import MIB, read_text
 
 METRICS = "metrics.jsonl"
 LIMIT = 1024 * MIB
-# Dense bfloat16 TFLOP/s by the makers' data sheets; the first name that is part of the device's counts.
+# Dense bfloat16 TFLOP/s from the data sheets; the first name contained in the device name is used.
 PEAKS = (
     ("B200", 2250), ("GH200", 989), ("H200", 989), ("H100 PCIe", 756), ("H100 NVL", 835), ("H100", 989), ("H800", 989),
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A10G", 70), ("A10", 125),
@@ -36,9 +36,11 @@ def peak_tflops(device: torch.device) -> float | None:
 
 
 def flops_per_token(parameters: int, width: int, spans: Sequence[int]) -> int:
-    """6 N + 12 W T for each layer: forward and backward of the N weights (tied ones once) and of attention over T
-    tokens, or as many as the layer sees, with heads W wide together, as PaLM counts it. The causal half of attention is
-    not taken off."""
+    """6 N + 12 W T per layer, as in PaLM: forward and backward of N weights (tied ones once) and of attention.
+
+    W is the width of all heads, T the number of tokens a layer sees (``spans``). The masked half of causal attention
+    is not subtracted.
+    """
     return 6 * parameters + 12 * width * sum(spans)
 
 
@@ -47,7 +49,7 @@ class Throughput:
 
     def __init__(self, tokens_per_step: int, flops: int, processes: int, peak: float | None) -> None:
         self.tokens_per_step, self.flops = tokens_per_step, flops
-        self.available = None if peak is None else peak * 1e12 * processes
+        self.available_flops = None if peak is None else peak * 1e12 * processes
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -61,14 +63,13 @@ class Throughput:
             return {}
         speed = steps * self.tokens_per_step / seconds
         found = {"tokens_per_second": speed, "step_seconds": seconds / steps}
-        if self.available is not None:
-            found["mfu"] = speed * self.flops / self.available
+        if self.available_flops is not None:
+            found["mfu"] = speed * self.flops / self.available_flops
         return found
 
 
 def keep_until(run: Path, step: int) -> None:
-    """Drops what was logged after ``step``, and a last line that was cut: the run continues from there, and logs it
-    again."""
+    """Removes log entries after ``step`` and incomplete lines, since a resumed run logs these steps again."""
     path = run / METRICS
     if not path.exists():
         return
@@ -84,14 +85,16 @@ def keep_until(run: Path, step: int) -> None:
 
 
 def check_reporter(reporter: str | None) -> None:
-    """Raises where the package is missing, before anything is written."""
+    """Raises if the package is missing, before anything is written."""
     if reporter not in (None, "none") and find_spec(str(reporter)) is None:
         raise ValueError(f"{reporter} is not installed. Run `pip install {reporter}`, or pass --report-to none")
 
 
 class MetricsWriter(TrainerCallback):
-    """metrics.jsonl, a line per log, and the same values for TensorBoard, where a run that continues drops what it logs
-    again. Trainer has callbacks of its own for the other reporters."""
+    """Writes metrics.jsonl and TensorBoard; a resumed run purges the entries that it logs again.
+
+    Other reporters use Trainer's own callbacks.
+    """
 
     def __init__(self, run: Path, reporter: str | None) -> None:
         self.run, self.path, self.reporter = run, run / METRICS, reporter
@@ -127,7 +130,7 @@ class MetricsWriter(TrainerCallback):
 
 
 def as_json(value: Any) -> Any:
-    """JSON knows no NaN."""
+    """NaN and infinity as text, since JSON has neither."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -143,7 +146,7 @@ def tensorboard(run: Path, from_step: int) -> Any:
 
 
 class ProgressCallback(TrainerCallback):
-    """A bar on a terminal; elsewhere a line per log, or every so many ``seconds``."""
+    """A bar in a terminal; elsewhere a line per log entry, at most one every ``seconds``."""
 
     def __init__(self, steps: int, title: str = "", seconds: float = 0) -> None:
         self.steps, self.title, self.seconds = steps, title, seconds

@@ -1,4 +1,4 @@
-"""The README.md of a trained model's folder: what it is, how it was trained, its losses, and how to load it."""
+"""The model card (README.md) of a trained model: description, training, losses, and how to load it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 {load_tokenizer}
 ```
 
-`trust_remote_code=True` runs `softplus_attention_model.py` of this folder, which imports the package. After
-`import softplus_attention.huggingface` it is not needed. On the command line:
+`trust_remote_code=True` runs `softplus_attention_model.py` in this folder, which imports the package. It is not needed
+after `import softplus_attention.huggingface`. On the command line:
 `softplus-attention generate --model FOLDER --prompt TEXT`.
 """
 LOAD_TOKENIZER = "tokenizer = AutoTokenizer.from_pretrained(folder)"
-NO_TOKENIZER = "# The data came without a tokenizer: the model takes and gives token numbers."
+NO_TOKENIZER = "# The data had no tokenizer: inputs and outputs of the model are token ids."
 
 
 def model_card(
@@ -61,8 +61,8 @@ def model_card(
     tokens = config.steps * config.batch_size * config.sequence_length
     rows = {
         "attention": f"`{config.attention}`",
-        "power": described_power(model.config.power, config),
-        "layers": described_layers(config),
+        "power": describe_power(model.config.power, config),
+        "layers": describe_layers(config),
         "training length": f"{config.sequence_length:,} tokens",
         "trained for": f"{config.steps:,} steps of {config.batch_size:,} sequences, {tokens:,} tokens in all",
         "optimizer": f"{config.optimizer}, seed {config.seed}",
@@ -83,8 +83,8 @@ def model_card(
     )
 
 
-def described_power(saved: Any, config: TrainConfig) -> str:
-    """``saved`` as config.json has it; None is the attention's own."""
+def describe_power(saved: Any, config: TrainConfig) -> str:
+    """``saved`` is the power in config.json; None is the attention's own."""
     spec = attention(config.attention).spec
     if spec.second_stage == "none":
         return "none: this attention has no second stage"
@@ -97,18 +97,18 @@ def described_power(saved: Any, config: TrainConfig) -> str:
         power = {"base": power.base, "slope": power.slope, "n0": power.n0}
     if isinstance(power, dict):
         return "{base:g} + {slope:g} log(max(N, {n0:g}) / {n0:g}) for a row that sees N keys".format(**power)
-    rising = f", raised in training: `{config.power}`" if str(config.power) != str(power) and config.power else ""
-    return f"{power:g}{rising}"
+    schedule = f", raised in training: `{config.power}`" if str(config.power) != str(power) and config.power else ""
+    return f"{power:g}{schedule}"
 
 
-def described_layers(config: TrainConfig) -> str:
+def describe_layers(config: TrainConfig) -> str:
     if config.window is None:
-        return "all see every token"
+        return "all see all tokens"
     if config.global_every is None:
         return f"all see the last {config.window} tokens"
     local = "" if config.local_attention is None else f" (with `{config.local_attention}`)"
     return (
-        f"every {ordinal(config.global_every)} sees every token and has no rotary positions; "
+        f"every {ordinal(config.global_every)} sees all tokens and has no rotary positions; "
         f"the others{local} see the last {config.window} tokens"
     )
 

@@ -1,4 +1,4 @@
-"""AdamW, and Muon for the hidden matrices with AdamW for the rest, as one optimizer."""
+"""AdamW, and an optimizer that combines Muon for hidden matrices with AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from softplus_attention.validation import fail
 
 OPTIMIZERS = ("adamw", "muon")
-# Which of the two steps a group of parameters; part of the group, so that it is saved and loaded with it.
+# Which optimizer updates a parameter group; a key of the group, so that it is saved and loaded with it.
 STEPPED_BY = "stepped_by"
-# Numbers in a stack of matrices: under 1 GB with all that Muon makes of them. Larger matrices gain little from company.
+# Elements in a stack of matrices: under 1 GB including intermediates. Larger matrices gain little from stacking.
 MAX_STACKED = 2**26
 
 
@@ -27,14 +27,13 @@ def build_optimizer(
     weight_decay: float,
     betas: tuple[float, float],
 ) -> torch.optim.Optimizer:
-    """Matrices decay, vectors (norms, biases, powers) do not. With Muon, the matrices between embedding and head are
-    its own."""
+    """Weight decay is for matrices, not vectors (norms, biases, powers). Muon updates the matrices of the layers."""
     if name not in OPTIMIZERS:
         fail("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(name))
     named = [(path, p) for path, p in model.named_parameters() if p.requires_grad]
     meshes = {getattr(p, "device_mesh", None) for _, p in named}
     fused = bool(named) and named[0][1].device.type == "cuda" and len(meshes) == 1
-    foreach = None if len(meshes) == 1 else False  # tensors divided in different ways are stepped one by one
+    foreach = None if len(meshes) == 1 else False  # parameters on different meshes are updated one by one
     matrices = [p for path, p in named if p.dim() >= 2 and (name == "adamw" or not is_hidden_matrix(path, p))]
     vectors = [p for _, p in named if p.dim() < 2]
     groups: list[dict[str, Any]] = [
@@ -56,9 +55,9 @@ def is_hidden_matrix(path: str, parameter: Tensor) -> bool:
 
 
 class StackedMuon(torch.optim.Muon):
-    """torch's Muon, its groups, state and numbers, but matrices of one shape are stepped together.
+    """torch's Muon with the same groups, state and results, but matrices of one shape are updated together.
 
-    torch steps matrix after matrix; for a small model on a GPU the launches alone take longer than the rest of a step.
+    torch updates one matrix at a time; for a small model on a GPU the launches take longer than the rest of a step.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -68,9 +67,9 @@ class StackedMuon(torch.optim.Muon):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameters in stacks([p for p in group["params"] if p.grad is not None]):
-                self.step_together(group, parameters)
+                self.step_stack(group, parameters)
 
-    def step_together(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def step_stack(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters if p.grad is not None]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             if "momentum_buffer" not in self.state[parameter]:
@@ -86,12 +85,12 @@ class StackedMuon(torch.optim.Muon):
 
 
 def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of parameters of one shape, each of at most ``MAX_STACKED`` numbers."""
+    """Groups of parameters of one shape, each of at most ``MAX_STACKED`` elements."""
     kinds: dict[Any, list[Tensor]] = {}
     for number, matrix in enumerate(matrices):
-        # The shards of a DTensor cannot be stacked: each is a kind of its own.
-        alone = number if hasattr(matrix, "full_tensor") else None
-        kinds.setdefault((matrix.shape, matrix.dtype, matrix.device, alone), []).append(matrix)
+        # DTensors cannot be stacked, so each gets a key of its own.
+        single = number if hasattr(matrix, "full_tensor") else None
+        kinds.setdefault((matrix.shape, matrix.dtype, matrix.device, single), []).append(matrix)
     for kind in kinds.values():
         most = max(1, MAX_STACKED // kind[0].numel())
         for start in range(0, len(kind), most):
@@ -99,14 +98,14 @@ def stacks(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def iteration_dtype(device: torch.device) -> torch.dtype:
-    """torch's Muon iterates in bfloat16, which is many times slower on CPUs without such instructions."""
+    """float32 on CPUs: torch's bfloat16 is many times slower on those without bfloat16 instructions."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def orthogonalized(
     matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, smallest_norm: float
 ) -> list[Tensor]:
-    """The Newton-Schulz iteration of torch's Muon, on a stack of matrices of one shape."""
+    """The Newton-Schulz iteration of torch's Muon, for a stack of matrices of one shape."""
     a, b, c = coefficients
     first = matrices[0]
     single, tall = len(matrices) == 1, first.shape[0] > first.shape[1]
@@ -118,15 +117,15 @@ def orthogonalized(
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     x = x.mT if tall else x
-    # In the parameters' own dtype and layout they are added in one launch.
+    # With the dtype and layout of the parameters, the updates are added in one launch.
     x = x.to(first.dtype, memory_format=torch.contiguous_format)
     return [x] if single else list(x.unbind())
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon and torch's AdamW side by side: one list of groups, one state, one ``state_dict``.
+    """Muon and AdamW as one optimizer, with one list of groups, one state and one ``state_dict``.
 
-    Muon's updates are scaled to the size of AdamW's (``match_rms_adamw``), so that both take learning rates alike.
+    Muon's updates are scaled to the RMS of AdamW's (``match_rms_adamw``), so both use similar learning rates.
     """
 
     def __init__(self, muon_groups: list[dict[str, Any]], adamw_groups: list[dict[str, Any]]) -> None:
@@ -141,14 +140,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """Both optimizers step the groups and states that are visible from outside."""
+        """Makes both optimizers use the groups and state of this one."""
         for name, optimizer in self.parts.items():
             optimizer.param_groups = [group for group in self.param_groups if group[STEPPED_BY] == name]
             optimizer.state = self.state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Loading a state puts new groups in place of the old.
+        # Loading a state replaces the groups.
         if hasattr(self, "parts"):
             self.share()
 

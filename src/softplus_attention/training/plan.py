@@ -1,6 +1,6 @@
-"""Time and memory of training on many GPUs, from times measured on one H200 and the bytes that are sent.
+"""Predicts time and memory of training on many GPUs, from times measured on one H200 and communication volume.
 
-It says what to expect and where a length stops fitting; docs/scale.md has its assumptions.
+docs/scale.md has the assumptions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from softplus_attention.distributed import TURNS, bytes_of_a_layer
 from softplus_attention.validation import fail
 
-# ms of forward and backward of B 2, H 16, D 128 and T 16,384, causal, bfloat16: results/attention-h200.json.
+# Forward and backward in ms for B 2, H 16, D 128, T 16,384, causal, bfloat16: results/attention-h200.json.
 MEASURED = {
     "lssar": (7.73, 20.6),
     "lssar-learned": (8.88, 22.6),
@@ -21,13 +21,13 @@ MEASURED = {
     "softmax-cudnn": (3.86, 10.5),
 }
 MEASURED_WORK = 2 * 16 * 16384**2 * 128
-# Of the matrix products of a whole training step, measured with GPT-2 small on one H200: results/training-h200.json.
+# Of a whole training step of GPT-2 small, measured on one H200: results/training-h200.json.
 MFU = 0.38
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder with gated MLPs, as Llama's."""
+    """A decoder with gated MLPs, like Llama."""
 
     layers: int
     hidden: int
@@ -58,14 +58,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the GPUs can do; the defaults are H200s, eight to a machine."""
+    """The hardware; the defaults are machines of eight H200s."""
 
     peak_tflops: float = 989.0
     memory_gb: float = 141.0
     usable: float = 0.9
     per_machine: int = 8
-    nvlink_gb: float = 300.0  # received by a GPU in a second, as collectives reach it
-    network_gb: float = 40.0  # the same between machines: InfiniBand of 400 Gb/s to each GPU
+    nvlink_gb: float = 300.0  # received by a GPU per second, in collectives
+    network_gb: float = 40.0  # the same between machines, with 400 Gb/s InfiniBand per GPU
     mfu: float = MFU
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """One sequence on ``context`` of ``gpus`` GPUs, weights sharded over all (FSDP2), blocks recomputed."""
+    """Each sequence on ``context`` of ``gpus`` GPUs, weights sharded over all (FSDP2), blocks recomputed."""
 
     gpus: int
     context: int
@@ -87,8 +87,8 @@ class Plan:
     memory_gb: float
     products_s: float
     attention_s: float
-    context_s: float  # keys and values gathered, their gradients scattered: what attention does not hide
-    weights_s: float  # gathered and scattered behind the products and the attention
+    context_s: float  # gathering keys and values and scattering their gradients, as far as attention does not hide it
+    weights_s: float  # gathering and scattering weights, overlapped with the computation
 
     @property
     def step_s(self) -> float:
@@ -102,7 +102,7 @@ class Plan:
 def plan(shape: Shape, gpus: int, length: int, context: int, attention: str, cluster: Cluster) -> Plan:
     rows = -(-length // context)
     forward, backward = (1e-3 * ms for ms in MEASURED[attention])
-    # Recomputed blocks run forward twice; each process has a share of the pairs.
+    # Recomputed blocks run forward twice; each process computes its share of the query-key pairs.
     share = shape.heads * length**2 * shape.head_dim / MEASURED_WORK / context
     attention_s = shape.layers * share * (2 * forward + backward)
     products = 8 * (shape.parameters - shape.vocabulary * shape.hidden) * rows
@@ -122,19 +122,19 @@ def plan(shape: Shape, gpus: int, length: int, context: int, attention: str, clu
 
 
 def exposed(transfer_s: float, attention_s: float, turns: int) -> float:
-    """What is left of a transfer in parts, each of which goes on behind the attention of the part before it."""
+    """The exposed time of a transfer in ``turns`` parts, each overlapped with the attention of the previous part."""
     last = transfer_s / turns
     return last + max(0.0, (transfer_s - last) - attention_s * (turns - 1) / turns)
 
 
 def memory_gb(shape: Shape, gpus: int, rows: int, length: int) -> float:
-    """The most that a GPU holds, in its terms."""
+    """Peak memory of a GPU, as the sum of its parts."""
     state = 16 * shape.parameters / gpus  # float32 weights, gradients and AdamW's two moments
-    gathered = 2 * 2 * max(shape.layer_parameters, shape.vocabulary * shape.hidden)  # this layer's weights and the next
+    gathered = 2 * 2 * max(shape.layer_parameters, shape.vocabulary * shape.hidden)  # this and the next layer
     kept = 2 * shape.layers * rows * shape.hidden  # the inputs of each block
     width = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    block = 2 * rows * (4 * shape.hidden + 2 * width + 4 * shape.mlp)  # of the block that is recomputed
-    keys = 2 * length * shape.kv_heads * shape.head_dim * (2 + 1 + 4)  # whole, half on their way, and their gradients
+    block = 2 * rows * (4 * shape.hidden + 2 * width + 4 * shape.mlp)  # activations of the recomputed block
+    keys = 2 * length * shape.kv_heads * shape.head_dim * (2 + 1 + 4)  # gathered, half in transfer, and their gradients
     logits = 3 * 4 * min(rows, 4096) * shape.vocabulary
     return (state + gathered + kept + block + keys + logits) / 1e9
 
@@ -144,7 +144,7 @@ def plans(
 ) -> Iterator[tuple[int, Plan | None]]:
     """The fastest plan for each length; None where nothing fits."""
     if attention not in MEASURED:
-        fail("attention", f"one of {', '.join(MEASURED)}: those that were measured", repr(attention))
+        fail("attention", f"one of {', '.join(MEASURED)} (those with measured times)", repr(attention))
     for length in lengths:
         choices = [2**i for i in range(int(math.log2(gpus)) + 1)] if context is None else [context]
         found = [plan(shape, gpus, length, one, attention, cluster) for one in choices if one <= gpus]
@@ -153,7 +153,7 @@ def plans(
 
 
 def longest(shape: Shape, gpus: int, cluster: Cluster) -> int:
-    """The longest sequence, in steps of 1,024, that all GPUs hold together."""
+    """The longest sequence that fits on all GPUs together, in multiples of 1,024."""
     low, high = 0, 2**20
 
     def fits(thousands: int) -> bool:

@@ -1,4 +1,4 @@
-"""One training run, from its configuration to the saved model; started again, it continues."""
+"""A training run, from its configuration to the saved model. Starting it again resumes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from softplus_attention.huggingface.attention import power_to_json
 from softplus_attention.huggingface.loading import silence_transformers
 from softplus_attention.huggingface.saving import save_trained
 from softplus_attention.training import checkpoints, distributed
-from softplus_attention.training.config import TrainConfig, described_settings
+from softplus_attention.training.config import TrainConfig, describe_settings
 from softplus_attention.training.data import Folder, RepeatedDataset, SharedDataset, collate, padded_vocabulary
 from softplus_attention.training.errors import RunStopped
 from softplus_attention.training.losses import linear_loss
@@ -38,11 +38,11 @@ from softplus_attention.validation import fail
 
 
 def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
-    """Starts or continues the run; returns the folder of the saved model. Under torchrun every process calls it."""
+    """Starts or resumes the run and returns the folder of the saved model. Under torchrun every process calls it."""
     run = RunFolder(Path(config.output))
     silence_transformers()
     folder = Folder(Path(config.data))
-    # The process group starts with these: from here on the processes can talk to each other.
+    # This also creates the process group, which everything below needs.
     arguments = training_arguments(config)
     with run.locked():
         record = run.load_record(config, folder.fingerprint, accept_changes)
@@ -53,12 +53,12 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
         step = 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint)
         if step > config.steps:
             raise RunStopped(
-                f"{run.path} is at step {step} already, beyond the {config.steps} of --steps: ask for as many or more, "
-                "or choose another --output. Nothing was changed"
+                f"{run.path} is already at step {step}, beyond --steps {config.steps}: raise --steps, or choose "
+                "another --output. Nothing was changed"
             )
-        # Before anything is written: settings that cannot be must not be those of a run.
+        # Before anything is written, so that invalid settings are not recorded.
         trainer = build(config, arguments, folder)
-        # Now, since a tokenizer that cannot be loaded must not cost a trained model.
+        # Loaded now, so that a broken tokenizer does not cost a trained model.
         tokenizer = distributed.run_on_rank0(folder.tokenizer)
         run.check(checkpoint, trainer.model)
         record |= {"starts": [*record.get("starts", []), started(arguments.device, step)]}
@@ -74,29 +74,29 @@ def train(config: TrainConfig, *, accept_changes: bool = False) -> Path:
     return run.model
 
 
-# ---- the parts
+# ---- the steps of a run
 
 
 def fit(run: RunFolder, trainer: SoftplusTrainer, checkpoint: Path | None) -> None:
-    """Trains from ``checkpoint`` to the last step or the first stop signal. The folder must be locked."""
+    """Trains from ``checkpoint`` to the last step or a stop signal. The folder must be locked."""
     run.rewind(checkpoint)
     termination = Termination()
     trainer.add_callback(termination)
-    with termination.listening():
+    with termination.handle_signals():
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    termination.leave_if_asked(trainer.state.global_step, trainer.config.steps)
+    termination.raise_if_stopped(trainer.state.global_step, trainer.config.steps)
 
 
 train.__doc__ = f"""{train.__doc__}
 
-``configured({{"data": ..., "output": ...}}, preset="tiny")`` makes a config from a preset. Its settings:
+``configured({{"data": ..., "output": ...}}, preset="tiny")`` creates a config from a preset. The settings:
 
-{described_settings()}
+{describe_settings()}
 """
 
 
 def training_arguments(config: TrainConfig) -> TrainingArguments:
-    """``config`` as Trainer's arguments."""
+    """Translates ``config`` to Trainer's arguments and creates the process group."""
     cuda = torch.cuda.is_available()
     if config.device == "cuda" and not cuda:
         raise ValueError("torch sees no GPU. Pass `device` auto or cpu")
@@ -106,12 +106,12 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     check_reporter(config.report_to)
     processes = distributed.world_size()
     if processes % config.sharing:
-        expected = f"so many that they divide the processes that torchrun starts, {processes}"
+        expected = f"a divisor of the {processes} processes that torchrun starts"
         fail("context_parallel * tensor_parallel", expected, config.sharing)
     readers = processes // config.sharing
     if config.batch_size % readers:
-        of = f"{readers} processes" if config.sharing == 1 else f"{readers} groups of {config.sharing} processes"
-        fail("batch_size", f"a multiple of the {of}", config.batch_size)
+        groups = f"{readers} processes" if config.sharing == 1 else f"{readers} groups of {config.sharing} processes"
+        fail("batch_size", f"a multiple of the {groups}", config.batch_size)
     share = config.batch_size // readers
     micro = max(size for size in range(1, min(share, config.micro_batch_size) + 1) if share % size == 0)
     schedule, kwargs = learning_rate_schedule(config)
@@ -153,7 +153,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
         project="softplus-attention",
         disable_tqdm=True,
     )
-    # Several GPUs are several processes (torchrun); Trainer would otherwise split each batch among them.
+    # One process per GPU (torchrun); Trainer would otherwise use DataParallel.
     arguments._n_gpu = min(arguments.n_gpu, 1)
     return arguments
 
@@ -187,24 +187,24 @@ def model_config(config: TrainConfig, vocabulary: int, end_of_document: int | No
             eos_token_id=end_of_document,
         )
     except StrictDataclassClassValidationError as error:
-        # The sentence is in the error that it was made from.
+        # The readable message is in the cause.
         raise ValueError(str(error.__cause__ or error)) from error
 
 
 def build(config: TrainConfig, arguments: TrainingArguments, folder: Folder) -> SoftplusTrainer:
     if config.vocab_size is not None and config.vocab_size < folder.index.vocabulary_size:
-        fail("vocab_size", f"at least the {folder.index.vocabulary_size} tokens of the data", config.vocab_size)
+        fail("vocab_size", f"at least {folder.index.vocabulary_size}, the vocabulary of the data", config.vocab_size)
     kwargs: dict[str, Any] = {"seed": config.seed, "document_mask": config.document_mask}
     sequences = folder.sequences("train", config.sequence_length, **kwargs)
     validation = None
     if config.evaluate_every:
         if not folder.has_validation:
-            again = "Pass --evaluate-every 0, or prepare again with --validation-fraction"
-            raise ValueError(f"{config.data} has no validation split. {again}")
-        kwargs["seed"] = 0  # runs of different seeds are validated on the same sequences
+            remedy = "Pass --evaluate-every 0, or prepare again with --validation-fraction"
+            raise ValueError(f"{config.data} has no validation split. {remedy}")
+        kwargs["seed"] = 0  # the same validation sequences for every seed
         held = folder.sequences("validation", config.sequence_length, **kwargs)
         count = min(len(held), config.evaluate_sequences)
-        # A last batch that is not full would count double for some sequences, by the number of processes.
+        # With an incomplete last batch some sequences would count twice, depending on the number of processes.
         if count < config.batch_size:
             arguments.per_device_eval_batch_size = 1
             if config.sharing > 1:
@@ -229,9 +229,9 @@ def build_trainer(
     title: str = "",
     seconds: float = 0,
 ) -> SoftplusTrainer:
-    """``title`` and ``seconds`` between lines are of the progress that is shown."""
+    """``title`` and ``seconds`` (between lines) are for the progress display."""
     if isinstance(model, SoftplusGPTForCausalLM):
-        # Divided by tensor parallel, the head is no matrix that a loss could take.
+        # With tensor parallelism the head is sharded, and these losses need the whole matrix.
         model.linear_loss = linear_loss(config.loss) if config.tensor_parallel == 1 else None
     model.to(arguments.device)
     count = sum(p.numel() for p in model.parameters())
@@ -241,10 +241,10 @@ def build_trainer(
     mesh: Any = None
     if config.parallel == "fsdp" or config.sharing > 1:
         if distributed.world_size() == 1:
-            raise ValueError("one process cannot share a model. Start several with torchrun, or pass `parallel` ddp")
+            raise ValueError("sharding needs several processes. Start them with torchrun, or pass `parallel` ddp")
         mesh = distributed.build_mesh(arguments.device, config.context_parallel, config.tensor_parallel)
     if config.tensor_parallel > 1:
-        distributed.divide_heads(model, mesh["tensor"])
+        distributed.shard_heads(model, mesh["tensor"])
     if config.parallel == "fsdp" or config.tensor_parallel > 1:
         distributed.shard(model, mesh["data"], arguments.bf16)
     if config.sharing > 1:
@@ -281,18 +281,18 @@ def build_trainer(
 
 
 def compile_model(model: PreTrainedModel, config: TrainConfig) -> None:
-    """In place, layer by layer: equal layers share their code, so a new power costs one layer's compilation, not all.
+    """Compiles in place, layer by layer: equal layers share their code, so a new power compiles one layer only.
 
-    FSDP2 asks for it too: it gathers and frees each layer's weights around it, which a graph of the whole cannot hold.
-    Each power is compiled once; beyond dynamo's limit it would go on uncompiled and say nothing.
+    FSDP2 needs this too, since it gathers and frees weights around each layer. dynamo's recompile limit is raised to
+    the number of powers, beyond which it would silently run uncompiled.
     """
     import torch._dynamo
 
     schedule = config.power_schedule
     powers = 1 if schedule is None else schedule.distinct(config.steps)
     limits: Any = torch._dynamo.config
-    # All layers count together: two kinds of them at most, each with gradients and, for validation, without, and with a
-    # mask of documents or, where a batch has one document per sequence, none.
+    # Recompilations of all layers add up: at most two kinds of layers, each with and without gradients, and with and
+    # without a document mask.
     limits.recompile_limit = max(limits.recompile_limit, 8 * powers + 8)
     limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, 4 * limits.recompile_limit)
     limits.fail_on_recompile_limit_hit = True
@@ -300,13 +300,13 @@ def compile_model(model: PreTrainedModel, config: TrainConfig) -> None:
     for layer in layers:
         layer.compile()
     if isinstance(model, SoftplusGPTForCausalLM) and model.linear_loss is not None:
-        # Uncompiled it would write and read the logits several times over.
+        # Uncompiled, the loss would read and write the logits several times.
         model.linear_loss = torch.compile(model.linear_loss)
 
 
 def save_model(place: Path, config: TrainConfig, trainer: SoftplusTrainer, weights: Any, tokenizer: Any) -> None:
-    """For ``from_pretrained``, with the tokenizer and a model card."""
-    # Built anew: the trained one may be sharded or compiled. Its config holds the last power.
+    """Saves the model for ``from_pretrained``, with the tokenizer and a model card."""
+    # A new model, since the trained one may be sharded or compiled. Its config has the final power.
     saved = SoftplusGPTForCausalLM(trainer.model.config)
     saved.load_state_dict(weights)
     growth = config.growth()

@@ -1,7 +1,7 @@
-"""The folder of a training run: its lock, its record, where it resumes, and the saved model.
+"""The folder of a training run: lock, record, checkpoint to resume from, saved model.
 
-run.json        settings, data, and command, commit and machine of each start
-metrics.jsonl   a line per log
+run.json        settings, data checksum, and command, commit and machine of each start
+metrics.jsonl   a line per log entry
 checkpoint-N/   see checkpoints.py
 model/          for ``from_pretrained``
 """
@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 RUN = "run.json"
 MODEL = "model"
 LOCK = ".lock"
-NOTES = ("*.log", "*.yaml", "*.yml")  # what a user may have put there for a run that begins
-# These cannot change in a run. The place in the data is counted in sequences of one length and number, the saved state
-# is the optimizer's own, and weights of one shape load with any number of heads, but mean nothing with another.
+NOTES = ("*.log", "*.yaml", "*.yml")  # files that a user may have put into the folder of a new run
+# These cannot change in a run. The position in the data depends on batch size and sequence length, the saved state on
+# the optimizer. Weights load with any number of heads of the same total width, but only one number is right.
 FIXED = ("batch_size", "sequence_length", "optimizer", "heads")
-SHAPE = ("layers", "width", "vocab_size", "bias")  # of the weights
-ALLOW = ", or give --allow-config-changes to continue with the new ones"
+SHAPE = ("layers", "width", "vocab_size", "bias")  # determine the shape of the weights
+ALLOW = ", or pass --allow-config-changes to continue with the new ones"
 
 
 class RunFolder:
     def __init__(self, path: Path, model: Path | None = None) -> None:
-        """``model``: where the trained model is saved (default: in the folder)."""
+        """``model`` is the folder of the saved model (default: ``model`` in the run folder)."""
         self.path, self.model = path, path / MODEL if model is None else model
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Two runs in one folder would overwrite each other. The lock ends with the process, however it ends."""
+        """Locks the folder against a second run. The system releases the lock when the process ends."""
         with ExitStack() as held:
 
-            def take() -> None:
+            def acquire() -> None:
                 try:
                     self.path.mkdir(parents=True, exist_ok=True)
                     held.enter_context(lock(self.path / LOCK))
@@ -71,13 +71,13 @@ class RunFolder:
                     reason = (error.strerror or str(error)).lower()
                     raise ValueError(f"{self.path} cannot be written: {reason}. Choose another --output") from None
 
-            distributed.broadcast_from_rank0(take)
+            distributed.broadcast_from_rank0(acquire)
             try:
                 yield
             except RunStopped:
                 raise
             except Exception as error:
-                # safetensors and torch have errors of their own for it.
+                # safetensors and torch raise their own errors for a full disk.
                 if not is_disk_full(error):
                     raise
                 raise RunStopped(
@@ -94,15 +94,15 @@ class RunFolder:
         try:
             record = read_json(path)
             if not isinstance(record, dict) or not {"config", "data"} <= record.keys():
-                raise ValueError("it holds no config and data")
+                raise ValueError("config or data is missing")
             for name, kind in kinds.items():
                 if not isinstance(record.get(name, kind()), kind):
-                    raise ValueError(f"its {name} is of type {type(record[name]).__name__}")
+                    raise ValueError(f"{name} is of type {type(record[name]).__name__}")
         except FileNotFoundError:
             return None
         except ValueError as error:
             raise RunStopped(
-                f"{path} is damaged, or no record of a run ({error}): restore it from a copy, or choose another "
+                f"{path} is damaged or not the record of a run ({error}): restore it from a copy, or choose another "
                 "--output. Nothing was changed"
             ) from None
         return record
@@ -112,32 +112,32 @@ class RunFolder:
             write_json(self.path / RUN, record)
 
     def load_record(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
-        """The record of the run, new or found. Raises where the folder holds a run with other settings."""
+        """The existing or a new record. Raises if the folder contains a run with other settings."""
         return distributed.broadcast_from_rank0(lambda: self.compare(config, data, allow_changes))
 
     def compare(self, config: TrainConfig, data: str, allow_changes: bool) -> dict[str, Any]:
         now: dict[str, Any] = {"config": config.as_dict(), "data": data}
         before = self.read()
         if before is None:
-            self.refuse_what_others_made()
+            self.check_unused()
             return now
         if not checkpoints.checkpoints(self.path) and not self.model.exists():
-            return before | now  # nothing was saved: it begins, with whatever settings
+            return before | now  # nothing was saved yet, so the settings may change
         changed = config.changes(before["config"])
         if before["data"] != data:
-            changed["data"] = f"the data in {config.data} is not what the run was started with"
+            changed["data"] = f"the data in {config.data} has changed since the run was started"
         if changed and not allow_changes:
-            can_go_on = not set(changed) & {*FIXED, *SHAPE}
+            can_continue = not set(changed) & {*FIXED, *SHAPE}
             raise ConfigChanged(
-                f"{self.path} holds a run with other settings: {'; '.join(changed.values())}. Put them back to "
-                f"continue it, or choose another --output for a new run{ALLOW if can_go_on else ''}. "
+                f"{self.path} contains a run with other settings: {'; '.join(changed.values())}. Restore them to "
+                f"continue it, or choose another --output for a new run{ALLOW if can_continue else ''}. "
                 "Nothing was changed"
             )
         fixed = [changed[name] for name in FIXED if name in changed]
         if fixed:
             raise RunStopped(
-                f"{self.path} cannot go on with these changes: {'; '.join(fixed)}. Its weights, its optimizer's state "
-                "and its place in the data are those of its own settings. Choose another --output. Nothing was changed"
+                f"{self.path} cannot continue with these changes: {'; '.join(fixed)}. Its weights, optimizer state and "
+                "position in the data would be invalid. Choose another --output. Nothing was changed"
             )
         if changed:
             say(f"continuing with changes: {'; '.join(changed.values())}")
@@ -145,8 +145,8 @@ class RunFolder:
             before.pop("finished", None)
         return before | now
 
-    def refuse_what_others_made(self) -> None:
-        """Raises where a folder without run.json is that of something else, or holds what this run would overwrite."""
+    def check_unused(self) -> None:
+        """Raises if a folder without run.json has unrelated files, or files that this run would overwrite."""
         found = "checkpoints" if checkpoints.checkpoints(self.path) else METRICS
         if found == "checkpoints" or (self.path / METRICS).exists():
             raise RunStopped(
@@ -161,17 +161,17 @@ class RunFolder:
         return distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.path, warn))
 
     def check(self, checkpoint: Path | None, model: nn.Module) -> None:
-        """Raises where the run cannot continue from ``checkpoint``; nothing in the folder has been changed yet."""
+        """Raises if the run cannot continue from ``checkpoint``, before anything in the folder is changed."""
         if checkpoint is not None:
             checkpoints.check_fits(checkpoint, model)
         elif self.model.is_dir():
             raise RunStopped(
-                f"{self.path} holds a trained model and no whole checkpoint to continue from: a new run would replace "
-                "it. Choose another --output. Nothing was changed"
+                f"{self.path} contains a trained model and no intact checkpoint to continue from: a new run would "
+                "replace the model. Choose another --output. Nothing was changed"
             )
 
     def rewind(self, checkpoint: Path | None) -> None:
-        """Drops log entries after the checkpoint: they will be logged again."""
+        """Removes log entries after the checkpoint, which will be logged again."""
         if distributed.is_rank0():
             if checkpoint is None:
                 checkpoints.keep_beside_damaged(self.path, METRICS)
@@ -180,7 +180,7 @@ class RunFolder:
     # ---- the end
 
     def save(self, write: Callable[[Path], None]) -> Path:
-        """``write`` fills a folder, which then becomes ``model``: whole or not there."""
+        """Calls ``write`` with a folder, which then becomes ``model`` atomically."""
         partial = self.path / (MODEL + checkpoints.PARTIAL)
         remove_folder(partial)
         write(partial)
@@ -192,14 +192,14 @@ class RunFolder:
         return self.model
 
     def remove_checkpoints(self) -> None:
-        """For a run whose model is saved and that will not be continued."""
+        """For a finished run that will not be continued."""
         if distributed.is_rank0():
             for checkpoint in checkpoints.checkpoints(self.path):
                 remove_folder(checkpoint)
 
 
 def started(device: torch.device, step: int) -> dict[str, Any]:
-    """The record of one start; an interrupted run has several."""
+    """The record of a start; a resumed run has several."""
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": step,

@@ -1,4 +1,4 @@
-"""transformers' Trainer with our optimizer, sharding, checkpoints, power schedule and signal handling."""
+"""transformers' Trainer with this package's optimizers, sharding, checkpoints, power schedules and signal handling."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class SoftplusTrainer(Trainer):
         self.optimizer: Any
         super().__init__(**kwargs)
         if distributed.is_sharded(self.model):
-            # Autocast and placement only: the model is already what accelerate would wrap it into.
+            # Autocast and placement only: the model is already sharded.
             self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.add_callback(RestorePendingLoss(self))
-        self.leaving = RawValue("b", 0)  # shared with the processes that read data
+        self.leaving = RawValue("b", 0)  # shared with the data loader workers
 
     def train(self, *arguments: Any, **kwargs: Any) -> Any:
         try:
             return super().train(*arguments, **kwargs)
         except Exception as error:
-            stopped = explained(error, self.config)
+            stopped = explain(error, self.config)
             if stopped is None:
                 raise
             raise stopped from error
@@ -82,15 +82,15 @@ class SoftplusTrainer(Trainer):
         return self.optimizer
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Sampler[int]:
-        # The order is in the dataset, by seed and epoch.
+        # The dataset is already shuffled, by seed and epoch.
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(dataset)
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        return self.shielded(loader)
+        return self.ignoring_signals(loader)
 
-    def shielded(self, loader: Any) -> Any:
+    def ignoring_signals(self, loader: Any) -> Any:
         own: Any = getattr(loader, "base_dataloader", loader)  # inside accelerate's
         own.worker_init_fn = functools.partial(ignore_stop_signals, self.leaving, own.worker_init_fn)
         return loader
@@ -98,7 +98,7 @@ class SoftplusTrainer(Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         self.args.dataloader_drop_last = False
         try:
-            return self.shielded(super().get_eval_dataloader(eval_dataset))
+            return self.ignoring_signals(super().get_eval_dataloader(eval_dataset))
         finally:
             self.args.dataloader_drop_last = True
 
@@ -109,20 +109,20 @@ class SoftplusTrainer(Trainer):
         return self.config.tensor_parallel
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Called around each forward and backward: a context, and the rows of this process."""
+        """Trainer calls this around each forward and backward: returns a context and the rows of this process."""
         if self.group is None:
             return nullcontext, inputs
         record, inputs = shard_batch(inputs, self.group)
         return functools.partial(sharded, record), inputs
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
-        return 0  # counted by Throughput; Trainer's own count walks over all parameters in every step
+        return 0  # counted by Throughput; Trainer's count iterates over all parameters in every step
 
     def compute_loss(self, *inputs: Any, **kwargs: Any) -> Any:
         try:
             return super().compute_loss(*inputs, **kwargs)
         except ValueError:
-            # The forward checks learned powers: NaN ones come from training, not from the user.
+            # The forward pass validates learned powers; NaN powers come from divergence, not from the user.
             if all(bool(parameter.isfinite().all()) for parameter in self.model.parameters()):
                 raise
             self.stop_if_not_finite(torch.tensor(torch.nan), None)
@@ -131,19 +131,19 @@ class SoftplusTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.config.tensor_parallel > 1:
             parameters = list(model.parameters())
-            norm = distributed.norm_of_gradients(parameters)
+            norm = distributed.gradient_norm(parameters)
             torch.nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norm, foreach=False)
             return norm
-        return whole(super()._clip_grad_norm(model))
+        return full_norm(super()._clip_grad_norm(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | float:
         if grad_norm is None and self.config.tensor_parallel > 1:
-            return distributed.norm_of_gradients(list(model.parameters()))
-        return whole(super()._get_grad_norm(model, grad_norm=grad_norm))
+            return distributed.gradient_norm(list(model.parameters()))
+        return full_norm(super()._get_grad_norm(model, grad_norm=grad_norm))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "train_runtime" in logs:
-            return  # Trainer's final summary covers this start only: wrong in a resumed run
+            return  # Trainer's final summary covers this start only, so it is wrong for a resumed run
         if "loss" in logs:
             logs["tokens"] = self.state.global_step * self.throughput.tokens_per_step
             if self.power is not None and self.power.power is not None:
@@ -157,8 +157,8 @@ class SoftplusTrainer(Trainer):
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *rest, **kwargs)
 
     def stop_if_not_finite(self, loss: Tensor, grad_norm: Tensor | float | None) -> None:
-        """Checked before anything is logged or saved, so that no checkpoint holds NaN weights."""
-        # In float16 a step whose gradient overflows is left out, and the loss is scaled down for the next.
+        """Called before logging and saving, so that no checkpoint contains NaN weights."""
+        # In float16 a step with an overflowing gradient is skipped and the loss scale lowered.
         total = loss.detach().float() + (0.0 if grad_norm is None or self.args.fp16 else grad_norm)
         if bool(torch.isfinite(total)):
             return
@@ -175,7 +175,7 @@ class SoftplusTrainer(Trainer):
         )
         raise RunStopped(
             f"the loss or its gradient became NaN or infinite between step {self._globalstep_last_logged} and step "
-            f"{step}, and nothing of it was saved; {intact}"
+            f"{step}. Nothing after that was saved; {intact}"
         )
 
     def _evaluate(self, *rest: Any, **kwargs: Any) -> Any:
@@ -194,9 +194,9 @@ class SoftplusTrainer(Trainer):
         self.throughput.paused += time.perf_counter() - begun
 
     def fill(self, folder: Path) -> None:
-        """Writes the files of a checkpoint; every process calls it."""
+        """Writes the files of a checkpoint. Every process must call it."""
         pending = distributed.all_gather_objects(float(self._tr_loss))
-        checkpoints.save_state(folder, self.model, bare(self.optimizer))
+        checkpoints.save_state(folder, self.model, unwrap(self.optimizer))
         self._save_rng_state(str(folder))
         if not distributed.is_rank0():
             return
@@ -215,16 +215,16 @@ class SoftplusTrainer(Trainer):
         write_json(folder / POSITION, position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Weights are loaded with the optimizer state, after the model is wrapped."""
+        """Skipped: weights are loaded with the optimizer state, after the model is wrapped."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        checkpoints.load_state(folder, self.model, bare(self.optimizer))
+        checkpoints.load_state(folder, self.model, unwrap(self.optimizer))
         with checkpoints.refusing(folder, SCHEDULER):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
-            resume_rates(self.lr_scheduler, bare(self.optimizer))
+            restore_learning_rates(self.lr_scheduler, unwrap(self.optimizer))
         self.pending = checkpoints.position(folder)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -233,7 +233,7 @@ class SoftplusTrainer(Trainer):
 
 
 class RestorePendingLoss(TrainerCallback):
-    """Trainer resets the running loss when it resumes: restores the part that was not logged yet."""
+    """Restores the loss that was not logged yet, which Trainer resets when it resumes."""
 
     def __init__(self, trainer: SoftplusTrainer) -> None:
         self.trainer = trainer
@@ -243,55 +243,55 @@ class RestorePendingLoss(TrainerCallback):
     ) -> None:
         trainer, pending = self.trainer, self.trainer.pending
         trainer.throughput.restart(state.global_step)
-        # Trainer goes on with the intervals of the checkpoint, even where they were changed since.
+        # Trainer would use the intervals stored in the checkpoint.
         state.logging_steps, state.save_steps, state.eval_steps = args.logging_steps, args.save_steps, args.eval_steps
         if not pending:
             return
         losses = pending["pending_losses"]
-        same = len(losses) == distributed.world_size()
-        trainer._tr_loss += losses[distributed.rank()] if same else sum(losses) / len(losses)
+        same_world_size = len(losses) == distributed.world_size()
+        trainer._tr_loss += losses[distributed.rank()] if same_world_size else sum(losses) / len(losses)
         trainer._globalstep_last_logged = pending["last_logged_step"]
 
 
-def explained(error: Exception, config: TrainConfig) -> RunStopped | None:
-    """The one-line reason for errors that come from outside (memory, data, reporters); None for all others."""
+def explain(error: Exception, config: TrainConfig) -> RunStopped | None:
+    """A one-line error for external causes (memory, data, reporters); None for all others."""
     message = str(error)
     if config.report_to and type(error).__module__.partition(".")[0] == config.report_to:
         reason = " ".join(message.split())[:200]
         return RunStopped(f"{config.report_to} cannot be used ({reason}). Pass --report-to none to train without it")
     again = "run the same command again: it continues from the last checkpoint"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message:
-        if distributed.world_size() > 1:  # the others do not stop with a sentence
+        if distributed.world_size() > 1:  # the other ranks would still fail with a traceback
             return None
         first = message.splitlines()[0] if message else "MemoryError"
         return RunStopped(
             f"out of memory ({first}): lower --micro-batch-size (now {config.micro_batch_size}), or use "
             f"--loss chunked or --gradient-checkpointing, and {again}"
         )
-    # What a killed reader had read already is fetched from it by a socket.
-    is_gone = config.workers > 0 and isinstance(error, ConnectionError | EOFError)
-    if is_gone or message.startswith("DataLoader worker"):
+    # Batches of a killed worker are fetched from it by a socket.
+    is_killed = config.workers > 0 and isinstance(error, ConnectionError | EOFError)
+    if is_killed or message.startswith("DataLoader worker"):
         first = message.splitlines()[0].rstrip(". ") if message else type(error).__name__
-        return RunStopped(f"a process that reads data was killed ({first}): {again}")
+        return RunStopped(f"a data loader worker was killed ({first}): {again}")
     if message.startswith("Caught ") and "in DataLoader worker" in message:
-        return RunStopped(f"a sequence cannot be read ({message.rstrip().splitlines()[-1]}). Fix the data and {again}")
+        return RunStopped(f"cannot read a sequence ({message.rstrip().splitlines()[-1]}). Fix the data and {again}")
     return None
 
 
-def bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate wraps."""
+def unwrap(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def resume_rates(schedule: torch.optim.lr_scheduler.LambdaLR, optimizer: torch.optim.Optimizer) -> None:
-    """The schedule's position comes from the checkpoint, its peak from this start, which may have changed it."""
+def restore_learning_rates(schedule: torch.optim.lr_scheduler.LambdaLR, optimizer: torch.optim.Optimizer) -> None:
+    """Takes the position of the schedule from the checkpoint and the peak rates from the current settings."""
     schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
     for group, peak, factor in zip(optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
         group["lr"] = peak * factor(schedule.last_epoch)
 
 
-def whole(value: Any) -> Any:
-    """The norm of sharded gradients is a DTensor."""
+def full_norm(value: Any) -> Any:
+    """The gradient norm as a plain tensor; of sharded gradients it is a DTensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
@@ -299,7 +299,7 @@ def whole(value: Any) -> Any:
 
 
 class PowerCallback(TrainerCallback):
-    """Sets the power before each step. It depends on the step alone, so a resumed run needs no state for it."""
+    """Sets the power before each step. It depends only on the step, so it needs no state."""
 
     def __init__(self, schedule: PowerSchedule, steps: int) -> None:
         self.schedule, self.steps = schedule, steps
@@ -313,7 +313,7 @@ class PowerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
     ) -> None:
-        # A run that was killed after its last step has no step left to begin.
+        # A run resumed after its last step calls no on_step_begin.
         self.set(others["model"], max(0, state.global_step - 1))
 
     def set(self, model: Any, step: int) -> None:
@@ -323,12 +323,14 @@ class PowerCallback(TrainerCallback):
             self.power = power
 
 
-# ---- asked to stop: the step is finished, a checkpoint written
+# ---- stop signals: finish the step and write a checkpoint
 
 
 def ignore_stop_signals(leaving: Any, then: Callable[[int], None] | None, worker: int) -> None:
-    """For a process that reads data: a signal to the whole group must not take it from under the step. Once the run is
-    ``leaving`` it ends at SIGTERM, or Python would wait for it for ever."""
+    """Initialiser of data loader workers, which must survive a signal to the process group until the step is done.
+
+    Once the run is ``leaving``, a worker exits at SIGTERM; otherwise Python would wait for it forever.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         if leaving.value:
@@ -341,7 +343,7 @@ def ignore_stop_signals(leaving: Any, then: Callable[[int], None] | None, worker
 
 
 class Terminated(RunStopped):
-    """The run stopped at a signal; started again, it continues."""
+    """The run was stopped by a signal and can be resumed."""
 
     def __init__(self, message: str, signal_number: int) -> None:
         super().__init__(message)
@@ -349,47 +351,47 @@ class Terminated(RunStopped):
 
 
 class Termination(TrainerCallback):
-    """Stops after the step in which a signal arrives. A second signal stops at once."""
+    """Stops the run after the step in which a signal arrives. A second signal stops it immediately."""
 
     def __init__(self) -> None:
-        self.asked = 0  # the number of the signal
-        self.stopped_by = 0
+        self.received = 0  # the signal received by this process
+        self.stopped_by = 0  # the signal that all processes agreed on
         self.before: dict[signal.Signals, Any] = {}
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        # Only the main thread may listen. What somebody set to be ignored (a run in the background) stays ignored.
-        here = threading.current_thread() is threading.main_thread()
-        found = {number: signal.getsignal(number) for number in SIGNALS if here}
-        self.before = {number: one for number, one in found.items() if one not in (signal.SIG_IGN, None)}
+    def handle_signals(self) -> Iterator[None]:
+        # Python allows this in the main thread only. Ignored signals (of a background job) stay ignored.
+        is_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+        self.before = {number: one for number, one in handlers.items() if one not in (signal.SIG_IGN, None)}
         for number in self.before:
-            signal.signal(number, self.ask)
+            signal.signal(number, self.receive)
         try:
             yield
         finally:
-            self.stop_listening()
+            self.restore_handlers()
 
-    def stop_listening(self) -> None:
+    def restore_handlers(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
-        self.stop_listening()
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self.restore_handlers()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        # All processes have to stop after the same step, and to ask each other costs a wait for the device: a run of
-        # several does so where it waits anyway, to log.
+        # All processes must stop after the same step. Agreeing on it synchronises with the device, so several
+        # processes do it only when logging synchronises anyway.
         if distributed.world_size() == 1:
-            self.stopped_by = self.asked
+            self.stopped_by = self.received
         elif control.should_log:
-            self.stopped_by = max(distributed.all_gather_objects(self.asked))
+            self.stopped_by = max(distributed.all_gather_objects(self.received))
         if self.stopped_by and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
 
-    def leave_if_asked(self, step: int, steps: int) -> None:
+    def raise_if_stopped(self, step: int, steps: int) -> None:
         if self.stopped_by and step < steps:
             message = (
                 f"stopped by {signal.Signals(self.stopped_by).name} after step {step} of {steps}, with a checkpoint"
             )
-            raise Terminated(f"{message}: run the same command again to go on", self.stopped_by)
+            raise Terminated(f"{message}: run the same command again to continue", self.stopped_by)

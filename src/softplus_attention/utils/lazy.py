@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``; ``homes`` maps names to their submodules, a submodule to itself."""
+    """``__getattr__`` and ``__dir__`` of ``package``; ``homes`` maps names to submodules, a submodule to itself."""
 
     def get(name: str) -> Any:
         if name not in homes:
