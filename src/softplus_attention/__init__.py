@@ -28,12 +28,12 @@ ROOMS = ("catalog", "data", "evaluation", "huggingface", "nn", "recipes", "repor
 
 
 def __dir__() -> list[str]:
-    """The public names, and the rooms of the package that are imported."""
+    """The public names, and the subpackages that are already imported."""
     return sorted({*__all__, *(set(ROOMS) & globals().keys())})
 
 
 class _CallablePackage(ModuleType):
-    """``import softplus_attention.huggingface`` rebinds the name of the function to the package: both can be called."""
+    """Makes the package callable: ``import softplus_attention.huggingface`` rebinds the function's name to it."""
 
     __call__ = staticmethod(softplus_attention)
     __signature__ = inspect.signature(softplus_attention)

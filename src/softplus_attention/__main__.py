@@ -1,4 +1,4 @@
-"""``python -m softplus_attention`` is the command ``softplus-attention``, also where it runs from source."""
+"""``python -m softplus_attention``: the command ``softplus-attention``, also from a source checkout."""
 
 import sys
 

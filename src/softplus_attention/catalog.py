@@ -1,4 +1,4 @@
-"""The attentions by name: the public names of ``softplus_attention.attentions``."""
+"""The public names of ``softplus_attention.attentions``: every attention by name."""
 
 from softplus_attention.attentions.catalog import (
     ABLATIONS,

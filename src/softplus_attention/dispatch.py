@@ -1,4 +1,4 @@
-"""Which implementation runs a call, and why; what happens under autocast, compilers and transforms."""
+"""Chooses the implementation of a call; handles autocast, compilers and function transforms."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from softplus_attention.visibility import Visibility
 
 Impl = Literal["auto", "triton", "chunked", "reference"]
 IMPLS = ("auto", "triton", "chunked", "reference")
-# The decode kernel takes a call without gradients of at most so many new rows; more go to the prefill kernel.
+# The decode kernel takes calls without gradients of up to this many new rows; the prefill kernel takes longer ones.
 MAX_DECODE_ROWS = 16
 NO_TRITON = "triton is not installed (pip install 'softplus-attention[triton]')"
-# Looked for once: torch.compile cannot follow the search.
+# Evaluated once: torch.compile cannot trace find_spec.
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -60,20 +60,20 @@ def attend(
     validate: bool = False,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """The one dispatch behind the public functions, prefill and decode; shapes are already checked."""
+    """The dispatch behind all public functions, prefill and decode; shapes are already checked."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS}", repr(impl))
     refuse_context_parallel()
     if is_dtensor(q) or is_dtensor(k):
         kwargs: dict[str, Any] = {"offset": offset, "validate": validate, "normalized_keys": normalized_keys}
-        own = partial(attend, score_scale=score_scale, impl=impl, **kwargs)
-        return attend_dtensors(own, q, k, v, visibility, power)
+        attend_local = partial(attend, score_scale=score_scale, impl=impl, **kwargs)
+        return attend_dtensors(attend_local, q, k, v, visibility, power)
     score_scale = check.check_score_scale(score_scale, q.shape[-1], visibility.bounds())
     check_power(power, (q.shape[0], q.shape[1], q.shape[2]), q.device, validate)
     check.check_offset(offset)
     chosen = impl if impl != "auto" else "triton" if has_fused_kernel(q) else choose(q.device, q.dtype).impl
     if impl == "auto" and is_exported_to_onnx():
-        chosen = "reference"  # ONNX has torch's operators alone
+        chosen = "reference"  # ONNX supports only torch's own operators
     if chosen == "reference":
         with without_autocast(q.device):
             return reference_attention(q, k, v, visibility, power, score_scale, normalized_keys, offset)
@@ -95,13 +95,13 @@ def attend(
 
 
 def refuse_context_parallel() -> None:
-    """torch's context parallel cuts the sequence and replaces SDPA alone: here each rank would see its own part."""
+    """torch's context_parallel shards the sequence but replaces only SDPA: here each rank would see only its shard."""
     if torch.compiler.is_compiling():
         return
     module = sys.modules.get(CONTEXT_PARALLEL)
     if module is not None and F.scaled_dot_product_attention in getattr(module, "_replaced_functions", ()):
         raise RuntimeError(
-            "inside torch's context_parallel each rank would attend to its own part of the sequence alone; use "
+            "inside torch's context_parallel each rank would attend to its own part of the sequence only; use "
             "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
         )
 
@@ -111,15 +111,15 @@ def is_exported_to_onnx() -> bool:
 
 
 def unit_keys(k: Tensor) -> Tensor:
-    """Keys (B, H, T, D) as a cache holds them for ``normalized_keys=True``: of length 1, in their own dtype."""
+    """Keys (B, H, T, D) as unit vectors in their own dtype, as a cache holds them for ``normalized_keys=True``."""
     fused = has_fused_kernel(k) and not wants_gradient(k) and not transformed(k)
     return ops.implementation("triton.decode_launch").unit_vectors(k) if fused else reference.unit_keys(k)
 
 
 def transformed(*tensors: Tensor) -> bool:
-    """Whether a call means more than its numbers: to torch.func, forward-mode gradients or ``ops.needs_dispatcher``."""
-    derived = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return derived or ops.needs_dispatcher(*tensors)
+    """Whether a torch.func transform, forward-mode gradient or ``ops.needs_dispatcher`` case applies to the call."""
+    transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transforms or ops.needs_dispatcher(*tensors)
 
 
 def has_fused_kernel(x: Tensor) -> bool:
@@ -129,7 +129,7 @@ def has_fused_kernel(x: Tensor) -> bool:
 def refuse_transforms(impl: str, *tensors: object) -> None:
     """torch.func and forward-mode differentiation would silently bypass a fused op."""
     compiling = torch.compiler.is_compiling()
-    # A compiler does not show which tensors have tangents. It does know what vmap and grad are to do with an op.
+    # While compiling, tangents cannot be inspected; vmap and grad of the op are handled by the compiler.
     forward_mode = forward_ad._current_level >= 0 and (
         compiling or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     )
@@ -140,7 +140,7 @@ def refuse_transforms(impl: str, *tensors: object) -> None:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as autocast casts for scaled_dot_product_attention: everything but float64, to the autocast dtype."""
+    """Casts as autocast does for scaled_dot_product_attention: all but float64, to the autocast dtype."""
     first = tensors[0]
     if not isinstance(first, Tensor):
         return tensors
@@ -164,7 +164,7 @@ def check_for_triton(q: Tensor) -> None:
     if not triton_interprets():
         check.fail("impl", f"'auto', 'chunked' or 'reference' for tensors on {q.device}", "'triton'")
     if q.dtype == torch.bfloat16:
-        expected = "float16 or float32 in Triton's interpreter, whose products misread bfloat16"
+        expected = "float16 or float32 in Triton's interpreter, which computes bfloat16 products wrongly"
         check.fail("q", expected, "bfloat16", TypeError)
 
 

@@ -1,10 +1,9 @@
-"""Context parallel: a sequence that lies on several processes, attended to exactly.
+"""Context parallelism: exact attention over sequences that are sharded across processes.
 
-A ``ContextParallel`` record is made once for a batch, from its length and its documents. It says which tokens each
-process holds and which keys each of them may see; no process ever counts keys for itself, so N_i is that of the whole
-sequence. Two ways of attending: "gather" brings all keys and values to every process and calls the op as it is;
-"ulysses" trades tokens for heads, so that each process attends to whole sequences with some of the heads.
-docs/scale.md says what each costs.
+A ``ContextParallel`` record is made once per batch, from its length and its documents. It says which tokens each
+process holds and which keys each of them sees in the whole sequence, so N_i is that of the whole sequence. There are
+two modes: "gather" gathers all keys and values on every process and calls the op unchanged; "ulysses" exchanges tokens
+for heads, so that each process attends to whole sequences with a part of the heads. docs/scale.md has the costs.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from torch import Tensor
 from softplus_attention import dispatch, reference
 from softplus_attention import validation as check
 from softplus_attention.attentions.catalog import Attention
-from softplus_attention.attentions.catalog import attention as named
+from softplus_attention.attentions.catalog import attention as find_attention
 from softplus_attention.attentions.spec import AttentionSpec
 from softplus_attention.power import power_of_rows
 from softplus_attention.visibility import Visibility, document_indices, window_start
 
 Mode = Literal["gather", "ulysses"]
 MODES = ("gather", "ulysses")
-IGNORED = -100  # a label that is no target
-LARGEST_BLOCK = 128  # tokens that stay together: a block of the kernels' rows
-BLOCKS_EACH = 8  # at least so many blocks for each process, where the sequence is long enough
-TURNS = 2  # parts of the heads that are gathered one behind the other: the second while the first is attended to
+IGNORED = -100  # label of a token that is no target
+MAX_BLOCK = 128  # tokens that are dealt together: a block of the kernels' rows
+MIN_BLOCKS = 8  # of each process, if the sequence is long enough
+TURNS = 2  # groups of heads gathered in turn: the second is in transfer while the first is attended to
 
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """Who holds which tokens of a sequence of ``length``, and what each row may see.
+    """Which process holds which tokens of a sequence of ``length``, and what each row may see.
 
     ``positions`` (rows,) are the tokens of this process, -1 for padding; ``table`` (processes, rows) those of all.
-    ``start`` and ``end`` (B or 1, length) are the document of each token of the whole sequence; ``place`` (length,) is
-    where each token lies when the rows of all processes are laid one after another.
+    ``start`` and ``end`` (B or 1, length) are the bounds of each token's document in the whole sequence; ``place``
+    (length,) is each token's index in the concatenation of all processes' rows.
     """
 
     length: int
@@ -62,17 +61,17 @@ class ContextParallel:
         return self.table.shape[0]
 
     def shard(self, x: Tensor, dim: int, padding: float = 0) -> Tensor:
-        """The rows of this process of a tensor that is whole along ``dim``."""
+        """This process's rows of a tensor that holds the whole sequence along ``dim``."""
         if x.shape[dim] != self.length:
             check.fail("x", f"a tensor of {self.length} tokens along dim {dim}", check.describe_tensor(x))
-        mine = x.index_select(dim, self.positions.clamp(min=0).to(x.device))
+        local = x.index_select(dim, self.positions.clamp(min=0).to(x.device))
         real = (self.positions >= 0).to(x.device)
         shape = [1] * x.dim()
         shape[dim] = -1
-        return torch.where(real.view(shape), mine, padding)
+        return torch.where(real.view(shape), local, padding)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The whole tensor on every process, in the order of the sequence; gradients are summed over the processes."""
+        """The whole tensor on every process, in sequence order; gradients are summed over the processes."""
         if x.shape[dim] != self.rows:
             check.fail("x", f"the {self.rows} rows of this process along dim {dim}", check.describe_tensor(x))
         return self.in_order(self.gathering(x, dim), dim)
@@ -85,7 +84,7 @@ class ContextParallel:
         return gathered.index_select(0, self.place.to(gathered.device)).movedim(0, dim)
 
     def visibility(self, rows: Tensor | None, is_causal: bool, window: int | None) -> Visibility:
-        """What the rows at these positions see of the whole sequence; None for every row in order."""
+        """What the rows at these positions see of the whole sequence; None is all rows in order."""
         check.check_causal(is_causal)
         check.check_window(window, is_causal)
         own = torch.arange(self.length, device=self.start.device) if rows is None else rows
@@ -96,7 +95,7 @@ class ContextParallel:
             end = torch.minimum(end, own + 1)
             if window is not None:
                 start = torch.maximum(start, window_start(own, window))
-        start, end = torch.where(real, start, 0), torch.where(real, end, 0)  # padding sees nothing: N = 0
+        start, end = torch.where(real, start, 0), torch.where(real, end, 0)  # padding rows see no key: N = 0
         return Visibility(
             own.shape[1],
             self.length,
@@ -119,15 +118,17 @@ def context_parallel(
 ) -> ContextParallel:
     """The record of a batch; every process of ``group`` makes it from the same arguments.
 
+    Give exactly one of the first three arguments.
+
     Args:
-        length: of the whole sequence, any number; it follows from the next two where they are given.
+        length: of the whole sequence, any number.
         cu_seqlens: int (documents + 1,), packed documents, the same in every row of the batch.
         document_starts: int (B, length), for each token the first token of its document: rows packed differently.
         group: the processes that share the sequence; None is all of them.
         mode: "gather" or "ulysses", which needs query heads divisible by the number of processes.
 
-    With "gather" blocks of tokens are dealt out by the work they are, so that every process has as much whatever the
-    documents are; with "ulysses" each process holds a stretch of the sequence.
+    With "gather" blocks of tokens are dealt out such that every process has the same amount of work, whatever the
+    documents are; with "ulysses" each process holds a contiguous part of the sequence.
     """
     if mode not in MODES:
         check.fail("mode", f"one of {MODES}", repr(mode))
@@ -137,7 +138,7 @@ def context_parallel(
         raise RuntimeError("context_parallel: no process group; start with torchrun and call init_process_group first")
     start, end = documents(length, cu_seqlens, document_starts, device)
     length, world = start.shape[1], dist.get_world_size(group)
-    table = stretches(length, world, start.device) if mode == "ulysses" else deal(start, world)
+    table = contiguous_table(length, world, start.device) if mode == "ulysses" else deal(start, world)
     real = table.flatten() >= 0
     place = torch.empty(length, dtype=torch.long, device=table.device)
     place[table.flatten()[real]] = torch.arange(table.numel(), device=table.device)[real]
@@ -148,7 +149,7 @@ def context_parallel(
 def documents(
     length: int | None, cu_seqlens: Tensor | None, document_starts: Tensor | None, device: torch.device | str | None
 ) -> tuple[Tensor, Tensor]:
-    """(B or 1, length) int32: where the document of each token begins and ends."""
+    """(start, end), int32 (B or 1, length): the bounds of each token's document."""
     if length is not None:
         if isinstance(length, bool) or not isinstance(length, int) or length < 1:
             check.fail("length", "an int >= 1", repr(length))
@@ -164,7 +165,7 @@ def documents(
     start = document_starts.to(device=device, dtype=torch.int32)
     own = torch.arange(start.shape[-1], device=start.device)
     if start.dim() != 2 or not start.numel() or (start > own).any() or (start < 0).any() or (start.diff() < 0).any():
-        expected = "(B, length), for each token the first token of its document, at most its own place"
+        expected = "(B, length), for each token the index of the first token of its document"
         check.fail("document_starts", expected, check.describe_tensor(document_starts))
     # A document ends where the next token has another start.
     last = torch.ones_like(start, dtype=torch.bool)
@@ -173,18 +174,18 @@ def documents(
     return start, ends.flip(1).cummin(1).values.flip(1)
 
 
-def stretches(length: int, world: int, device: torch.device) -> Tensor:
+def contiguous_table(length: int, world: int, device: torch.device) -> Tensor:
     rows = -(-length // world)
     table = torch.arange(rows * world, device=device).view(world, rows)
     return torch.where(table < length, table, -1)
 
 
 def deal(start: Tensor, world: int) -> Tensor:
-    """(processes, rows): blocks of tokens, the largest work first, dealt to and fro. A process holds them in order."""
+    """(processes, rows): blocks of tokens by decreasing work, dealt in alternating order, then sorted per process."""
     length, device = start.shape[1], start.device
-    block = max(1, min(LARGEST_BLOCK, length // (BLOCKS_EACH * world)))
+    block = max(1, min(MAX_BLOCK, length // (MIN_BLOCKS * world)))
     rounds = -(-length // (block * world))
-    rounds += rounds % 2 if rounds > 2 else 0  # to and fro is even in pairs
+    rounds += rounds % 2 if rounds > 2 else 0  # pairs of rounds in opposite order balance
     work = torch.zeros(rounds * world * block, dtype=torch.long, device=device)
     work[:length] = (torch.arange(length, device=device) + 1 - start).sum(0)
     order = work.view(-1, block).sum(1).sort(descending=True, stable=True).indices.view(rounds, world)
@@ -193,11 +194,11 @@ def deal(start: Tensor, world: int) -> Tensor:
     return torch.where(table < length, table, -1)
 
 
-# ---- what is sent
+# ---- collectives
 
 
 class Transfer:
-    """A collective under way: ``out`` is not to be read before ``wait``. ``sent`` is kept alive until then."""
+    """A running collective: ``out`` must not be read before ``wait``. ``sent`` is kept alive until then."""
 
     def __init__(self, send: Callable[..., Any], out: Tensor, sent: Tensor, group: Any) -> None:
         self.out, self.sent = out, sent
@@ -215,33 +216,33 @@ def all_gather(x: Tensor, group: Any) -> Transfer:
 
 
 def reduce_scatter(x: Tensor, group: Any) -> Transfer:
-    """(processes * n, ...) -> (n, ...), summed; halves are summed in float32."""
+    """(processes * n, ...) -> (n, ...), summed; half precision in float32."""
     exact = x.to(reference.compute_dtype(x.dtype)).contiguous()
     out = exact.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
     return Transfer(getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, out, exact, group)
 
 
 def all_to_all(x: Tensor, group: Any) -> Tensor:
-    """(processes, ...): part i goes to process i, and its part of ours comes back."""
+    """(processes, ...): sends part i to process i and receives its part for this process."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     dist.all_to_all_single(out, x.contiguous(), group=group)
     return out
 
 
 class Gathering:
-    """Rows (n, ...) of each process on their way to all of them.
+    """An all-gather of rows (n, ...), as two nodes of the autograd graph.
 
-    ``begun`` and ``ended`` are two nodes of the graph. Backwards they change places: what is summed over the processes
-    is sent at the second and awaited at the first, so that work between the two hides the transfer both ways.
+    The forward starts the transfer in ``BeginGather`` and waits for it in ``EndGather``. The backward starts the
+    reduce-scatter in ``EndGather`` and waits in ``BeginGather``. In both, computation in between hides the transfer.
     """
 
     def __init__(self, x: Tensor, group: Any) -> None:
         self.group = group
         self.transfer: Transfer | None = None
-        self.gathered = Begun.apply(x, self)
+        self.gathered = BeginGather.apply(x, self)
 
     def end(self) -> Tensor:
-        gathered, self.gathered = Ended.apply(self.gathered, self), None
+        gathered, self.gathered = EndGather.apply(self.gathered, self), None
         return gathered
 
     def begin(self, send: Callable[[Tensor, Any], Transfer], x: Tensor) -> Tensor:
@@ -254,7 +255,7 @@ class Gathering:
         return transfer.wait()
 
 
-class Begun(torch.autograd.Function):
+class BeginGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering, ctx.dtype = gathering, x.dtype
@@ -265,7 +266,7 @@ class Begun(torch.autograd.Function):
         return ctx.gathering.wait().to(ctx.dtype), None
 
 
-class Ended(torch.autograd.Function):
+class EndGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathering: Gathering) -> Tensor:
         ctx.gathering = gathering
@@ -275,7 +276,7 @@ class Ended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         ctx.gathering.begin(reduce_scatter, gradients[0])
-        return gradients[0], None  # of the right shape: nobody reads it
+        return gradients[0], None  # a placeholder of the right shape: BeginGather returns the sum
 
 
 class Exchange(torch.autograd.Function):
@@ -303,15 +304,15 @@ def context_parallel_attention(
     is_causal: bool = True,
     window: int | None = None,
 ) -> Tensor:
-    """Any attention of the catalogue over a sharded sequence: the rows of this process, as one process would have them.
+    """Any attention of the catalogue over a sharded sequence: this process's rows of the exact result.
 
-    q (B, H, rows, D), k and v (B, H_kv, rows, D) are what ``record.shard`` gives. ``parameters`` are those of
-    ``Attention``: a tensor (H,) is the same on every process and its gradient a part of the whole's, summed over the
-    group like that of any weight; a power of rows has the rows of this process. Padding rows give 0.
+    q (B, H, rows, D), k and v (B, H_kv, rows, D) are shards by ``record.shard``. ``parameters`` are those of
+    ``Attention``: a tensor (H,) is the same on every process, and its gradient is partial, to be summed over the group
+    like that of any weight; a power per row is sharded like the rows. Padding rows give 0.
     """
     global _attended
     _attended += 1
-    chosen = named(attention)
+    chosen = find_attention(attention)
     q, k, v = dispatch.autocast(q, k, v)
     check.check_qkv(q, k, v, layout="(B, H, rows, D)", enable_gqa=True, names=("q", "k", "v"))
     if q.shape[2] != record.rows or k.shape[2] != record.rows:
@@ -335,22 +336,22 @@ def gather(
     turns = TURNS if k.shape[1] % TURNS == 0 and not has_slopes(chosen) else 1
     visibility = record.visibility(record.positions, is_causal, window)
     widths = [k.shape[-1], v.shape[-1]]
-    under_way = [record.gathering(both, 2) for both in torch.cat([k, v], -1).chunk(turns, 1)]
-    found = []
-    for turn, (queries, gathering) in enumerate(zip(q.chunk(turns, 1), under_way, strict=True)):
+    gatherings = [record.gathering(both, 2) for both in torch.cat([k, v], -1).chunk(turns, 1)]
+    outputs = []
+    for turn, (queries, gathering) in enumerate(zip(q.chunk(turns, 1), gatherings, strict=True)):
         keys, values = record.in_order(gathering, 2).split(widths, -1)
-        mine = {name: of_heads(value, turn, turns) for name, value in parameters.items()}
-        found.append(chosen.attend(queries, keys, values, visibility, "auto", mine, False))
-    return found[0] if turns == 1 else torch.cat(found, 1)
+        local = {name: slice_heads(value, turn, turns) for name, value in parameters.items()}
+        outputs.append(chosen.attend(queries, keys, values, visibility, "auto", local, False))
+    return outputs[0] if turns == 1 else torch.cat(outputs, 1)
 
 
 def has_slopes(chosen: Attention) -> bool:
-    """ALiBi's depend on the number of a head among all of them."""
+    """ALiBi slopes depend on a head's index among all heads."""
     return chosen.spec.positions == "alibi"
 
 
-def of_heads(value: Tensor, part: int, parts: int) -> Tensor:
-    """One of equal parts of a parameter (H,) or (B|1, H|1, rows)."""
+def slice_heads(value: Tensor, part: int, parts: int) -> Tensor:
+    """One of ``parts`` equal groups of heads of a parameter (H,) or (B|1, H|1, rows)."""
     dim = 0 if value.dim() == 1 else 1
     return value if parts == 1 or value.shape[dim] == 1 else value.chunk(parts, dim)[part]
 
@@ -370,18 +371,18 @@ def ulysses(
         what = f'mode="ulysses" needs query heads divisible by the {world} processes, got {heads}; use mode="gather"'
         raise ValueError(what)
     if has_slopes(chosen):
-        raise ValueError(f'mode="ulysses" gives {chosen.name} the slopes of other heads; use mode="gather"')
+        raise ValueError(f'mode="ulysses" would give {chosen.name} the slopes of other heads; use mode="gather"')
     if k.shape[1] % world:
         k, v = (reference.expand_kv_heads(x, math.lcm(k.shape[1], world)) for x in (k, v))
     rank = dist.get_rank(record.group)
-    mine = {}
+    local = {}
     for name, value in parameters.items():
         if value.dim() == 1:
-            mine[name] = of_heads(value, rank, world)
-        else:  # of rows: goes the way of the queries
-            mine[name] = to_heads(value.expand(*q.shape[:3])[..., None], record)[..., 0]
+            local[name] = slice_heads(value, rank, world)
+        else:  # per row: exchanged like the queries
+            local[name] = to_heads(value.expand(*q.shape[:3])[..., None], record)[..., 0]
     q, k, v = (to_heads(x, record) for x in (q, k, v))
-    out = chosen.attend(q, k, v, record.visibility(None, is_causal, window), "auto", mine, False)
+    out = chosen.attend(q, k, v, record.visibility(None, is_causal, window), "auto", local, False)
     return to_rows(out, record)
 
 
@@ -400,19 +401,19 @@ def to_rows(x: Tensor, record: ContextParallel) -> Tensor:
     return Exchange.apply(parts, record.group).transpose(0, 1).flatten(1, 2)
 
 
-# ---- models: what is attended inside this context lies on several processes
+# ---- models
 
-# Not ContextVars: a backward pass recomputes layers in threads of its own.
+# Not ContextVars: the backward of gradient checkpointing recomputes layers in other threads.
 _active: ContextParallel | None = None
-_attended = 0  # layers, in the active record
+_attended = 0  # calls of context_parallel_attention inside ``sharded``
 
 
 @contextmanager
 def sharded(record: ContextParallel) -> Iterator[ContextParallel]:
-    """Inside, the attentions of this package in models of transformers take their rows for those of the record.
+    """Inside, this package's attentions in models of transformers treat their rows as shards of the record.
 
-    Forward and backward both belong inside where layers are recomputed (gradient checkpointing). Inputs are sharded by
-    ``record.shard``; ``position_ids`` are ``record.positions`` within their documents; masks are the record's.
+    With gradient checkpointing the backward must run inside too. Inputs are sharded by ``record.shard``;
+    ``position_ids`` are ``record.positions`` counted from the start of each document; masks follow from the record.
     """
     global _active, _attended
     before, _active, _attended = (_active, _attended), record, 0
@@ -424,12 +425,12 @@ def sharded(record: ContextParallel) -> Iterator[ContextParallel]:
 
 
 def check_attended(layers: int) -> None:
-    """Inside ``sharded``: another attention than ours takes the rows of one process for all, in silence."""
+    """Inside ``sharded`` any other attention would silently treat the rows of one process as the whole sequence."""
     if _attended < layers:
-        each = "a layer at least" if layers == 1 else f"each of {layers} layers"
+        where = "at least one layer" if layers == 1 else f"each of {layers} layers"
         raise ValueError(
-            f"context parallel needs an attention of softplus_attention in {each}, got {_attended}: any other sees the "
-            "tokens of one process alone. Load the model with attn_implementation='lssar' or another name of its "
+            f"context parallel needs an attention of softplus_attention in {where}, got {_attended}: any other sees "
+            "only the tokens of one process. Load the model with attn_implementation='lssar' or another name of the "
             "catalogue"
         )
 
@@ -437,26 +438,26 @@ def check_attended(layers: int) -> None:
 def shard_batch(
     inputs: Mapping[str, Any], group: dist.ProcessGroup | None = None, mode: Mode = "gather"
 ) -> tuple[ContextParallel, dict[str, Any]]:
-    """The record of a causal language model's batch, and what its forward takes on this process inside ``sharded``.
+    """The record of a causal language model's batch, and the model's inputs on this process, for use in ``sharded``.
 
-    "input_ids" and "labels" (B, length) are the same on every process of the group; "position_ids", where they start
-    anew, begin documents. The labels are shifted here, since a row's next token may be elsewhere: "shift_labels". By
-    "num_items_in_batch" a process's loss is its part of the mean over the targets of all of them.
+    "input_ids" and "labels" (B, length) are the same on every process of the group; each 0 in "position_ids" starts a
+    document. Labels are shifted here ("shift_labels"), since the next token may be on another process. With
+    "num_items_in_batch" each process's loss is its share of the mean over the targets of all processes.
     """
     tokens = inputs["input_ids"]
-    left = sorted(set(inputs) - {"input_ids", "labels", "position_ids", "shift_labels"})
-    if left:
-        raise ValueError(f"context parallel cannot share out {left}: pass input_ids, labels and position_ids alone")
+    unsupported = sorted(set(inputs) - {"input_ids", "labels", "position_ids", "shift_labels"})
+    if unsupported:
+        raise ValueError(f"context parallel cannot shard {unsupported}: pass only input_ids, labels and position_ids")
     place = torch.arange(tokens.shape[1], device=tokens.device)
     position_ids = inputs.get("position_ids")
     if position_ids is None:
         record = context_parallel(tokens.shape[1], group=group, mode=mode, device=tokens.device)
         position_ids = place[None].expand_as(tokens)
     else:
-        begun = torch.where(position_ids == 0, place, 0).cummax(1).values
-        if not torch.equal(position_ids, place - begun):
+        starts = torch.where(position_ids == 0, place, 0).cummax(1).values
+        if not torch.equal(position_ids, place - starts):
             raise ValueError("context parallel needs position_ids that count from 0 in each document")
-        record = context_parallel(document_starts=begun, group=group, mode=mode)
+        record = context_parallel(document_starts=starts, group=group, mode=mode)
     shared = {"input_ids": record.shard(tokens, 1), "position_ids": record.shard(position_ids, 1)}
     labels = inputs.get("labels")
     if labels is not None:
@@ -469,10 +470,10 @@ def shard_batch(
 
 
 def parallelize_heads(module: Any, mesh: Any) -> None:
-    """Tensor parallel of a ``SoftplusAttention``, in place: a share of its heads to each process of ``mesh``.
+    """Tensor parallelism of a ``SoftplusAttention``, in place: each process of ``mesh`` gets a part of the heads.
 
-    By torch's ``parallelize_module`` for the projections, and with what the module learns per head. Input and output
-    are whole on every process, as those of the same call on the MLP beside it.
+    The projections are sharded by torch's ``parallelize_module``, and so are the parameters learned per head. Input and
+    output are replicated, as for a tensor-parallel MLP.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -511,18 +512,17 @@ def softplus_attention_decode_sharded(
     offset: bool = True,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """Decode over a cache whose keys lie on several processes, in two collectives: (B, H, T_q, D_v) on each of them.
+    """Decode over a cache whose keys are sharded across processes; every process gets the result (B, H, T_q, D_v).
 
-    q (B, H, T_q, D) is the same everywhere; k and v (B, H_kv, T_here, D) are this process's part of the cache, which
-    may be empty, at the places ``key_positions`` (T_here,) of the whole. Row i sees the keys from ``start`` to ``end``,
-    both (B or 1, T_q): N_i is their difference, whichever process holds them. The first collective brings the sums and
-    the largest scores of stage 1; the second adds the weighted values and their sum.
+    q (B, H, T_q, D) is the same everywhere; k and v (B, H_kv, T_local, D) are this process's part of the cache, which
+    may be empty, at the positions ``key_positions`` (T_local,) of the whole. Row i sees the keys from ``start`` to
+    ``end``, both (B or 1, T_q); N_i is their difference. There are two collectives: one of the sums and the largest
+    scores of stage 1, one of the weighted values and the sum of the weights.
     """
     check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=True, names=("q", "k", "v"))
     if key_positions.shape != (k.shape[2],):
-        check.fail(
-            "key_positions", f"of shape ({k.shape[2]},), a place for each key", check.describe_tensor(key_positions)
-        )
+        expected = f"of shape ({k.shape[2]},), one position per key"
+        check.fail("key_positions", expected, check.describe_tensor(key_positions))
     dtype, heads = reference.compute_dtype(q.dtype), q.shape[1]
     scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     visible = ((key_positions >= start[..., None]) & (key_positions < end[..., None]))[:, None]
@@ -547,8 +547,8 @@ def softplus_attention_decode_sharded(
         weights = torch.where(distinct, torch.where(x > 0, torch.where(x > 0, x, 1) ** p, 0), f)
     weights = torch.where(visible, weights, 0)
     values = torch.where(visible.any(-2).any(1, keepdim=True)[..., None], v, 0)
-    mine = reference.weighted_sum(weights, reference.expand_kv_heads(values, heads).to(dtype))
-    both = torch.cat([mine, weights.sum(-1, keepdim=True)], -1)
+    local = reference.weighted_sum(weights, reference.expand_kv_heads(values, heads).to(dtype))
+    both = torch.cat([local, weights.sum(-1, keepdim=True)], -1)
     dist.all_reduce(both, group=group)
     normaliser = both[..., -1:]
     return (both[..., :-1] / torch.where(normaliser == 0, 1, normaliser)).to(q.dtype)
@@ -557,7 +557,7 @@ def softplus_attention_decode_sharded(
 def bytes_of_a_layer(
     mode: Mode, processes: int, batch: int, rows: int, heads: int, kv_heads: int, head_dim: int, element: int
 ) -> dict[str, int]:
-    """Bytes that a process receives from the others in one layer: "forward", "backward"; ``rows`` on each process."""
+    """Bytes that a process receives in one layer, "forward" and "backward", with ``rows`` rows per process."""
     others = processes - 1
     row = batch * rows * head_dim
     if mode == "gather":

@@ -1,4 +1,4 @@
-"""Attention over caches in pages, as servers keep them: a batch of requests of unequal lengths, prefill and decode."""
+"""Attention over paged caches, as inference servers use: prefill and decode of requests of different lengths."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def softplus_attention_paged(
     impl: Impl = "auto",
     validate: bool = False,
 ) -> Tensor:
-    """``softplus_attention`` of new tokens over caches whose pages lie anywhere.
+    """``softplus_attention`` of new tokens over paged caches.
 
     q (total, H, D) holds the new rows of B requests one after another: request b has rows ``cu_seqlens_q[b]`` to
-    ``cu_seqlens_q[b + 1]``, which are the last tokens of its ``seq_lens[b]`` and causal among themselves; their keys
+    ``cu_seqlens_q[b + 1]``, which are the last of its ``seq_lens[b]`` tokens and causal among themselves; their keys
     and values are already in the pages. Key j of request b is ``k_pages[block_table[b, j // page], :, j % page]`` with
-    k_pages (pages, H_kv, page, D) of any strides; requests may share pages. Pages that no visible key needs are never
-    read: with a ``window`` those before it may be reused. A power in a tensor is one per head. Where requests have more
-    than one new row, a GPU is waited for once, to read the lengths.
+    k_pages (pages, H_kv, page, D) of any strides; requests may share pages. Pages without a visible key are never
+    read: with a ``window`` those before it may be reused. A power tensor is per head. If a request has more than one
+    new row, the lengths are read from the GPU, which synchronizes once.
 
     Returns (total, H, D_v).
     """
@@ -72,8 +72,8 @@ def softplus_attention_paged(
 
     def one_row(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any) -> Tensor | None:
         names = ("q", "k_pages", "v_pages")
-        some = (q[:1, :, None], k_pages[:1], v_pages[:1])
-        check.check_qkv(*some, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=names)
+        samples = (q[:1, :, None], k_pages[:1], v_pages[:1])
+        check.check_qkv(*samples, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=names)
         check.check_window(window, is_causal=True)
         check.check_offset(offset)
         check_power(power, (q.shape[0], q.shape[1], 1), q.device, validate)
@@ -99,31 +99,33 @@ def attend_pages(
     validate: bool = False,
     one_row: OneRow | None = None,
 ) -> Tensor:
-    """Any attention's ``decode`` over pages: requests of one new row together, the others one by one. ``one_row`` may
-    know a shorter way for the former."""
+    """Any attention's ``decode`` over pages: requests with one new row as one batch, the others one by one.
+
+    ``one_row`` is a faster implementation for the former; it returns None for calls that it does not support.
+    """
     check_pages(q, k_pages, v_pages, block_table, seq_lens, cu_seqlens_q, max_seqlen_q, max_seqlen_k, validate)
     requests = seq_lens.shape[0]
-    single = partial(attend_rows, decode, k_pages, v_pages, window=window)
+    attend = partial(attend_rows, decode, k_pages, v_pages, window=window)
 
     def decode_rows(q: Tensor, block_table: Tensor, seq_lens: Tensor, longest: int) -> Tensor:
         out = one_row(q, k_pages, v_pages, block_table, seq_lens, window) if one_row else None
-        return single(q[:, :, None], block_table, seq_lens, longest)[:, :, 0] if out is None else out
+        return attend(q[:, :, None], block_table, seq_lens, longest)[:, :, 0] if out is None else out
 
     if max_seqlen_q == 1 and q.shape[0] == requests:
         return decode_rows(q, block_table, seq_lens, max_seqlen_k)
     ends, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[-1])
-    alone = [b for b in range(requests) if ends[b + 1] - ends[b] == 1]
-    if alone:
-        index = torch.tensor(alone, device=q.device)
-        rows = torch.tensor([ends[b] for b in alone], device=q.device)
-        longest = max(lengths[b] for b in alone)
+    decoding = [b for b in range(requests) if ends[b + 1] - ends[b] == 1]
+    if decoding:
+        index = torch.tensor(decoding, device=q.device)
+        rows = torch.tensor([ends[b] for b in decoding], device=q.device)
+        longest = max(lengths[b] for b in decoding)
         out[rows] = decode_rows(q[rows], block_table[index], seq_lens[index], longest)
     for b in range(requests):
         begin, end = ends[b], ends[b + 1]
         if end - begin > 1:
-            own = q[begin:end].transpose(0, 1)[None]
-            out[begin:end] = single(own, block_table[b : b + 1], seq_lens[b : b + 1], lengths[b])[0].transpose(0, 1)
+            rows = q[begin:end].transpose(0, 1)[None]
+            out[begin:end] = attend(rows, block_table[b : b + 1], seq_lens[b : b + 1], lengths[b])[0].transpose(0, 1)
     return out
 
 
@@ -138,7 +140,7 @@ def attend_rows(
     *,
     window: int | None,
 ) -> Tensor:
-    """q (B, H, T_q, D): every request has as many new rows. The pages that they see are copied beside each other."""
+    """q (B, H, T_q, D): every request has T_q new rows. The pages that they see are copied into contiguous caches."""
     page, rows = k_pages.shape[2], q.shape[2]
     columns = max(1, -(-longest // page))
     if window is not None and (seen := (window + rows - 2) // page + 2) < columns:
@@ -146,17 +148,17 @@ def attend_rows(
         table = block_table.gather(
             1, (first[:, None] + torch.arange(seen, device=q.device)).clamp(max=columns - 1).to(torch.int64)
         )
-        # A page that is read twice lies beyond the request's end.
+        # A page that clamping repeats lies beyond the request's end.
         seq_lens = seq_lens - (first * page).to(seq_lens.dtype)
     else:
         table = block_table[:, :columns]
     beyond = torch.arange(table.shape[1], device=q.device) * page >= seq_lens[:, None]
-    table = table.masked_fill(beyond, 0)  # what stands in an unused place of the table may be no page at all
-    return decode(q, beside(k_pages, table), beside(v_pages, table), seq_lens, window=window)
+    table = table.masked_fill(beyond, 0)  # unused entries of the table may be invalid page numbers
+    return decode(q, gather_pages(k_pages, table), gather_pages(v_pages, table), seq_lens, window=window)
 
 
-def beside(pages: Tensor, table: Tensor) -> Tensor:
-    """(pages, H, page, D) by a table (B, n) -> (B, H, n * page, D), one copy."""
+def gather_pages(pages: Tensor, table: Tensor) -> Tensor:
+    """Pages (pages, H, page, D) of a table (B, n) -> (B, H, n * page, D), in one copy."""
     found = pages.transpose(0, 1)[:, table.to(torch.int64)]
     return found.flatten(2, 3).transpose(0, 1)
 
@@ -173,16 +175,13 @@ def check_pages(
     validate: bool,
 ) -> None:
     if not isinstance(q, Tensor) or q.dim() != 3:
-        check.fail(
-            "q", "a tensor (total, H, D)", check.describe_tensor(q) if isinstance(q, Tensor) else type(q).__name__
-        )
+        check.fail("q", "a tensor (total, H, D)", check.describe_tensor(q))
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
         if not isinstance(pages, Tensor) or pages.dim() != 4 or pages.shape[:3] != k_pages.shape[:3]:
-            got = check.describe_tensor(pages) if isinstance(pages, Tensor) else type(pages).__name__
-            check.fail(name, "a tensor (pages, H_kv, page, D), alike in its first three for keys and values", got)
+            expected = "a tensor (pages, H_kv, page, D), with the same first three sizes for keys and values"
+            check.fail(name, expected, check.describe_tensor(pages))
     if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.is_floating_point():
-        got = check.describe_tensor(block_table) if isinstance(block_table, Tensor) else type(block_table).__name__
-        check.fail("block_table", "an int32 tensor (B, blocks)", got)
+        check.fail("block_table", "an int32 tensor (B, blocks)", check.describe_tensor(block_table))
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(value, bool) or not isinstance(value, int | torch.SymInt) or value < 1:
             check.fail(name, "an int >= 1", repr(value))

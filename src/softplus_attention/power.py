@@ -1,4 +1,4 @@
-"""The sharpening power of stage 2: how it is given, and what each row makes of it."""
+"""The sharpening power of stage 2: its forms, checks and values per row."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from softplus_attention import validation as check
 
-# A power that is trained with the weights, one per head: a number, or a factor of log N. Their parameters have other
-# names, so that weights of one kind are not taken for the other's.
+# Powers trained with the weights, one per head: a number, or a factor of log N. Their parameters have different names,
+# so that saved weights of one kind are not loaded as the other.
 LEARNED = "learned"
 LEARNED_LOG = "learned-log"
 RAW_NAMES = {LEARNED: "raw_power", LEARNED_LOG: "raw_power_per_log"}
-# Where the factor begins: of those tried as constants the best at the training length (docs/dev/log.md).
-FIRST_FACTOR = 0.6
+# Of the constant factors tried, the best at the training length (docs/dev/log.md).
+INITIAL_FACTOR = 0.6
 
 
 def check_number(what: str, value: object, least: float, most: float) -> None:
-    # Formatted only where it fails: a compiler cannot format a number that it holds as a variable.
+    # Formatted only on failure: dynamo cannot format a symbolic number.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{what} must be a number from {least:g} to {most:g}, got {value!r}")
     if not least <= value <= most:
@@ -35,7 +35,7 @@ class PowerByLength:
 
         p(N) = base + slope * log(max(N, n0) / n0)
 
-    It stays at ``base`` up to ``n0`` keys (the training length, say) and grows by ``slope`` for each factor e beyond.
+    It is ``base`` up to ``n0`` keys (for example the training length) and grows by ``slope`` for each factor e beyond.
     The number of visible keys is known inside the op, so prefill, packed rows and decode steps agree.
     """
 
@@ -45,12 +45,12 @@ class PowerByLength:
 
     def __post_init__(self) -> None:
         for name, least in (("base", 1), ("slope", 0), ("n0", 1)):
-            # At most what float32 holds, also of what is computed from it.
+            # Bounded so that everything computed from it fits float32.
             check_number(f"PowerByLength: `{name}`", getattr(self, name), least, 1e30)
 
     @classmethod
     def log_n(cls, factor: float) -> PowerByLength:
-        """p(N) = factor * log N, and 1 where that is less."""
+        """p(N) = max(1, factor * log N)."""
         check_number("PowerByLength.log_n: `factor`", factor, 0.02, 100)
         return cls(1, factor, math.exp(1 / factor))
 
@@ -63,11 +63,11 @@ Power = int | float | Tensor | PowerByLength | None
 
 
 class PowerRecord(NamedTuple):
-    """A power from the public call to the kernel launch: five arguments of every op's schema, in their order.
+    """A power on its way from the public call to the kernels: five arguments of every op's schema, in their order.
 
-    ``sharpen`` False is LSSA. A row's power is that of ``rows``, which broadcasts to (B, H, T_q), where given; else
-    base + slope * log(max(N, n0) / n0) for ``by_length`` [base, slope, n0]; else ``constant``. ``offset`` False
-    subtracts no 1 before it.
+    ``sharpen`` False is LSSA. A row's power is taken from ``rows``, which broadcasts to (B, H, T_q), if given; else it
+    is base + slope * log(max(N, n0) / n0) for ``by_length`` [base, slope, n0], if given; else ``constant``. With
+    ``offset`` False no 1 is subtracted before the power is applied.
     """
 
     sharpen: bool
@@ -78,12 +78,12 @@ class PowerRecord(NamedTuple):
 
     @property
     def integer(self) -> int | None:
-        """The power, where it is one whole number for all rows."""
+        """The power if it is the same integer in all rows, else None."""
         whole = self.sharpen and self.rows is None and self.by_length is None and self.constant.is_integer()
         return int(self.constant) if whole else None
 
     def of_counts(self, counts: Tensor) -> int | Tensor:
-        """The power of rows that see ``counts`` keys, where it is not ``rows``."""
+        """The power of rows that see ``counts`` keys; not for powers given as ``rows``."""
         if self.by_length is not None:
             return PowerByLength(*self.by_length).at(counts)
         integer = self.integer
@@ -91,7 +91,7 @@ class PowerRecord(NamedTuple):
 
     @property
     def growth(self) -> tuple[float, float, float]:
-        """base, slope and n0 of every power that is not ``rows``."""
+        """base, slope and n0; not for powers given as ``rows``."""
         if self.by_length is None:
             return self.constant, 0.0, 1.0
         base, slope, n0 = self.by_length
@@ -109,7 +109,7 @@ def power_record(power: Power, offset: bool = True) -> PowerRecord:
 
 
 def power_of_rows(power: Power, counts: Tensor) -> Tensor | float:
-    """The power as a number or as a tensor that broadcasts to (B, H, T_q); ``counts`` broadcasts so too."""
+    """The power as a number or a tensor that broadcasts to (B, H, T_q), as ``counts`` does."""
     if isinstance(power, PowerByLength):
         return power.at(counts)
     if isinstance(power, Tensor):
@@ -120,7 +120,7 @@ def power_of_rows(power: Power, counts: Tensor) -> Tensor | float:
 
 
 def broadcast_power(power: Tensor) -> Tensor:
-    """A 1-D power belongs to the heads; every other shape already broadcasts to (B, H, T_q)."""
+    """A 1-D power is per head; every other shape already broadcasts to (B, H, T_q)."""
     return power[:, None] if power.dim() == 1 else power
 
 
@@ -142,7 +142,7 @@ def check_power(power: Power, full: tuple[int, int, int], device: torch.device, 
         return
     if isinstance(power, bool) or not isinstance(power, int | float):
         check.fail("power", kinds, repr(power), TypeError)
-    if not 1 <= power <= 1.7976931348623157e308:  # the largest; in a global a compiler would make it symbolic
+    if not 1 <= power <= 1.7976931348623157e308:  # the largest float; dynamo would make a global symbolic
         check.fail("power", f"{kinds}: below 1 the gradient is unbounded", power)
 
 
@@ -151,25 +151,27 @@ def is_learned(power: object) -> bool:
 
 
 def initial_raw_power(kind: str, power: float | PowerByLength | None) -> float:
-    """The parameter from which training starts, for a head of the attention's own ``power``."""
+    """The initial value of a head's raw parameter, for an attention of this ``power``."""
     if kind == LEARNED_LOG:
-        start = FIRST_FACTOR
+        start = INITIAL_FACTOR
     else:
         first = power.base if isinstance(power, PowerByLength) else power or 1
-        # At p = 1 itself the parameter would be -inf and never move again.
+        # At p = 1 the parameter would be -inf, and its gradient 0.
         start = max(float(first) - 1, 1e-2)
     return start + math.log(-math.expm1(-start))
 
 
 def learned_parameter(kind: str, raw: Tensor) -> dict[str, Tensor]:
-    """An attention's parameter for the trained ``raw`` (H,), which may be any number."""
+    """The attention's parameter from the trained ``raw`` (H,), which is unconstrained."""
     positive = F.softplus(raw.float())
     return {"power_per_log": positive} if kind == LEARNED_LOG else {"power": 1 + positive}
 
 
 def power_by_log(per_log: Tensor, counts: Tensor | int) -> Tensor:
-    """(B|1, H, T_q), or (H,) for one count of all rows: ``per_log`` (H,) times log N, at least 1; ``counts`` is
-    (B|1, H|1, T_q)."""
+    """max(1, ``per_log`` * log N), ``per_log`` being (H,).
+
+    (B|1, H, T_q) for ``counts`` (B|1, H|1, T_q), or (H,) for an int that applies to all rows.
+    """
     exact = per_log if per_log.dtype == torch.float64 else per_log.float()
     if isinstance(counts, int):
         return (exact * math.log(max(counts, 1))).clamp(min=1)

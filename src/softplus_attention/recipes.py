@@ -32,17 +32,17 @@ def long_context_config(
     training_length: int = 512,
     **settings: Any,
 ) -> SoftplusGPTConfig:
-    """A SoftplusGPT whose loss falls with length up to 64 times ``training_length``, by docs/results.md.
+    """A SoftplusGPT whose loss falls with length up to 64 times ``training_length`` (docs/results.md).
 
-    Two local layers to one global layer. Local layers have rotary positions and see half a training length; the global
-    ones see everything and have no positions. Queries and keys are normalized, and the scores of N keys are scaled with
-    log N, times a factor that each head learns.
+    Two local layers to one global layer. Local layers have rotary positions and a window of half the training length;
+    global layers see everything and have no positions. Queries and keys are normalized, and scores are multiplied by
+    log N and a factor that each head learns.
 
     Args:
-        size: "30M", "51M", "124M" or "354M", parameters with GPT-2's vocabulary.
+        size: "30M", "51M", "124M" or "354M", the number of parameters with GPT-2's vocabulary.
         attention: "softmax-qknorm-logn-learned" (lowest loss, fastest) or "lssar-learned-log".
         training_length: tokens of a training sequence.
-        settings: replace those of the recipe, and any other of ``SoftplusGPTConfig`` (``vocab_size=256``).
+        settings: further arguments of ``SoftplusGPTConfig`` (``vocab_size=256``), also in place of the recipe's.
     """
     from softplus_attention.huggingface import SoftplusGPTConfig
 

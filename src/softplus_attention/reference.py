@@ -1,7 +1,7 @@
-"""The method in plain PyTorch: dense, slow, and the truth that every other implementation is tested against.
+"""The method in plain PyTorch, dense and slow: the reference that every other implementation is tested against.
 
-The equations are those of docs/method.md, in the same order. Half precision is computed in float32 inside; the weights
-and the output are rounded once to the inputs' dtype.
+The equations are those of docs/method.md, in the same order. Half-precision inputs are computed in float32; the weights
+and the output are each rounded once to the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from softplus_attention.power import Power, power_of_rows
 from softplus_attention.visibility import Visibility
 
-# A row whose largest x is below this has scores equal up to rounding: stage 1's weights stand.
+# A row whose largest x is not above this has equal scores up to rounding, and keeps its stage-1 weights.
 EQUAL_SCORES = 2.0**-10
 
 
 class Stages(NamedTuple):
-    """What a row of attention goes through, each (B, H, T_q, T_k) but the counts (B|1, H|1, T_q)."""
+    """The intermediate results, each (B, H, T_q, T_k); ``counts`` is (B|1, H|1, T_q)."""
 
     counts: Tensor
     scores: Tensor
@@ -35,7 +35,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """The inputs are cast already; what follows keeps float32 inside."""
+    """Disables autocast: the inputs are already cast, and the computation inside stays in float32."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
@@ -48,22 +48,22 @@ def unit(x: Tensor) -> Tensor:
 
 
 def unit_keys(k: Tensor) -> Tensor:
-    """Keys as a cache holds them, in their own dtype.
+    """Unit keys for a cache, in their own dtype.
 
-    float64 holds the squares of every smaller dtype, so this needs few operations: a decode step waits for the launch
-    of each.
+    The norm is computed in float64, where squares of the smaller dtypes cannot overflow. This takes few operations;
+    in a decode step the launch of each one costs time.
     """
-    wants_gradient = torch.is_grad_enabled() and k.requires_grad  # that of a zero key would be infinite
+    wants_gradient = torch.is_grad_enabled() and k.requires_grad  # the gradient of a zero key would be infinite
     if k.dtype == torch.float64 or k.device.type == "mps" or wants_gradient:
         return unit(k.to(compute_dtype(k.dtype))).to(k.dtype)
     length = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float64).clamp_min_(1e-300)
-    if torch.compiler.is_compiling():  # which joins the two, and refuses some tensors as `out`
+    if torch.compiler.is_compiling():  # the compiler fuses both operations, and rejects some tensors as `out`
         return (k / length).to(k.dtype)
     return torch.div(k, length, out=torch.empty_like(k))
 
 
 def softplus(s: Tensor) -> Tensor:
-    """log(1 + e^s); torch's own is linear above 20, which float64 can see."""
+    """log(1 + e^s); F.softplus is linear above 20, which is not exact in float64."""
     return torch.logaddexp(s, s.new_zeros(())) if s.dtype == torch.float64 else F.softplus(s)
 
 
@@ -73,7 +73,7 @@ def length_scaled_scores(q: Tensor, k: Tensor, counts: Tensor, score_scale: floa
 
 
 def l1_normalised(f: Tensor, visible: Tensor) -> Tensor:
-    """f / sum f over the visible keys; a row that sees nothing is zero. The mask selects, so no unseen NaN leaks."""
+    """f / sum f over the visible keys; zero for a row that sees none. The mask selects: a masked NaN has no effect."""
     f = torch.where(visible, f, 0)
     total = f.sum(-1, keepdim=True)
     return f / torch.where(total == 0, 1, total)
@@ -90,20 +90,20 @@ def sharpened(a: Tensor, visible: Tensor, counts: Tensor, power: Tensor | float,
 
 
 def choose_offset(counts: Tensor, offset: bool) -> Tensor:
-    """o_i = 1, but 0 in rows that see at most three keys, and everywhere where nothing is subtracted."""
+    """o_i: 1, but 0 in rows that see at most three keys, and in all rows if ``offset`` is False."""
     return ((counts > 3) & offset).to(counts.dtype)[..., None]
 
 
 def weighted_sum(weights: Tensor, v: Tensor) -> Tensor:
-    """weights @ v, but a key without weight adds nothing, not even its NaN; with weight, any NaN or Inf makes NaN."""
+    """weights @ v; values of weight 0 are ignored even if they are NaN, other non-finite values give NaN."""
     finite = v.isfinite()
-    spoilt = (weights.detach() != 0).to(v.dtype) @ (~finite).to(v.dtype)
-    # As a part of the sum, so that the gradient of the weights is no plausible number either.
-    return weights @ torch.where(finite, v, 0) + torch.where(spoilt > 0, torch.nan, 0.0) * weights.sum(-1, keepdim=True)
+    bad = (weights.detach() != 0).to(v.dtype) @ (~finite).to(v.dtype)
+    # Multiplied by the weights, so that their gradient is NaN too.
+    return weights @ torch.where(finite, v, 0) + torch.where(bad > 0, torch.nan, 0.0) * weights.sum(-1, keepdim=True)
 
 
 def seen_by_some_row(visible: Tensor) -> Tensor:
-    """(B|1, 1, T_k, 1). A key that no row sees may hold anything, even NaN, and 0 * NaN is NaN in a product."""
+    """(B|1, 1, T_k, 1). Keys that no row sees may hold NaN, and 0 * NaN is NaN in a matrix product."""
     return visible.any(-2).any(1, keepdim=True)[..., None]
 
 
@@ -120,7 +120,7 @@ def attention_stages(
     normalized_keys: bool = False,
     offset: bool = True,
 ) -> Stages:
-    """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; LSSA ends with the first."""
+    """Both stages for q (B, H, T_q, D) and k (B, H_kv, T_k, D), in float32 or float64; for LSSA the first only."""
     dtype = compute_dtype(q.dtype)
     score_scale = math.log(q.shape[-1]) if score_scale is None else score_scale
     visible = visibility.dense()

@@ -1,4 +1,4 @@
-"""Checks of what users pass in: each error names the argument, what was expected and what came."""
+"""Checks of user arguments: each error names the argument, what was expected and what was passed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # softplus underflows in float32 beyond this.
 LARGEST_SCORE = 80.0
 LARGEST_HEAD_DIM = 256
-UNIT_WITHIN = 0.02  # a unit vector in bfloat16 is nearer
+UNIT_TOLERANCE = 0.02  # of the norm of a unit key, above the rounding of bfloat16
 
 
 def fail(name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> NoReturn:
@@ -33,19 +33,20 @@ def fail_choice(name: str, known: Iterable[str], got: object, kind: type[Excepti
     fail(name, f"one of {', '.join(known)}", f"{got!r}{did_you_mean(str(got), known)}", kind)
 
 
-def describe_tensor(x: Tensor) -> str:
-    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}"
+def describe_tensor(x: object) -> str:
+    """Anything else is described by its type."""
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def check_installed(*packages: str) -> None:
-    """Before minutes of work that would end without them."""
+    """Fails before minutes of work that would be lost without the packages."""
     for package in packages:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool, names: tuple[str, str, str]) -> None:
-    """``layout`` is the form of the three tensors, "(B, H, T, D)" or "(total, H, D)"."""
+    """``layout`` of the three tensors is "(B, H, T, D)" or "(total, H, D)"."""
     rank = layout.count(",") + 1
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
@@ -78,7 +79,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, layout: str, enable_gqa: bool,
     h, h_kv = q_shape[1], k_shape[1]
     if h != h_kv:
         divides = h_kv > 0 and h % h_kv == 0
-        hint = "" if divides or rank == 3 else ". Tensors are (B, H, T, D): transpose(1, 2) what FlashAttention takes"
+        hint = "" if divides or rank == 3 else ". Tensors are (B, H, T, D): transpose(1, 2) those of FlashAttention"
         if not enable_gqa:
             fail(names[1], f"of `{names[0]}`'s {h} heads (or pass enable_gqa=True)", describe_tensor(k) + hint)
         if not divides:
@@ -90,12 +91,12 @@ def check_offset(offset: bool) -> None:
         fail("offset", "True or False", repr(offset), TypeError)
 
 
-def check_sdpa_options(dropout_p: float, scale: float | None, scores: str) -> None:
-    """What calls of SDPA may have and this attention does not; ``scores`` says what they are instead."""
+def check_sdpa_options(dropout_p: float, scale: float | None, reason: str) -> None:
+    """Options of SDPA that this attention does not support; ``reason`` says why it has no ``scale``."""
     if dropout_p:
-        fail("dropout_p", "0: no weights are dropped", repr(dropout_p))
+        fail("dropout_p", "0: dropout is not supported", repr(dropout_p))
     if scale is not None:
-        fail("scale", f"None: {scores}", repr(scale))
+        fail("scale", f"None: {reason}", repr(scale))
 
 
 def check_causal(is_causal: bool) -> None:
@@ -111,7 +112,7 @@ def check_window(window: int | None, is_causal: bool) -> None:
     if window < 1:
         fail("window", "an int >= 1 or None", window)
     if not is_causal:
-        fail("window", "None where `is_causal` is False (a window reaches backwards)", window)
+        fail("window", "None where `is_causal` is False (a window covers earlier keys)", window)
 
 
 def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int], device: torch.device) -> Tensor | None:
@@ -149,8 +150,8 @@ def check_bounds(name: str, bound: Tensor | None, batch: int, t_q: int, device: 
 
 
 def readable(x: Tensor, validate: bool) -> bool:
-    """Whether to look at values: on a CPU always, elsewhere on demand (the device must wait), never while tracing, nor
-    at tensors that only stand for values: fake ones, and those of vmap and grad."""
+    """Whether to check values: always on a CPU, elsewhere on request (it synchronizes), never while tracing and never
+    of tensors without values of their own: fake tensors, and those of vmap and grad."""
     if torch.compiler.is_compiling() or not (x.device.type == "cpu" or validate):
         return False
     plain = type(x) is Tensor or type(x) is torch.nn.Parameter
@@ -158,14 +159,14 @@ def readable(x: Tensor, validate: bool) -> bool:
 
 
 def check_score_scale(score_scale: float | None, head_dim: int, bounds: Iterable[int | None]) -> float:
-    """``bounds``: no row sees more keys than any of them that is not None (``Visibility.bounds``)."""
+    """``bounds`` on the number of keys that a row sees are those of ``Visibility.bounds``."""
     if score_scale is None:
         score_scale = math.log(head_dim)
     elif isinstance(score_scale, bool) or not isinstance(score_scale, int | float):
         fail("score_scale", "a number or None (log of the head dimension)", repr(score_scale), TypeError)
-    if not 0 <= score_scale <= 1.7976931348623157e308:  # the largest; in a global a compiler would make it symbolic
+    if not 0 <= score_scale <= 1.7976931348623157e308:  # the largest float; dynamo would make a global symbolic
         fail("score_scale", "a finite number >= 0", score_scale)
-    if not torch.compiler.is_compiling() and score_scale:  # a compiler would make a rule of the length
+    if not torch.compiler.is_compiling() and score_scale:  # a compiled call would be guarded by the length
         seen = min(bound for bound in bounds if bound is not None)
         if seen > math.exp(min(LARGEST_SCORE / score_scale, 700)):
             expected = f"at most {LARGEST_SCORE:g} / log({seen} keys), or softplus underflows"
@@ -197,9 +198,9 @@ def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: to
 
 
 def check_unit_keys(k: Tensor, seen: Tensor) -> None:
-    """``seen`` (B, t_k): the keys that some row may see. Zero keys are allowed, and NaN is left to the result."""
+    """``seen`` (B, t_k): the keys that some row may see. Zero keys are allowed, and NaN propagates to the result."""
     norms = k.float().norm(dim=-1)
-    wrong = seen[:, None] & norms.isfinite() & (norms != 0) & ((norms - 1).abs() > UNIT_WITHIN)
+    wrong = seen[:, None] & norms.isfinite() & (norms != 0) & ((norms - 1).abs() > UNIT_TOLERANCE)
     if bool(wrong.any()):
         fail("normalized_keys", "False, or a cache of unit keys", f"True with a key of length {norms[wrong][0]:g}")
 

@@ -1,7 +1,7 @@
 """Which keys each query row sees.
 
 Every mode of the op (causal, window, padding, packed documents, a cache with lengths) becomes one range of keys per
-row, cut further by an optional boolean mask. N_i of the method is the number of keys that this leaves to row i, always.
+row and an optional boolean mask. N_i of the method is always the number of keys that row i sees under both.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from softplus_attention import validation as check
 
-WIDEST = 2**31 - 1  # window in int32: no table of keys is longer
+MAX_WINDOW = 2**31 - 1  # that int32 holds; no sequence is longer
 
 
 @dataclass(frozen=True)
 class Visibility:
     """Rows of ``t_q`` queries over ``t_k`` keys.
 
-    ``is_causal`` aligns the last row with the last key (bottom-right). ``window`` W leaves a row itself and the W - 1
-    keys before it. ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is
-    (B|1, H|1, t_q|1, t_k|1), True = visible. All of them apply together.
+    ``is_causal`` is aligned bottom-right. With ``window`` W a row sees its own key and the W - 1 before it.
+    ``key_start`` / ``key_end`` (B or 1, t_q) bound each row's range. ``mask`` is (B|1, H|1, t_q|1, t_k|1), True =
+    visible. All of them apply together.
 
-    ``query_key_index`` (B or 1, t_q) is the key that belongs to each row's own token, where that is not
-    ``row + t_k - t_q``. ``applied_window`` is a window and ``max_document_length`` a length that the ranges or the mask
-    already include. ``is_cache`` says that the rows are the newest tokens of caches, and ``cache_seqlens`` (B,) how
-    many keys of each cache are in use, from ``cache_starts`` (B,) on.
+    ``query_key_index`` (B or 1, t_q) is the key index of each row's own token, if it is not ``row + t_k - t_q``.
+    ``applied_window`` and ``max_document_length`` are limits that the ranges or the mask already include. ``is_cache``
+    says that the rows are the newest tokens of caches; ``cache_seqlens`` (B,) is the filled length of each cache, and
+    ``cache_starts`` (B,) its first real key.
     """
 
     t_q: int
@@ -56,7 +56,7 @@ class Visibility:
         key_start: Tensor | None,
         key_end: Tensor | None,
     ) -> Visibility:
-        """The arguments of ``softplus_attention``, checked."""
+        """From the arguments of ``softplus_attention``, which are checked here."""
         batch, heads, t_q, _ = q.shape
         t_k = k.shape[2]
         check.check_causal(is_causal)
@@ -78,7 +78,7 @@ class Visibility:
         window: int | None,
         max_document_length: int | None = None,
     ) -> Visibility:
-        """Documents laid end to end: a row sees its own document only."""
+        """Packed documents: a row sees only keys of its own document."""
         row = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
         document = document_indices(row, cu_seqlens_q)
         start, end = cu_seqlens_k[document], cu_seqlens_k[document + 1]
@@ -102,7 +102,7 @@ class Visibility:
     def from_cache(
         cls, cache_seqlens: Tensor, cache_starts: Tensor | None, t_q: int, t_max: int, *, window: int | None
     ) -> Visibility:
-        """New tokens at the end of caches of ``cache_seqlens`` keys each, causal among themselves."""
+        """The newest tokens of caches filled to ``cache_seqlens`` keys, causal among themselves."""
         return cls(
             t_q,
             t_max,
@@ -115,28 +115,28 @@ class Visibility:
         )
 
     def bounds(self) -> tuple[int | None, ...]:
-        """No row sees more keys than any of these that is not None."""
+        """Upper bounds on the number of keys that a row sees; None is no bound."""
         return self.t_k, self.window, self.applied_window, self.max_document_length
 
     @property
     def is_bottom_right(self) -> bool:
-        """Whether row i's own token is key ``i + t_k - t_q``."""
+        """Whether the key of row i's own token is ``i + t_k - t_q``."""
         return self.query_key_index is None and self.cache_seqlens is None
 
     def positions(self) -> Tensor:
-        """(B or 1, t_q): the key of each row's own token; distances (ALiBi) are measured from it."""
+        """(B or 1, t_q): the key index of each row's own token, from which ALiBi measures distances."""
         if self.query_key_index is not None:
             return self.query_key_index
         if self.cache_seqlens is not None:
             first = (self.cache_seqlens[:, None] - self.t_q).to(torch.int32)
-            if self.t_q == 1:  # a decode step waits for each operation
+            if self.t_q == 1:  # in a decode step each operation costs time
                 return first
             return first + torch.arange(self.t_q, device=self.device, dtype=torch.int32)
         offset = self.t_k - self.t_q
         return torch.arange(offset, offset + self.t_q, device=self.device, dtype=torch.int32)[None]
 
     def first_keys(self) -> Tensor | None:
-        """``key_start``, also of caches."""
+        """``key_start``, or ``cache_starts`` for each row."""
         if self.cache_starts is None:
             return self.key_start
         return self.cache_starts[:, None].expand(-1, self.t_q)
@@ -156,7 +156,7 @@ class Visibility:
         return start, torch.maximum(start, end)
 
     def rows(self, begin: int, end: int) -> Visibility:
-        """The rows from ``begin`` to ``end`` alone, over the first keys, as many as are sure to hold all they see."""
+        """Only the rows [begin, end), over a prefix of the keys that contains all that they see."""
         t_k = self.t_k
         if self.is_causal and self.is_bottom_right:
             t_k = max(0, min(t_k, t_k - self.t_q + end))
@@ -179,9 +179,9 @@ class Visibility:
         )
 
     def kernel_arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, int | None]:
-        """start, end (both or neither), mask, is_causal, window: as the schemas of the fused kernels have them.
+        """start, end (both or neither), mask, is_causal, window, in the order of the fused kernels' schemas.
 
-        There, ``is_causal`` and ``window`` are aligned bottom-right; for caches the ranges include them.
+        ``is_causal`` and ``window`` are aligned bottom-right there; for caches the ranges already include them.
         """
         if self.cache_seqlens is not None:
             return *self.ranges(), self.mask, False, None
@@ -191,7 +191,7 @@ class Visibility:
         return *given.ranges(), self.mask, self.is_causal, self.window
 
     def cache_arguments(self, batch: int) -> tuple[Tensor | None, Tensor | None, int | None]:
-        """cache_seqlens, cache_starts, window: as the decode kernel takes them; None for all keys."""
+        """cache_seqlens, cache_starts, window for the decode kernel; None is no limit."""
         if self.key_start is None or self.key_end is None:
             return self.cache_seqlens, self.cache_starts, self.window
         end, start = (x[:, -1].expand(batch).contiguous() for x in (self.key_end, self.key_start))
@@ -200,16 +200,16 @@ class Visibility:
     def counts(self) -> Tensor:
         """N_i of every row, (B|1, H|1, t_q)."""
         if self.mask is not None:
-            return self.counts_under_one_mask() if self.mask.shape[2] == 1 else self.dense().sum(-1, dtype=torch.int32)
+            return self.counts_of_shared_mask() if self.mask.shape[2] == 1 else self.dense().sum(-1, dtype=torch.int32)
         if self.is_causal and self.key_start is None and self.key_end is None and self.is_bottom_right:
-            # The same in fewer operations: a decode step waits for the launch of each.
-            return (self.positions() + 1).clamp(0, None if self.window is None else min(self.window, WIDEST))[:, None]
+            # The same in fewer operations: in a decode step the launch of each one costs time.
+            most = None if self.window is None else min(self.window, MAX_WINDOW)
+            return (self.positions() + 1).clamp(0, most)[:, None]
         start, end = self.ranges()
         return (end - start)[:, None]
 
-    def counts_under_one_mask(self) -> Tensor:
-        """The same for a mask of all rows alike (padding), in linear memory: keys up to a row's end less those up to
-        its start."""
+    def counts_of_shared_mask(self) -> Tensor:
+        """``counts`` for one mask row shared by all queries (padding): differences of a cumsum, in linear memory."""
         assert self.mask is not None
         keys = self.mask[:, :, 0].expand(-1, -1, self.t_k)
         up_to = torch.nn.functional.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # (B|1, H|1, t_k + 1)
@@ -219,7 +219,7 @@ class Visibility:
         return up_to.gather(-1, end) - up_to.gather(-1, start)
 
     def known_count(self) -> int | None:
-        """N of all rows, where it is one number that follows from shapes: that of a decode step, say."""
+        """N if it is the same for all rows and follows from shapes, as in a decode step; else None."""
         given = (self.mask, self.key_start, self.key_end, self.query_key_index, self.cache_seqlens)
         if torch.compiler.is_compiling() or any(x is not None for x in given):
             return None
@@ -248,7 +248,7 @@ def checked_documents(
     enable_gqa: bool,
     validate: bool,
 ) -> Visibility:
-    """The arguments of ``softplus_attention_varlen``."""
+    """Checks the arguments of ``softplus_attention_varlen``."""
     check.check_qkv(q, k, v, layout="(total, H, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
     check.check_causal(is_causal)
     check.check_window(window, is_causal)
@@ -279,7 +279,7 @@ def checked_cache(
     validate: bool,
     normalized_keys: bool,
 ) -> Visibility:
-    """The arguments of ``softplus_attention_decode``."""
+    """Checks the arguments of ``softplus_attention_decode``."""
     names = ("q", "k_cache", "v_cache")
     check.check_qkv(q, k_cache, v_cache, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=names)
     check.check_window(window, is_causal=True)
@@ -295,14 +295,14 @@ def checked_cache(
 
 
 def window_start(index: Tensor, window: int) -> Tensor:
-    """The first key in the window of rows whose own key is ``index``, int32; below 0 where it reaches further.
+    """int32: the first key in the window of rows whose own key is ``index``; may be negative.
 
-    Rows before the first key see none of it: held at -1, they do not leave int32.
+    Rows before the first key see no key; clamped to -1 they cannot overflow int32.
     """
-    return index.clamp(min=-1) + 1 - min(window, WIDEST)
+    return index.clamp(min=-1) + 1 - min(window, MAX_WINDOW)
 
 
 def document_indices(row: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The number of the packed document that each row is of; rows beyond the last are of the last."""
-    # All bounds, not a slice of them: inductor on CUDA misreads or refuses a view here.
+    """The index of each row's document; rows past the end belong to the last one."""
+    # All bounds, not a slice of them: inductor on CUDA misreads or rejects a view here.
     return (torch.bucketize(row, cu_seqlens, right=True) - 1).clamp(max=cu_seqlens.numel() - 2)

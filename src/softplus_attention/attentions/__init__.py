@@ -1,1 +1,1 @@
-"""Every attention by name: ours, the others and the ablations."""
+"""Every attention by name: LSSA and LSSAR, baselines and ablations."""

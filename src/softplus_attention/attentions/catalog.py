@@ -1,4 +1,4 @@
-"""Every attention by name, ours, the others and the ablations, each callable like ``softplus_attention``."""
+"""Every attention by name: LSSA and LSSAR, baselines and ablations, each callable like ``softplus_attention``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ATTENTIONS: dict[str, AttentionSpec] = {
     "softmax-nope": SOFTMAX.but(positions="none"),
 }
 
-# What the paper's reviewers asked: the contribution of each part, and the parts on other attentions.
+# Questions of the paper's reviewers: what each part contributes, and what it does in other attentions.
 ABLATIONS: dict[str, AttentionSpec] = {
     "lssar-without-log-d": LSSAR.but(log_d=False),
     "lssar-without-log-n": LSSAR.but(log_n=False),
@@ -71,16 +71,15 @@ ABLATIONS: dict[str, AttentionSpec] = {
 }
 
 
-# Every name that `attention` knows.
 KNOWN = ATTENTIONS | ABLATIONS
-# Beside powers that do have names of their own: the power of "lssar" is 15.
+# Other powers have names of this form; 15 is the power of "lssar".
 ALIASES = {"lssar-p15": "lssar"}
 
-IMPLS = ("auto", "sdpa", "reference")  # of attentions other than ours
+IMPLS = ("auto", "sdpa", "reference")  # of attentions other than LSSA and LSSAR
 
 
 def names() -> list[str]:
-    """The named attentions; the names of ``ABLATIONS`` are accepted wherever these are."""
+    """The names of ``ATTENTIONS``. Those of ``ABLATIONS`` are accepted wherever these are."""
     return list(ATTENTIONS)
 
 
@@ -88,7 +87,7 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
     """An attention by its name or its ``AttentionSpec``, with some fields changed:
     ``attention("lssar", power=7)``, ``attention("softmax-window", window=256)``."""
     if changes.get("power", 0) is None:
-        # In the op None means LSSA; here it would mean the stage's usual power. Neither in silence.
+        # Ambiguous: None means LSSA in the op, and the default power in a spec.
         check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
     if isinstance(name_or_spec, Attention):
         return name_or_spec.but(**changes) if changes else name_or_spec
@@ -111,11 +110,11 @@ def attention(name_or_spec: str | AttentionSpec | Attention, **changes: Any) -> 
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention with a name. Call it like ``softplus_attention``; LSSA and LSSAR run through exactly that function.
+    """An attention with a name. Call it like ``softplus_attention``; LSSA and LSSAR run exactly as that function does.
 
-    ``parameters`` holds tensors the attention learns (``learned_parameters`` gives their first values, which also stand
-    for those not passed) and, for attentions with a second stage, optionally "power", (H,) or (B, H, T_q), or
-    "power_per_log", (H,), which is multiplied with the log of the number of keys that a row sees. ``impl`` is that of
+    ``parameters`` holds tensors the attention learns (``learned_parameters`` has their initial values, which are also
+    the defaults) and, for attentions with a second stage, optionally "power", (H,) or (B, H, T_q), or "power_per_log",
+    (H,), which is multiplied by the log of the number of keys that a row sees. ``impl`` is that of
     ``softplus_attention`` for LSSA and LSSAR, and "auto", "sdpa" (softmax only) or "reference" for the others.
     """
 
@@ -123,16 +122,16 @@ class Attention:
     spec: AttentionSpec
 
     def but(self, **changes: Any) -> Attention:
-        if torch.compiler.is_compiling():  # which cannot write down a number that it holds as a variable
+        if torch.compiler.is_compiling():  # dynamo cannot format symbolic numbers
             return Attention(self.name, self.spec.but(**changes))
-        words = ", ".join(f"{field}={value!r}" for field, value in changes.items())
-        return Attention(f"{self.name}({words})", self.spec.but(**changes))
+        changed = ", ".join(f"{field}={value!r}" for field, value in changes.items())
+        return Attention(f"{self.name}({changed})", self.spec.but(**changes))
 
     def __str__(self) -> str:
         return f"{self.name}: {self.spec}"
 
     def learned_parameters(self, num_heads: int) -> dict[str, Tensor]:
-        """The initial values of what the attention itself learns, {} for most."""
+        """The initial values of the attention's own parameters, {} for most."""
         return learned_parameters(self.spec, num_heads)
 
     def __call__(
@@ -154,7 +153,7 @@ class Attention:
         parameters: Parameters | None = None,
     ) -> Tensor:
         """q (B, H, T_q, D), k and v (B, H_kv, T_k, D) -> (B, H, T_q, D_v)."""
-        check.check_sdpa_options(dropout_p, scale, f"{self.name} has a scale of its own")
+        check.check_sdpa_options(dropout_p, scale, f"{self.name} has its own scale")
         q, k, v = dispatch.autocast(q, k, v)
         check.check_qkv(q, k, v, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "v"))
         visibility = Visibility.from_call(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
@@ -211,7 +210,7 @@ class Attention:
     def one_row_over_pages(
         self, q: Tensor, parameters: Parameters | None, bounds: tuple[int | None, ...], normalized_keys: bool
     ) -> Callable[..., Tensor | None] | None:
-        """``one_row`` of ``attend_pages`` for LSSA and LSSAR on a CPU. No row sees more keys than any of ``bounds``."""
+        """``one_row`` of ``attend_pages`` for LSSA and LSSAR on a CPU; ``bounds`` as for ``check_score_scale``."""
         if not self.spec.is_softplus_attention or q.device.type != "cpu":
             return None
 
@@ -238,7 +237,7 @@ class Attention:
         enable_gqa: bool = False,
         parameters: Parameters | None = None,
     ) -> Tensor:
-        """The dense final weights (B, H, T_q, T_k), float32 or float64: for looking, not for training."""
+        """The dense final weights (B, H, T_q, T_k), float32 or float64: for inspection, not training."""
         q, k = dispatch.autocast(q, k)
         check.check_qkv(q, k, k, layout="(B, H, T, D)", enable_gqa=enable_gqa, names=("q", "k", "k"))
         visibility = Visibility.from_call(q, k, is_causal, attn_mask, self.window(window), key_start, key_end)
@@ -260,7 +259,7 @@ class Attention:
         return self.spec.window if window is None else window
 
     def power(self, parameters: Parameters | None, visibility: Visibility) -> Power:
-        """What the rows are sharpened with: a parameter where there is one, else the attention's own."""
+        """The power of the rows: from ``parameters`` if given there, else the attention's own."""
         given = parameters or {}
         if "power_per_log" in given:
             known = visibility.known_count()
@@ -286,7 +285,7 @@ class Attention:
         *,
         normalized_keys: bool = False,
     ) -> Tensor:
-        """The one dispatch behind the modes; shapes are already checked."""
+        """The dispatch behind all modes; shapes are already checked."""
         if not self.spec.is_softplus_attention:
             return attend_composed(
                 self.spec, q, k, v, visibility, impl, parameters, normalized_keys=normalized_keys, validate=validate
@@ -318,11 +317,11 @@ def attend_composed(
     normalized_keys: bool = False,
     validate: bool = False,
 ) -> Tensor:
-    """Any attention but ours; shapes are already checked. "auto" is SDPA wherever it applies."""
+    """Any attention but LSSA and LSSAR; shapes are already checked. "auto" is SDPA for every softmax."""
     if impl not in IMPLS:
         check.fail("impl", f"one of {IMPLS} for this attention ({spec})", repr(impl))
     if impl == "sdpa" and not spec.is_softmax:
-        check.fail("impl", f"'auto' or 'reference': this attention is no softmax ({spec})", "'sdpa'")
+        check.fail("impl", f"'auto' or 'reference', since this attention is no softmax ({spec})", "'sdpa'")
     check_parameters(spec, parameters, q, validate)
     dispatch.refuse_context_parallel()
     run = composed_attention if impl == "reference" or not spec.is_softmax else sdpa_attention

@@ -1,4 +1,4 @@
-"""Any ``AttentionSpec`` by its equations, with the functions of the reference.
+"""Any ``AttentionSpec`` by its equations, from the functions of the reference.
 
 N_i is the number of keys that row i sees, so prefill, packed, padded and decode rows agree.
 """
@@ -25,7 +25,7 @@ from softplus_attention.reference import (
 )
 from softplus_attention.visibility import Visibility
 
-# Weights (B, H, rows, T_k) made at once where no gradient needs them all; a handful of such tensors are alive together.
+# Weights (B, H, rows, T_k) computed at a time without gradients; several tensors of this size are alive together.
 MAX_WEIGHTS = {"cpu": 1 << 23, "cuda": 1 << 28}
 
 
@@ -34,7 +34,7 @@ def elu_plus_one(s: Tensor) -> Tensor:
     return torch.where(s > 0, s + 1, s.clamp(max=0).exp())
 
 
-# Softplus of scores without a bound (no qk_norm) can underflow in a whole row, which then gives 0.
+# Without qk_norm scores are unbounded, and softplus can underflow in a whole row, which then gives 0.
 POSITIVE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": softplus,
     "exp": torch.exp,
@@ -52,7 +52,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_bias(heads: int, visibility: Visibility, dtype: torch.dtype) -> Tensor:
-    """-slope_h |i - j| (B|1, H, T_q, T_k), i being the key that the row stands on."""
+    """-slope_h |i - j| (B|1, H, T_q, T_k), where i is the key index of the row's own token."""
     slopes = torch.tensor(alibi_slopes(heads), dtype=dtype, device=visibility.device)[:, None, None]
     key = torch.arange(visibility.t_k, device=visibility.device)
     distance = (visibility.positions()[:, None, :, None] - key).abs()
@@ -60,7 +60,7 @@ def alibi_bias(heads: int, visibility: Visibility, dtype: torch.dtype) -> Tensor
 
 
 def scaled_queries(spec: AttentionSpec, q: Tensor, counts: Tensor, parameters: Parameters | None) -> Tensor:
-    """The queries, such that their products with the keys are the scores before any bias."""
+    """The queries, scaled such that their products with the keys are the scores before any bias."""
     scale = spec.score_scale(q.shape[-1]) * (counts.clamp(min=1).log() if spec.log_n else torch.ones_like(counts))
     if spec.learned_scale:
         learned = (parameters or {}).get("ssmax_scale")
@@ -72,15 +72,15 @@ def entmax(scores: Tensor, visible: Tensor, alpha: float) -> Tensor:
     try:
         from entmax import entmax15, entmax_bisect
     except ImportError as error:
-        words = "normaliser='entmax' needs the entmax package: pip install 'softplus-attention[baselines]'"
-        raise ModuleNotFoundError(words, name="entmax") from error
+        message = "normaliser='entmax' needs the entmax package: pip install 'softplus-attention[baselines]'"
+        raise ModuleNotFoundError(message, name="entmax") from error
     if not scores.shape[-1]:
         return scores
-    # The package finds no threshold in a row that holds NaN or Inf: such a row is computed without, then set to NaN.
+    # The package finds no threshold in a row with NaN or Inf: its scores are replaced by 0 and its result by NaN.
     bad = (visible & ~scores.isfinite()).any(-1, keepdim=True)
     scores = torch.where(visible & ~bad, scores, 0)
-    # Whatever lies 1 / (alpha - 1) below the maximum has no weight. A floor just under it keeps the running sums of the
-    # package exact, where -inf would make them NaN and a huge number would drown the small ones.
+    # A score 1 / (alpha - 1) or more below the maximum has no weight. A floor just below that keeps the running sums of
+    # the package exact: -inf would make them NaN, and a huge negative number would cancel the small ones.
     largest = torch.where(visible, scores.detach(), -torch.inf).amax(-1, keepdim=True)
     floor = torch.where(largest.isfinite(), largest, 0) - 2 / (alpha - 1)
     scores = torch.where(visible & (scores > floor), scores, floor)
@@ -111,7 +111,7 @@ def second_stage(spec: AttentionSpec, a: Tensor, visible: Tensor, counts: Tensor
     if spec.second_stage == "exp":
         return softmax(p * (counts[..., None] * a if spec.times_n else a), visible)
     offset = choose_offset(counts, spec.offset)
-    # relu(a - o) is relu(N a - N o) / N: the factor cancels, and the tolerance for equal scores keeps its meaning.
+    # relu(a - o) = relu(N a - N o) / N: the factor 1 / N cancels, and the tolerance for equal scores keeps its meaning.
     return sharpened(a, visible, counts, p, offset if spec.times_n else offset * counts[..., None])
 
 
@@ -142,7 +142,7 @@ def weights_of_rows(
     k = unit(k) if spec.qk_norm and not normalized_keys else k
     scores = scaled_queries(spec, q.to(dtype), counts, parameters) @ expand_kv_heads(k, heads).mT
     if spec.bias == "minus_log_n":
-        # Sigmoid attention subtracts log n for a constant sequence length n; with N_i a prefill and a decode row agree.
+        # Sigmoid attention subtracts log n for a constant length n; with N_i prefill and decode rows agree.
         scores = scores - counts.clamp(min=1).log()[..., None]
     if spec.positions == "alibi":
         scores = scores + alibi_bias(heads, visibility, dtype)
@@ -163,7 +163,7 @@ def composed_attention(
     parameters: Parameters | None = None,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """Any spec by its equations; half precision is float32 inside, the weights and the output rounded once."""
+    """Any spec by its equations; half precision is computed in float32, weights and output are each rounded once."""
     rows = rows_at_once(q, k, v, parameters)
     if rows < visibility.t_q:
         return by_pieces(composed_attention, rows, spec, q, k, v, visibility, parameters, normalized_keys)
@@ -174,7 +174,7 @@ def composed_attention(
 
 
 def rows_at_once(q: Tensor, k: Tensor, v: Tensor, parameters: Parameters | None) -> int:
-    """How many rows may have their weights made together: all, where they are differentiated or traced."""
+    """The number of rows whose weights are computed at a time: all of them under autograd or a compiler."""
     given = (q, k, v, *(parameters or {}).values())
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         return q.shape[2]
@@ -193,18 +193,18 @@ def by_pieces(
     parameters: Parameters | None,
     normalized_keys: bool,
 ) -> Tensor:
-    """``attention`` over ``rows`` rows at a time: a row needs no other row."""
+    """``attention`` over ``rows`` rows at a time; rows are independent."""
     pieces = []
     for begin in range(0, visibility.t_q, rows):
         end = min(begin + rows, visibility.t_q)
         seen = visibility.rows(begin, end)
         keys, values = k[:, :, : seen.t_k], v[:, :, : seen.t_k]
-        own = parameters_of_rows(parameters, begin, end)
-        pieces.append(attention(spec, q[:, :, begin:end], keys, values, seen, own, normalized_keys))
+        given = parameters_of_rows(parameters, begin, end)
+        pieces.append(attention(spec, q[:, :, begin:end], keys, values, seen, given, normalized_keys))
     return torch.cat(pieces, 2)
 
 
 def parameters_of_rows(parameters: Parameters | None, begin: int, end: int) -> Parameters | None:
-    """A 1-D parameter belongs to the heads; of the others (B|1, H|1, T_q|1) the rows are cut out."""
+    """A 1-D parameter is per head; the others (B|1, H|1, T_q|1) are sliced."""
     by_row = {name: x for name, x in (parameters or {}).items() if x.dim() > 1 and x.shape[-1] > 1}
     return {**(parameters or {}), **{name: x[..., begin:end] for name, x in by_row.items()}}

@@ -1,4 +1,4 @@
-"""The specs that are a softmax, through torch's fused kernels."""
+"""The softmax specs, by torch's fused kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from softplus_attention.dispatch import transformed
 from softplus_attention.reference import compute_dtype, expand_kv_heads, seen_by_some_row, unit
 from softplus_attention.visibility import Visibility
 
-# Fewer rows than this would leave the tiles of torch's kernels part empty.
+# Smaller blocks would not fill the tiles of torch's kernels.
 MIN_WINDOW_BLOCK = 64
 
 
@@ -31,10 +31,10 @@ def sdpa_attention(
     parameters: Parameters | None = None,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """A softmax spec through torch's ``scaled_dot_product_attention``."""
+    """A softmax spec by torch's ``scaled_dot_product_attention``."""
     dtype, work = q.dtype, compute_dtype(q.dtype)
     if spec.positions != "alibi":
-        k, v, visibility = cut_to_seen(k, v, visibility)
+        k, v, visibility = slice_visible_keys(k, v, visibility)
     t_q, t_k, heads = visibility.t_q, visibility.t_k, q.shape[1]
     if t_k == 0:
         return composed_attention(spec, q, k, v, visibility, parameters, normalized_keys)
@@ -44,7 +44,7 @@ def sdpa_attention(
     plain = whole and (not visibility.is_causal or t_q == 1 or t_q == t_k)
     window = visibility.window if unbiased and visibility.is_causal and t_q == t_k else None
     if window is not None and t_k <= 2 * max(window, MIN_WINDOW_BLOCK):
-        window = None  # two blocks see as much as a dense mask does
+        window = None  # two blocks would cover all keys, as a dense mask does
     masked = not plain and window is None
     if masked and (rows := rows_at_once(q, k, v, parameters)) < t_q:
         return by_pieces(sdpa_attention, rows, spec, q, k, v, visibility, parameters, normalized_keys)
@@ -53,9 +53,9 @@ def sdpa_attention(
         seen = seen_by_some_row(visible)
         k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
 
-    # Rounded to bfloat16, a bias of -8 is 3% of a weight off, and neighbouring distances beyond 256 are the same.
+    # Rounding a bias of -8 to bfloat16 changes a weight by 3%, and neighbouring distances beyond 256 become equal.
     run_in = work if spec.positions == "alibi" else dtype
-    # Softmax as torch has it takes the scale along; whatever differs by row is worked into the queries.
+    # SDPA takes one scale; what differs by row is multiplied into the queries.
     scale = spec.score_scale(q.shape[-1])
     if spec.qk_norm or spec.log_n or spec.learned_scale:
         q, scale = scaled_queries(spec, q.to(work), visibility.counts().to(work), parameters), 1.0
@@ -65,15 +65,15 @@ def sdpa_attention(
         return windowed_sdpa(q, expand_kv_heads(k, heads), expand_kv_heads(v, heads), window, scale)
     if visible is None:
         grouped = False
-        if k.shape[1] != heads:  # of a comparison a compiler makes a SymBool, which SDPA does not take
+        if k.shape[1] != heads:  # not `grouped = ...`: dynamo would make it a SymBool, which SDPA rejects
             grouped = True
         if visibility.is_causal and t_q == t_k:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped)
 
-    # Of torch's kernels only the quadratic one takes a mask with grouped heads: the heads are expanded instead.
+    # With a mask and grouped heads torch has only its quadratic kernel: expand the heads instead.
     k, v = expand_kv_heads(k, heads), expand_kv_heads(v, heads)
-    # A row that sees nothing is NaN or uniform there, by kernel: it looks at everything and is then set to zero.
+    # A row that sees no key is NaN or uniform, depending on the kernel: let it see all keys, then set it to 0.
     sees = visible.any(-1, keepdim=True)
     mask = visible | ~sees
     if spec.positions == "alibi":
@@ -81,9 +81,9 @@ def sdpa_attention(
     return torch.where(sees, F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale), 0).to(dtype)
 
 
-def cut_to_seen(k: Tensor, v: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor, Visibility]:
-    """The keys of a decode step on a CPU, where all sequences see the same: with a mask, as a static cache brings one,
-    torch's kernel reads the whole cache, and slowly."""
+def slice_visible_keys(k: Tensor, v: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor, Visibility]:
+    """Slices the keys of a CPU decode step in which all sequences see the same range, as with a static cache. With a
+    mask instead, torch's kernel reads the whole cache, and slowly."""
     ranged = visibility.key_end is not None or visibility.cache_seqlens is not None
     if visibility.t_q != 1 or not ranged or visibility.mask is not None or k.device.type != "cpu" or transformed(k, v):
         return k, v, visibility
@@ -97,8 +97,8 @@ def cut_to_seen(k: Tensor, v: Tensor, visibility: Visibility) -> tuple[Tensor, T
 def windowed_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
     """Causal softmax attention over ``window`` keys, in memory and time of T * 2 * window.
 
-    The rows are cut into blocks of at least ``window``, which see keys of their own block and the one before. The
-    sequence is filled up to whole blocks behind its end, where no row of it looks.
+    The rows are split into blocks of at least ``window``, which see keys of their own block and the one before. The
+    sequence is padded at its end to whole blocks; the causal mask hides the padding.
     """
     batch, heads, length, _ = q.shape
     block = max(window, MIN_WINDOW_BLOCK)

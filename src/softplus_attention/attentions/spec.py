@@ -1,4 +1,4 @@
-"""An attention as data: ``AttentionSpec`` says what its scores, weights and second stage are."""
+"""An attention as data: ``AttentionSpec`` describes its scores, weights and second stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHOICES = {
     "positions": get_args(Positions),
 }
 DEFAULT_POWERS = {"none": None, "relu_power": 15, "exp": 1}
-# The value that Scalable-Softmax starts its learned scale from; where log d sets the size already, it starts at 1.
+# Scalable-Softmax's initial value of the learned scale; with log d the scale starts at 1.
 SSMAX_START = 0.43
 Parameters = Mapping[str, Tensor]
 
@@ -38,18 +38,18 @@ class AttentionSpec:
 
         scores   s_ij = d^-0.5 q.k, or cosines with ``qk_norm``; times log d (``log_d``) or the number ``scale`` in its
                  place, times log N_i (``log_n``), times a learned number per head (``learned_scale``,
-                 Scalable-Softmax; it starts at ``first_scale``, or where None at 1, without log d at 0.43); minus
-                 log N_i (``bias``)
+                 Scalable-Softmax; it starts at ``first_scale``, by default 1, without log d 0.43); minus log N_i
+                 (``bias``)
         stage 1  ``positive`` of the scores, then ``normaliser``: "l1", "mean" (divided by N_i), "none", or "entmax",
                  which maps the scores itself (``alpha``)
         stage 2  "none"; "relu_power": relu(N a - o)^power, l1-normalised; "exp": softmax of power * (N a - o)
 
-    ``power`` is a number or a PowerByLength; None is the stage's own: 15, or 1 for "exp", where it is an inverse
-    temperature. Powers in a tensor are passed at the call. ``times_n`` False writes a for N a: with the offset on,
-    relu(a - 1) is zero in every row of more than three keys and stage 1 stands; with it off, the factor N cancels and
-    nothing changes. ``offset`` False is o = 0; in the "exp" stage the offset cancels. ``window`` is used where the call
-    names none. ``positions`` is what a module adds to this attention; "alibi" is added here: -slope_h |i - j| on the
-    scores. A rotation keeps norms, so ``qk_norm`` is the same before and after RoPE.
+    ``power`` is a number or a PowerByLength; None is the stage's default: 15, or 1 for "exp", where it is an inverse
+    temperature. Power tensors are passed to the call. ``times_n`` False uses a instead of N a: with the offset,
+    relu(a - 1) is zero in every row of more than three keys, which leaves stage 1; without it the factor N cancels.
+    ``offset`` False is o = 0; in the "exp" stage the offset cancels. ``window`` is the default of a call without one.
+    ``positions`` says which positions a module adds to this attention; "alibi" is added to the scores here, as
+    -slope_h |i - j|. RoPE keeps norms, so ``qk_norm`` is the same before and after it.
 
     A row whose weights are all zero (ReLU with no positive score) gives 0.
     """
@@ -115,18 +115,17 @@ class AttentionSpec:
 
     @property
     def sharpening(self) -> int | float | PowerByLength | None:
-        """The power with the stage's default filled in; None without a second stage."""
+        """The power, or the stage's default; None without a second stage."""
         return DEFAULT_POWERS[self.second_stage] if self.power is None else self.power
 
     @property
     def is_softmax(self) -> bool:
-        """Whether torch's fused softmax attention computes it; a bias that is constant in a row cancels there."""
+        """Whether SDPA can compute it; a bias that is constant in a row cancels in softmax."""
         return self.positive == "exp" and self.normaliser == "l1" and self.second_stage == "none"
 
     @property
     def is_softplus_attention(self) -> bool:
-        """Whether ``softplus_attention`` computes it: LSSA or LSSAR of any power and window, with or without log d and
-        offset."""
+        """Whether ``softplus_attention`` can compute it: LSSA or LSSAR with any power, window, scale and offset."""
         stage_1 = self.positive == "softplus" and self.normaliser == "l1" and self.qk_norm and self.log_n
         as_published = not self.learned_scale and self.bias == "none" and self.positions != "alibi"
         # Without the offset the factor N cancels.
@@ -135,7 +134,7 @@ class AttentionSpec:
         return stage_1 and as_published and stage_2
 
     def score_scale(self, head_dim: int) -> float:
-        """What multiplies q . k (or the cosine), but for log N_i and the learned scale."""
+        """The factor of q . k (or the cosine), without log N_i and the learned scale."""
         log_d = math.log(head_dim) if self.log_d else 1.0
         return (1.0 if self.qk_norm else head_dim**-0.5) * (log_d if self.scale is None else self.scale)
 
@@ -165,7 +164,7 @@ def is_number(x: object) -> bool:
 
 
 def learned_parameters(spec: AttentionSpec, num_heads: int) -> dict[str, Tensor]:
-    """The initial values of what the attention itself learns, by name."""
+    """The initial values of the attention's own parameters, by name."""
     return {"ssmax_scale": torch.full((num_heads,), first_scale(spec))} if spec.learned_scale else {}
 
 

@@ -1,4 +1,4 @@
-"""Modules: attention with its projections, rotary positions, and a cache of keys and values."""
+"""Modules: attention with projections, rotary positions, and a key/value cache."""
 
 from softplus_attention.nn.attention import SoftplusAttention
 from softplus_attention.nn.cache import KeyValueCache

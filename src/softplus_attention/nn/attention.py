@@ -1,4 +1,4 @@
-"""Attention with its projections, positions and cache, as a module."""
+"""Attention with projections, positions and a cache, as a module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from softplus_attention.dispatch import unit_keys
 from softplus_attention.nn.cache import KeyValueCache, check_counts
 from softplus_attention.nn.learned_power import LearnedParameters
 from softplus_attention.nn.rotary import RotaryEmbedding, check_positions, rotate
-from softplus_attention.power import (
-    PowerByLength,
-    is_learned,
-    learned_parameter,
-)
+from softplus_attention.power import PowerByLength, is_learned, learned_parameter
 from softplus_attention.reference import compute_dtype
 from softplus_attention.visibility import document_indices
 
@@ -36,16 +32,16 @@ class SoftplusAttention(LearnedParameters):
 
     Args:
         dim: the width of the input and output.
-        num_heads, num_kv_heads: query heads, and key heads where those are fewer (GQA).
+        num_heads, num_kv_heads: query heads, and key heads if there are fewer (GQA).
         head_dim: dim / num_heads by default.
         source_dim: the width of ``source`` in cross attention; ``dim`` by default.
         attention: a name ("lssar", "softmax", ...), an ``AttentionSpec`` or an ``Attention``.
-        power: replaces the attention's power: a number, a ``PowerByLength``, "learned", one per head that starts at the
-            attention's own and stays >= 1, or "learned-log", one factor per head of log N.
-        rope: True rotates queries and keys where the attention asks for it (its ``positions``); a ``RotaryEmbedding``
-            does so in its own way; None or False never. Cross attention is not rotated.
+        power: replaces the attention's power: a number, a ``PowerByLength``, "learned" (one per head, which starts at
+            the attention's own and stays >= 1) or "learned-log" (one factor of log N per head).
+        rope: True rotates queries and keys if the attention's ``positions`` are "rope"; a ``RotaryEmbedding`` replaces
+            the default one; None or False never rotates. Cross attention is not rotated.
         window: replaces the attention's window.
-        bias: whether the projections have one.
+        bias: whether the projections have a bias.
     """
 
     def __init__(
@@ -88,18 +84,18 @@ class SoftplusAttention(LearnedParameters):
 
     @property
     def learned_power(self) -> Tensor | None:
-        """(H,), where ``power`` is learned: the powers themselves, or the factors of log N."""
+        """(H,) if ``power`` is learned: the powers, or the factors of log N; else None."""
         if not self.learned_kind:
             return None
         (power,) = learned_parameter(self.learned_kind, self.raw_parameter).values()
         return power
 
     def set_power(self, power: float | PowerByLength) -> None:
-        """Another power from here on: a schedule during training, or a sharper one at inference."""
+        """Sets the power: for a schedule during training, or a higher power at inference."""
         if power is None:
             check.fail("power", "a number or a PowerByLength (stage 1 alone is the attention 'lssa')", None, TypeError)
         if self.learned_kind:
-            raise ValueError("SoftplusAttention: `power` is learned in this module and cannot be set")
+            raise ValueError("SoftplusAttention: `power` is learned and cannot be set")
         self.attention = attention(self.attention.spec.but(power=power))
 
     def forward(
@@ -121,35 +117,36 @@ class SoftplusAttention(LearnedParameters):
         """x (B, T, dim) -> (B, T, dim); ``source`` (B, S, source_dim) makes it cross attention.
 
         ``is_causal`` is True by default, False in cross attention. ``attn_mask``, ``key_start`` and ``key_end`` are
-        those of ``softplus_attention``: padding on either side. Positions count from 0; ``position_ids``, (T,) or
-        (B, T), replaces them (cross attention has none). ``cu_seqlens`` and ``max_seqlen`` say that x (1, total, dim)
-        holds packed documents; positions restart in each. With a ``cache`` x continues what it holds, causally; left
+        those of ``softplus_attention``, for padding on either side. Positions count from 0; ``position_ids``, (T,) or
+        (B, T), replaces them (cross attention has none). With ``cu_seqlens`` and ``max_seqlen`` x (1, total, dim) holds
+        packed documents; positions restart in each. With a ``cache`` x continues the cached tokens, causally; left
         padding is the cache's ``starts``, and ``token_counts`` (B,), from 0 to T, is the number of real tokens in a
         right-padded x.
         """
         check_sequence("x", x, "B", self.dim)
         if distributed.active() is not None:
-            what = "inside `sharded` this module would attend to the tokens of one process alone"
-            raise RuntimeError(f"SoftplusAttention: {what}; give q, k, v and the record to context_parallel_attention")
+            raise RuntimeError(
+                "SoftplusAttention: inside `sharded` this module would attend only to the tokens of one process; call "
+                "context_parallel_attention with q, k, v and the record"
+            )
         if source is not None:
             check_sequence("source", source, x.shape[0], self.source_dim)
         if cache is not None and cache.starts is not None and cache.starts.shape[0] != x.shape[0]:
-            check.fail(
-                "cache", f"one whose `starts` are of {x.shape[0]} sequences", check.describe_tensor(cache.starts)
-            )
+            expected = f"one whose `starts` have one entry for each of {x.shape[0]} sequences"
+            check.fail("cache", expected, check.describe_tensor(cache.starts))
         is_causal = source is None if is_causal is None else is_causal
         given: dict[str, Any] = {"source": source, "attn_mask": attn_mask, "key_start": key_start, "key_end": key_end}
         if cu_seqlens is not None:
-            refuse("cu_seqlens", {**given, "cache": cache})
+            require_none("cu_seqlens", {**given, "cache": cache})
             if x.shape[0] != 1:
                 check.fail("x", "(1, total, dim) where `cu_seqlens` is given", check.describe_tensor(x))
             check_packing(cu_seqlens, max_seqlen, x)
         elif max_seqlen is not None:
             check.fail("max_seqlen", "None without `cu_seqlens`", repr(max_seqlen))
         if source is not None:
-            refuse("source", {"position_ids": position_ids})
+            require_none("source", {"position_ids": position_ids})
         if cache is not None:
-            refuse("cache", given)
+            require_none("cache", given)
             if not is_causal:
                 check.fail("is_causal", "True where `cache` is given", is_causal)
         if token_counts is not None:
@@ -186,12 +183,12 @@ class SoftplusAttention(LearnedParameters):
     def attend_cached(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, counts: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Prefill too reads the keys as the cache rounds them, so that it agrees with the decode steps."""
+        """Prefill also reads the keys as rounded by the cache, so that it agrees with the decode steps."""
         normalized = self.attention.spec.qk_norm
         if normalized:
             k = unit_keys(k)
         keys, values, lengths = cache.append(k, v, counts)
-        # A prefill in pieces may not have come to the first real token yet.
+        # A chunked prefill may not have reached the first real token yet.
         starts = None if cache.starts is None else cache.starts.to(k.device).clamp(max=keys.shape[2])
         return self.attention.decode(
             q, keys, values, lengths, cache_starts=starts, normalized_keys=normalized, **options
@@ -210,12 +207,12 @@ class SoftplusAttention(LearnedParameters):
         return row - cu_seqlens[document_indices(row, cu_seqlens)]
 
     def extra_repr(self) -> str:
-        words = [f"{self.dim}, heads={self.num_heads}x{self.head_dim}"]
-        words += [f"kv_heads={self.num_kv_heads}"] if self.num_kv_heads != self.num_heads else []
-        words += [f"source_dim={self.source_dim}"] if self.source_dim != self.dim else []
-        words += [f"attention={self.attention.name!r}"]
-        words += [f"power={self.learned_kind!r}"] if self.learned_kind else []
-        return ", ".join(words)
+        fields = [f"{self.dim}, heads={self.num_heads}x{self.head_dim}"]
+        fields += [f"kv_heads={self.num_kv_heads}"] if self.num_kv_heads != self.num_heads else []
+        fields += [f"source_dim={self.source_dim}"] if self.source_dim != self.dim else []
+        fields += [f"attention={self.attention.name!r}"]
+        fields += [f"power={self.learned_kind!r}"] if self.learned_kind else []
+        return ", ".join(fields)
 
 
 def chosen_attention(
@@ -228,7 +225,7 @@ def chosen_attention(
         changes["power"] = power
     chosen = attention(choice, **changes)
     if is_learned(power) and chosen.spec.second_stage == "none":
-        check.fail("power", f"None: {chosen.name} has no second stage whose power could be learned", repr(power))
+        check.fail("power", f"None, since {chosen.name} has no second stage", repr(power))
     return chosen
 
 
@@ -238,7 +235,7 @@ def chosen_rope(rope: bool | RotaryEmbedding | None, spec: AttentionSpec, head_d
     if not isinstance(rope, RotaryEmbedding):
         check.fail("rope", "True, False, None or a RotaryEmbedding", type(rope).__name__, TypeError)
     if spec.positions != "rope":
-        check.fail("rope", f"True or None: this attention's positions are {spec.positions!r}", "a RotaryEmbedding")
+        check.fail("rope", f"True or None, since the attention's positions are {spec.positions!r}", "a RotaryEmbedding")
     if rope.head_dim != head_dim:
         check.fail("rope", f"of the module's head dimension, {head_dim}", rope.head_dim)
     return rope
@@ -252,7 +249,7 @@ def check_packing(cu_seqlens: Tensor, max_seqlen: int | None, x: Tensor) -> None
     check.check_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[1], max_seqlen, x.device, validate=False)
 
 
-def refuse(reason: str, given: dict[str, Any]) -> None:
+def require_none(reason: str, given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
             check.fail(name, f"None where `{reason}` is given", type(value).__name__)

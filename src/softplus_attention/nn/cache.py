@@ -1,4 +1,4 @@
-"""The keys and values of one layer, kept for the next tokens."""
+"""The key/value cache of one layer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def checked_starts(starts: Tensor | None) -> Tensor | None:
     return starts
 
 
-def alike(kept: Tensor, x: Tensor) -> bool:
-    """Whether the memory ``kept`` is for keys or values such as ``x``, but for their number."""
+def can_hold(kept: Tensor, x: Tensor) -> bool:
+    """Whether the buffer ``kept`` has the dtype, device and sizes of ``x``, apart from the length."""
     same = kept.dtype == x.dtype and kept.device == x.device
     return same and kept.shape[:2] == x.shape[:2] and kept.shape[3] == x.shape[3]
 
@@ -25,9 +25,9 @@ def alike(kept: Tensor, x: Tensor) -> bool:
 class KeyValueCache:
     """The keys and values of one layer, for inference.
 
-    It grows by doubling, or holds ``max_length`` tokens and refuses more. Sequences may have different ``lengths``;
-    ``starts`` (B,) is the first real token of each where they are left-padded. Memory is taken at the first ``append``.
-    An attention that normalises its keys stores them normalised, so a decode step normalises one key.
+    It grows by doubling, or holds at most ``max_length`` tokens. Sequences may have different ``lengths``; ``starts``
+    (B,) is the first real token of each if they are left-padded. Memory is allocated at the first ``append``. An
+    attention that normalises its keys stores them normalised, so a decode step normalises only the new key.
     """
 
     def __init__(self, *, max_length: int | None = None, starts: Tensor | None = None) -> None:
@@ -37,11 +37,11 @@ class KeyValueCache:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.lengths: Tensor | None = None
-        # Known without asking the device: the longest sequence at most, and whether all are that long.
+        # Known without synchronizing: an upper bound of the longest sequence, and whether all are that long.
         self.longest, self.even = 0, True
 
     def __len__(self) -> int:
-        """An upper bound of the tokens in any sequence, exact where all are equally long."""
+        """An upper bound of the tokens in any sequence, exact if all are equally long."""
         return self.longest
 
     def positions(self, batch: int, new: int, device: torch.device) -> Tensor:
@@ -54,10 +54,10 @@ class KeyValueCache:
         return (first[:, None] + step).clamp(min=0)
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Stores k and v (B, H_kv, T, D); of each sequence's T tokens the first ``counts`` (B,) are real, else all.
+        """Stores k and v (B, H_kv, T, D). The first ``counts`` (B,) of each sequence's T tokens are real, or all.
 
-        Returns the keys and values so far, and the lengths with all T tokens counted, as this step's rows see them.
-        ``max_length`` counts the padding of the longest sequence too.
+        Returns all keys and values, and the lengths including all T tokens, as this step's rows see them. Padding
+        counts towards ``max_length`` too.
         """
         batch, _, new, _ = k.shape
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
@@ -66,7 +66,7 @@ class KeyValueCache:
             check_counts("counts", counts, batch, new, k.device)
         if self.max_length is not None and self.longest + new > self.max_length:
             raise ValueError(
-                f"KeyValueCache is full: {self.longest} of {self.max_length} tokens (`max_length`) are taken, "
+                f"KeyValueCache is full: {self.longest} of {self.max_length} tokens (`max_length`) are used, "
                 f"{new} more do not fit; pass a larger `max_length`, or None for a cache that grows"
             )
         keys, values = self.reserve(k, v, self.longest + new)
@@ -87,9 +87,9 @@ class KeyValueCache:
         return keys[:, :, : self.longest], values[:, :, : self.longest], seen
 
     def reserve(self, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Room for ``length`` tokens. New memory is zero: a product with weight 0 must not meet a stray NaN."""
+        """Buffers for ``length`` tokens. New memory is zeroed, since weight 0 times a stray NaN would be NaN."""
         for name, kept, x in (("k", self.keys, k), ("v", self.values, v)):
-            if kept is not None and not alike(kept, x):
+            if kept is not None and not can_hold(kept, x):
                 if self.longest:
                     expected = f"as the cache holds them, {kept.dtype} (B, H_kv) = {tuple(kept.shape[:2])}"
                     check.fail(name, f"{expected} and {kept.shape[3]} wide on {kept.device}", check.describe_tensor(x))
@@ -107,12 +107,12 @@ class KeyValueCache:
         return self.keys, self.values
 
     def reset(self, starts: Tensor | None = None) -> None:
-        """Empty again, the memory kept for as long as it fits what comes."""
+        """Empties the cache and keeps its memory for the next sequences if it fits them."""
         self.starts = checked_starts(starts)
         self.lengths, self.longest, self.even = None, 0, True
 
     def reorder(self, order: Tensor) -> None:
-        """Row b becomes the former row ``order[b]``: beam search. ``order`` may also change the number of rows."""
+        """Row b becomes the former row ``order[b]``, as in beam search. ``order`` may change the number of rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys.index_select(0, order), self.values.index_select(0, order)
         self.lengths = None if self.lengths is None else self.lengths.index_select(0, order)
@@ -120,5 +120,5 @@ class KeyValueCache:
 
 
 def check_counts(name: str, counts: Tensor, batch: int, new: int, device: torch.device) -> None:
-    """Real tokens among the ``new`` of each sequence. A wrong number would show a step later, as another's error."""
+    """Checked here, since a wrong number would cause an unrelated error one step later."""
     check.check_cache_lengths(name, counts, batch, 0, new, device, validate=False)

@@ -1,4 +1,4 @@
-"""What an attention itself learns, as parameters of a module."""
+"""An attention's own learned parameters, as parameters of a module."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from softplus_attention.power import RAW_NAMES, initial_raw_power, learned_param
 
 
 class LearnedParameters(nn.Module):
-    """A module whose ``attention`` may learn parameters of its own, and a power: "learned", "learned-log" or "" (none).
+    """A module whose ``attention`` may have learned parameters and a learned power: "learned", "learned-log" or "".
 
-    A learned power is trained as ``raw_power`` or ``raw_power_per_log`` (H,), any number, from which it follows.
+    A learned power is computed from ``raw_power`` or ``raw_power_per_log`` (H,), which is unconstrained.
     """
 
     attention: Attention
@@ -25,7 +25,7 @@ class LearnedParameters(nn.Module):
             self.register_parameter(name, nn.Parameter(first.to(device)))
 
     def first_values(self, num_heads: int) -> dict[str, Tensor]:
-        """What training starts from, by the names of the parameters."""
+        """The initial values, by parameter name."""
         values = self.attention.learned_parameters(num_heads)
         if self.learned_kind:
             raw = initial_raw_power(self.learned_kind, self.attention.spec.sharpening)
@@ -33,10 +33,10 @@ class LearnedParameters(nn.Module):
         return values
 
     def attention_parameters(self) -> dict[str, Tensor]:
-        """What the attention learns, as it takes it: "power" (H,) where that is "learned", and so on."""
-        parameters = {name: local(getattr(self, name)) for name in self.learned_names}
+        """``parameters`` of the attention's call: "power" (H,) if it is "learned", and so on."""
+        parameters = {name: to_local(getattr(self, name)) for name in self.learned_names}
         if self.learned_kind:
-            parameters |= learned_parameter(self.learned_kind, local(self.raw_parameter))
+            parameters |= learned_parameter(self.learned_kind, to_local(self.raw_parameter))
         return parameters
 
     @property
@@ -44,6 +44,6 @@ class LearnedParameters(nn.Module):
         return getattr(self, RAW_NAMES[self.learned_kind])
 
 
-def local(parameter: Tensor) -> Tensor:
-    """Under tensor parallel: the part of the heads of this process."""
+def to_local(parameter: Tensor) -> Tensor:
+    """Under tensor parallelism, the heads of this process."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter

@@ -12,11 +12,11 @@ from softplus_attention.reference import compute_dtype
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary positions without a length limit: the angles follow from the positions at every call.
+    """Rotary positions without a length limit: angles are computed from the positions in every call.
 
     The first ``fraction`` of a head's dimensions is rotated, dimension i with dimension i + half of them. Angles are
-    float64 where the device has it: in float32 the angle of position 1e6 is wrong by several hundredths. Nothing is
-    stored, so there is nothing to save, to cast or to outgrow.
+    float64 where the device supports it: in float32 the angle of position 1e6 is wrong by several hundredths. There
+    are no buffers to save, cast or extend.
     """
 
     def __init__(self, head_dim: int, *, theta: float = 10_000.0, fraction: float = 1.0) -> None:
@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
         rotated = round(head_dim * fraction)
         if rotated < 2 or rotated % 2:
             check.fail("head_dim", "such that an even number of its dimensions is rotated", f"{rotated} of {head_dim}")
-        # With dynamic shapes a compiler takes an int of a module for a constant, and makes a float symbolic.
+        # With dynamic shapes dynamo keeps an int attribute constant, but makes a float symbolic.
         theta = int(theta) if float(theta).is_integer() else theta
         self.head_dim, self.theta, self.fraction, self.rotated = head_dim, theta, fraction, rotated
 
@@ -59,9 +59,9 @@ def rotation_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, D) by the angles of ``rotation_tables``, in their dtype; columns beyond those of the tables stay.
+    """x (B, H, T, D) rotated by ``rotation_tables``, in their dtype; columns beyond the tables are unchanged.
 
-    Few operations, since a decode step waits for the launch of each: the signs are in the table.
+    The signs are in the table to save operations: in a decode step the launch of each one costs time.
     """
     rotated = cos.shape[-1]
     turning = x[..., :rotated] if rotated < x.shape[-1] else x
