@@ -1,4 +1,4 @@
-"""What is uploaded to PyPI: the package alone, small, with the same facts everywhere."""
+"""The distributions for PyPI: contents, size, metadata, and the workflows that build them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import softplus_attention
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BUILT_IN_TEXT = "softplus_attention/data/builtin/text.jsonl.xz"  # 2.2 MB, as small as it gets
+BUILT_IN_TEXT = "softplus_attention/data/builtin/text.jsonl.xz"  # 2.2 MB compressed
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def tracked(folder: str) -> set[str]:
     return {name for name in listed.stdout.split() if (ROOT / name).exists()}
 
 
-def test_wheel_has_the_package_alone(wheel: dict[str, int]) -> None:
+def test_wheel_contains_only_the_package(wheel: dict[str, int]) -> None:
     names = {name for name in wheel if ".dist-info/" not in name}
     assert names == {name.removeprefix("src/") for name in tracked("src")}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel)
@@ -77,7 +77,7 @@ def test_sdist_builds_the_same_wheel(built: Path, wheel: dict[str, int], tmp_pat
 
 
 def test_both_are_small(built: Path, wheel: dict[str, int]) -> None:
-    """The built-in text apart: below 1 MB; with it below 3.5 MB."""
+    """Below 1 MB without the built-in text, below 3.5 MB with it."""
     assert sum(wheel.values()) - wheel[BUILT_IN_TEXT] < 1e6
     text = (ROOT / "src" / BUILT_IN_TEXT).stat().st_size
     for path in built.iterdir():
@@ -112,7 +112,7 @@ def workflow(name: str) -> dict[str, Any]:
 
 
 def test_workflows_run_what_exists() -> None:
-    """Every Python that pyproject names is tested; `make` targets and folders of tests exist."""
+    """Every Python version in pyproject is tested; the `make` targets and test paths exist."""
     jobs = workflow("tests")["jobs"]
     named = [line.rsplit(" ", 1)[1] for line in PROJECT["classifiers"] if "Python :: 3." in line]
     assert jobs["tests"]["strategy"]["matrix"]["python"] == named

@@ -1,15 +1,15 @@
-"""What is read of files that strangers may have made."""
+"""Reading untrusted files: file types, sizes, JSON and array headers."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import zipfile
 from pathlib import Path
 
 import pytest
+from mutations import place_special
 
 from softplus_attention.utils.untrusted import (
     DEEPEST_JSON,
@@ -24,7 +24,7 @@ from softplus_attention.utils.untrusted import (
 )
 
 
-def test_regular_files_and_links_to_them(tmp_path: Path) -> None:
+def test_regular_files_and_links(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{"name": "Röntgen", "loss": [1.5, null]}', encoding="utf-8")
     (tmp_path / "link").symlink_to(path)
@@ -36,15 +36,9 @@ def test_regular_files_and_links_to_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
 def test_other_files_are_refused(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.mkdir()
+    place_special(tmp_path / "a.json", kind)
     with pytest.raises(UntrustedFileError, match=r"a\.json: not a regular file"):
-        read_json(path)
+        read_json(tmp_path / "a.json")
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -63,14 +57,14 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00", b'{"a": ' + b"9" * 5000 + b"}"])
-def test_damage_is_one_error(content: bytes, tmp_path: Path) -> None:
+def test_invalid_json(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UntrustedFileError, match="not JSON"):
         read_json(tmp_path / "a.json")
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 0.5, -1, 10**400, "1", True])
-def test_counts(value: object) -> None:
+def test_invalid_counts(value: object) -> None:
     with pytest.raises(UnreadableError):
         count_of({"tokens": value}, "tokens")
 
@@ -88,7 +82,7 @@ HEADERS = {
 
 @pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
 @pytest.mark.filterwarnings("ignore:overflow encountered")
-def test_headers_of_arrays(header: str, tmp_path: Path) -> None:
+def test_forged_array_headers(header: str, tmp_path: Path) -> None:
     content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + b"\0" * 64
     (tmp_path / "a.npy").write_bytes(content)
     with pytest.raises(UntrustedFileError, match="not an array"):

@@ -1,4 +1,4 @@
-"""A real Chromium without a screen, driven over ChromeDriver's WebDriver protocol: plain HTTP and JSON."""
+"""Headless Chromium, driven by ChromeDriver's WebDriver protocol over plain HTTP and JSON."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Browser:
     def __init__(self, address: str, profile: str) -> None:
         self.address = address
         options = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={profile}"]}
-        words = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        self.session = self.ask("POST", "/session", {"capabilities": {"alwaysMatch": words}})["sessionId"]
+        capabilities = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+        self.session = self.ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})["sessionId"]
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         data = None if method == "GET" else json.dumps(body or {}).encode()
@@ -51,10 +51,10 @@ class Browser:
         return self.do("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
     def wait(self, script: str, seconds: float = 20) -> Any:
-        """What the script returns, once that is true."""
+        """Repeats the script until its result is true, and returns that."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
-            assert time.monotonic() < end, f"never came true: {script}"
+            assert time.monotonic() < end, f"timeout: {script}"
             time.sleep(0.05)
         return value
 
@@ -69,24 +69,24 @@ class Browser:
         self.do("POST", f"/element/{self.find(selector)}/value", {"text": text})
 
     def choose(self, selector: str, value: str) -> None:
-        """An entry of a <select>, clicked as a person would."""
+        """Clicks an option of a <select>."""
         self.click(f'{selector} option[value="{value}"]')
 
     def hover(self, selector: str, x: int, y: int) -> None:
-        """The pointer over an element, x and y from its middle."""
+        """Moves the pointer over an element, x and y relative to its centre."""
         origin = {ELEMENT: self.find(selector)}
         move = {"type": "pointerMove", "duration": 0, "origin": origin, "x": x, "y": y}
         self.do("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
 
     def console(self) -> list[str]:
-        """What the page or the browser complained of since the last call."""
+        """Console messages since the last call."""
         return [entry["message"] for entry in self.do("POST", "/se/log", {"type": "browser"})]
 
     def devtools(self, command: str, **parameters: Any) -> Any:
         return self.do("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def look(self, *, width: int, height: int, dark: bool = False, phone: bool = False) -> None:
-        """The size of the window and the colours that the system asks for."""
+        """Sets the window size and the preferred colour scheme."""
         size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -117,7 +117,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def port_of(log: Path, driver: subprocess.Popen[bytes]) -> str:
-    """ChromeDriver takes a free port and says which."""
+    """The free port that ChromeDriver chose, from its log."""
     end = time.monotonic() + 60
     while time.monotonic() < end and driver.poll() is None:
         _, found, rest = log.read_text().partition("started successfully on port ")

@@ -1,9 +1,12 @@
-"""The command line in processes of its own, forked from a server that has imported everything once: what takes seconds
-happens once, and nothing is left over from one command to the next."""
+"""Runs commands in separate processes, forked from a server that has imported everything once.
+
+The slow imports happen once, and no state is left over between commands.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import multiprocessing
 import os
 import resource
@@ -35,19 +38,19 @@ SERVER.set_forkserver_preload(
 @dataclass(frozen=True)
 class Limits:
     file_size: int | None = None  # bytes of any file
-    memory: int | None = None  # bytes that it may add to what it has
+    memory: int | None = None  # bytes of address space beyond those after the fork
 
 
-def child(target: Any, arguments: Any, log: str, given: str, environment: dict[str, str], limits: Limits) -> None:
-    """The process of a command: what it prints goes to a file, the text ``given`` is its input."""
+def child(target: Any, arguments: Any, log: str, stdin: str, environment: dict[str, str], limits: Limits) -> None:
+    """The body of a process: stdout and stderr go to ``log``, ``stdin`` is its stdin."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     with tempfile.TemporaryFile() as file:
-        file.write(given.encode())
+        file.write(stdin.encode())
         file.seek(0)
         os.dup2(file.fileno(), 0)
-    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has closed the other one
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing closed the old one
     os.environ.update(environment)
     if limits.file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limits.file_size, limits.file_size))
@@ -57,19 +60,19 @@ def child(target: Any, arguments: Any, log: str, given: str, environment: dict[s
     if limits.memory is not None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + limits.memory,) * 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground, wherever the tests run
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground
     sys.exit(target(*arguments))
 
 
-def command(*words: str) -> int:
+def command(*arguments: str) -> int:
     from softplus_attention.cli import main
 
-    return main(list(words))
+    return main(list(arguments))
 
 
 @dataclass
 class Process:
-    """A command that runs; ``text`` is what it printed so far, results and errors."""
+    """A running command; ``text`` is its output so far, stdout and stderr."""
 
     log: Path
     process: Any
@@ -77,9 +80,9 @@ class Process:
     @classmethod
     def start(
         cls,
-        *words: object,
+        *arguments: object,
         log: Path | None = None,
-        given: str = "",
+        stdin: str = "",
         environment: dict[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Process:
@@ -87,7 +90,7 @@ class Process:
             handle, name = tempfile.mkstemp(suffix=".log")
             os.close(handle)
             log = Path(name)
-        return cls.of(command, [str(word) for word in words], log, given, environment, limits)
+        return cls.of(command, [str(argument) for argument in arguments], log, stdin, environment, limits)
 
     @classmethod
     def of(
@@ -95,13 +98,13 @@ class Process:
         target: Any,
         arguments: Sequence[Any],
         log: Path,
-        given: str = "",
+        stdin: str = "",
         environment: dict[str, str] | None = None,
         limits: Limits | None = None,
     ) -> Process:
-        """A function of a module, which returns its exit status."""
-        words = (target, arguments, str(log), given, environment or {}, limits or Limits())
-        process = SERVER.Process(target=child, args=words)
+        """Starts an importable function, which returns the exit status."""
+        args = (target, arguments, str(log), stdin, environment or {}, limits or Limits())
+        process = SERVER.Process(target=child, args=args)
         process.start()
         return cls(log, process)
 
@@ -141,9 +144,9 @@ class Finished:
     errors: list[str] = field(default_factory=list)
 
 
-def run(*words: object, seconds: float = 120, **settings: Any) -> Finished:
-    """The command to its end: its exit status, all that it printed, and the lines that name an error."""
-    process = Process.start(*words, **settings)
+def run(*arguments: object, seconds: float = 120, **kwargs: Any) -> Finished:
+    """Runs a command to its end; ``errors`` are the lines of the output that report an error."""
+    process = Process.start(*arguments, **kwargs)
     try:
         status = process.wait(seconds)
         text = process.text
@@ -152,18 +155,29 @@ def run(*words: object, seconds: float = 120, **settings: Any) -> Finished:
     return Finished(status, text, [line for line in text.splitlines() if line.startswith("softplus-attention: ")])
 
 
-def refused(*words: object, **settings: Any) -> str:
-    """The one line in which a command names what it does not do; status 2."""
-    done = run(*words, **settings)
-    assert done.status == 2, done.text
+def refused(*arguments: object, status: int = 2, **kwargs: Any) -> str:
+    """Checks that a command fails with one error line, the last of its output, and returns that line."""
+    done = run(*arguments, **kwargs)
+    assert done.status == status, done.text
     assert "Traceback" not in done.text, done.text
     assert len(done.errors) == 1, done.text
     assert done.text.rstrip().endswith(done.errors[0]), done.text
     return done.errors[0]
 
 
+def refused_in_process(*arguments: object) -> str:
+    """Like ``refused``, but faster: it calls ``main`` in this process."""
+    from softplus_attention.cli import main
+
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        assert main([str(argument) for argument in arguments]) == 2
+    error = stderr.getvalue().splitlines()[-1]
+    assert error.startswith("softplus-attention: ")
+    return error
+
+
 def wait_until(happened: Any, process: Process, seconds: float = 60) -> bool:
-    """False where the process ended first."""
+    """False if the process ended before."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if happened():
@@ -171,4 +185,4 @@ def wait_until(happened: Any, process: Process, seconds: float = 60) -> bool:
         if not process.is_running:
             return False
         time.sleep(0.001)
-    raise AssertionError(f"it did not happen in {seconds} s:\n{process.text}")
+    raise AssertionError(f"timeout after {seconds} s:\n{process.text}")

@@ -1,4 +1,4 @@
-"""Hostile data for any implementation and device: extreme vectors, and one number that is not finite."""
+"""Hostile inputs for any implementation and device: extreme vectors, and a single NaN or infinity."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from softplus_attention import (
 
 
 def dominant(q: Tensor, k: Tensor) -> None:
-    """All queries ask for one key, and every other key points away: x reaches N."""
+    """All queries match one key, and every other key points away: x reaches N."""
     q[:] = q[..., :1, :]
     k[:] = -q[..., :1, :] + 0.1 * k
     k[..., 7, :] = q[..., 0, :]
@@ -52,7 +52,7 @@ def all_zero(q: Tensor, k: Tensor) -> None:
 
 
 def one_huge_component(q: Tensor, k: Tensor) -> None:
-    """The squares overflow, and beside the huge component the others vanish."""
+    """The squares overflow, and the other components vanish next to the huge one."""
     q[..., 0] = 1e30
     k[..., 1] = -1e30
 
@@ -77,7 +77,7 @@ SHORT = 40
 
 
 def by_packing(cu: Tensor, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The sequences laid end to end, each of the documents that ``cu`` divides it into."""
+    """The sequences concatenated, each divided into documents by ``cu``."""
     batch, _, length, _ = q.shape
     every = torch.cat([cu[:1], *(cu[1:] + i * length for i in range(batch))])
     flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -95,7 +95,7 @@ def new_rows(length: int) -> int:
 
 
 def setting_of(name: str, length: int, device: str) -> tuple[Callable[..., Tensor], dict[str, Any], Tensor]:
-    """A function, its options, and who sees whom: (..., rows, length)."""
+    """A function, its options, and the visibility mask of shape (..., rows, length)."""
     row, key = torch.arange(length, device=device)[:, None], torch.arange(length, device=device)
     causal = key <= row
     if name == "full":
@@ -123,7 +123,7 @@ def setting_of(name: str, length: int, device: str) -> tuple[Callable[..., Tenso
 
 
 class Poisoned:
-    """A clean run, a run with one bad number, and the rows that may show it."""
+    """A clean run, a run with one bad number, and the rows that it may affect."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Poisoned:
 
         self.sees = sees.expand(2, 4, rows, length)
         self.hit = torch.zeros(2, 4, rows, dtype=torch.bool, device=device)
-        # Rows whose weight for the bad value is so small that the precision decides whether there is one.
+        # Rows whose weight for the bad value may underflow, depending on the precision.
         self.doubtful = torch.zeros_like(self.hit)
         if which == "q":
             self.hit[1, 2, key] = self.sees[1, 2, key].any()
@@ -173,8 +173,8 @@ class Poisoned:
             self.doubtful[1, 2:] = self.sees[1, 2:, :, key] & (weight < 1e-8) & (x > -0.02)
 
     def out_of_reach(self, hit: Tensor) -> tuple[Tensor, Tensor]:
-        """(2, 4, length) rows and (2, 2, length) keys whose gradients no row of ``hit`` reaches."""
+        """Masks of rows (2, 4, length) and keys (2, 2, length) whose gradients no row of ``hit`` affects."""
         rows = torch.ones(self.sees.shape[:2] + self.sees.shape[3:], dtype=torch.bool, device=hit.device)
         rows[:, :, : hit.shape[2]] = ~hit
-        touched = (hit[..., None] & self.sees).any(2)  # keys that some bad row sees
+        touched = (hit[..., None] & self.sees).any(2)  # keys visible to a bad row
         return rows, ~touched.unflatten(1, (2, 2)).any(2)

@@ -1,4 +1,4 @@
-"""Folders as a stranger may have changed them: bytes, values of JSON, names, links and sizes, drawn by hypothesis."""
+"""Malicious changes to folders: bytes, JSON values, file types, links and sizes, drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ WAYS = [
 
 @dataclass(frozen=True)
 class Mutation:
-    file: int  # its place among the files, by name
+    file: int  # index among the sorted files
     way: str
-    place: float  # in the file, or among the values of JSON
+    place: float  # relative position in the file, or among its JSON values
     value: Any
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def apply(mutation: Mutation, folder: Path, outside: Path) -> str:
-    """Changes one file of the folder; gives its name. ``outside`` is a folder that a link may lead to."""
+    """Changes one file of the folder and returns its name. ``outside`` is a target for links."""
     files = files_of(folder)
     path = files[mutation.file % len(files)]
     content = path.read_bytes()
@@ -105,7 +105,7 @@ def apply(mutation: Mutation, folder: Path, outside: Path) -> str:
 
 
 def changed_json(content: bytes, mutation: Mutation) -> bytes | None:
-    """One value of the first line that is JSON replaced or removed; None where there is none."""
+    """Replaces or removes one value of the file, or of its first line, if that is JSON; else None."""
     lines = content.split(b"\n")
     try:
         data, rest = json.loads(content), b""
@@ -134,7 +134,7 @@ def changed_json(content: bytes, mutation: Mutation) -> bytes | None:
 
 
 def state_of(folder: Path) -> dict[str, str]:
-    """Every name below a folder and what lies there."""
+    """Every path below a folder, with the SHA-256 of files."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
         for path in sorted(folder.rglob("*"))
@@ -142,7 +142,7 @@ def state_of(folder: Path) -> dict[str, str]:
 
 
 def seal(checkpoint: Path) -> None:
-    """The manifest of a stranger who knows how it is made."""
+    """Writes a manifest that matches the files, as an attacker could."""
     paths = [path for path in files_of(checkpoint) if path.name != "manifest.json" and path.stat().st_size < 1 << 30]
     files = {
         path.relative_to(checkpoint).as_posix(): {
@@ -154,6 +154,30 @@ def seal(checkpoint: Path) -> None:
     manifest = checkpoint / "manifest.json"
     manifest.unlink(missing_ok=True)
     manifest.write_text(json.dumps({"files": files}))
+
+
+class CreatesFile:
+    """An object whose pickle creates a file when it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+def place_special(path: Path, kind: str) -> None:
+    """Replaces a file by a FIFO, a link to an endless device, a folder, or deeply nested JSON."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        assert kind == "deep"
+        path.write_text('{"a":' * 100_000)
 
 
 def copy(source: Path, target: Path) -> Path:

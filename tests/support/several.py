@@ -1,4 +1,4 @@
-"""A function in several processes over gloo, forked from the server that has imported everything once."""
+"""Runs a function in several processes over gloo, forked from the server of ``commands``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def free_port() -> int:
 
 
 def place_of(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process."""
+    """The environment variables that torchrun sets."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes, "RANK": rank, "LOCAL_RANK": rank}
     return {name: str(value) for name, value in place.items()}
 
 
 def together(program: str, processes: int, *arguments: Any, seconds: float = 300) -> Any:
-    """What ``main(*arguments)`` of a module of this folder returns on the first process, as JSON holds it."""
+    """Runs ``main(*arguments)`` of a module in this folder on all processes; returns the result of rank 0 as JSON."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         log, answer = Path(folder, "log"), Path(folder, "answer.json")
         running = []
         for rank in range(processes):
-            words = (program, [str(word) for word in arguments], str(answer))
-            running.append(Process.of(join, words, log, environment=place_of(rank, processes, port)))
+            args = (program, [str(argument) for argument in arguments], str(answer))
+            running.append(Process.of(join, args, log, environment=place_of(rank, processes, port)))
         try:
             statuses = [process.wait(seconds) for process in running]
         finally:

@@ -1,4 +1,4 @@
-"""Folders that take long to make, made once for all processes of a run of the tests."""
+"""Folders that are slow to create, created once for all processes of a test run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A copy of the folder that ``make`` fills, for this process alone."""
+    """This process's own copy of the folder that ``make`` fills."""
     root = factory.getbasetemp()
     shared = (root.parent if root.name.startswith("popen-") else root) / f"shared-{name}"
     with shared.with_suffix(".lock").open("w") as lock:

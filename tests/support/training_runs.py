@@ -1,4 +1,4 @@
-"""Training runs as processes of their own, for the tests: started, watched, killed, and their logged losses read."""
+"""Training runs in separate processes: start, watch, kill, and read the logged losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from several import free_port, place_of
 
 import softplus_attention.data
 
-# Seconds on one core: two layers, 24 steps, a checkpoint every four, losses of single steps.
+# Takes seconds on one core. Checkpoints every four steps, a log entry for each.
 TINY: dict[str, Any] = {
     "attention": "lssar", "power": "3,7@0.25,15@0.5", "layers": 2, "width": 32, "heads": 2, "sequence_length": 24,
     "steps": 24, "batch_size": 8, "micro_batch_size": 4, "learning_rate": 0.01, "log_every": 1, "save_every": 4,
@@ -26,10 +26,10 @@ TINY: dict[str, Any] = {
 
 
 def text_folder(folder: Path, seed: int = 0) -> Path:
-    """A prepared folder of bytes: sentences of a small language, enough for an epoch of several steps."""
-    words = [bytes([97 + i % 26, 97 + i // 3 % 26, 97 + i // 7 % 26]).decode() for i in range(60)]
+    """A prepared folder of random words as bytes, with several steps per epoch."""
+    vocabulary = [bytes([97 + i % 26, 97 + i // 3 % 26, 97 + i // 7 % 26]).decode() for i in range(60)]
     chance = random.Random(seed)
-    documents = [" ".join(chance.choices(words, k=chance.randint(5, 60))) for _ in range(60)]
+    documents = [" ".join(chance.choices(vocabulary, k=chance.randint(5, 60))) for _ in range(60)]
     source = folder / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
     softplus_attention.data.prepare(
@@ -40,21 +40,21 @@ def text_folder(folder: Path, seed: int = 0) -> Path:
 
 @dataclass
 class Run:
-    """A folder and a configuration; ``start`` may be called again and again, as a user would."""
+    """A run folder and its settings; ``start`` may be called repeatedly, to resume it."""
 
     output: Path
     settings: dict[str, Any]
     processes: list[Process] = field(default_factory=list)
 
     def arguments(self, extra: list[str], **changes: Any) -> list[str]:
-        words = []
+        arguments = []
         for name, value in {**self.settings, "output": self.output, **changes}.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
-                words.append(f"--{'' if value else 'no-'}{flag}")
+                arguments.append(f"--{'' if value else 'no-'}{flag}")
             elif value is not None:
-                words += [f"--{flag}", str(value)]
-        return [*words, *extra]
+                arguments += [f"--{flag}", str(value)]
+        return [*arguments, *extra]
 
     @property
     def log(self) -> Path:
@@ -72,13 +72,14 @@ class Run:
         self.processes = []
         port = free_port()
         for rank in range(processes):
-            place = place_of(rank, processes, port) if processes > 1 else {}
-            words = ["train", *self.arguments(list(extra), **changes)]
+            environment = place_of(rank, processes, port) if processes > 1 else {}
+            arguments = self.arguments(list(extra), **changes)
             limits = Limits(file_size, memory)
-            self.processes.append(Process.start(*words, log=self.log, environment=place, limits=limits))
+            process = Process.start("train", *arguments, log=self.log, environment=environment, limits=limits)
+            self.processes.append(process)
 
     def wait(self, seconds: float = 120) -> int:
-        """The worst exit status, 0 if all went well."""
+        """The largest exit status."""
         deadline = time.monotonic() + seconds
         try:
             return max(abs(process.wait(deadline - time.monotonic())) for process in self.processes)
@@ -86,7 +87,7 @@ class Run:
             self.kill()
 
     def signal(self, number: int, first: int = 0) -> None:
-        """To the processes from the ``first`` on."""
+        """Sends a signal to the processes from rank ``first`` on."""
         for process in self.processes[first:]:
             os.kill(process.pid, number)
 
@@ -95,7 +96,7 @@ class Run:
             process.kill()
 
     def wait_until(self, happened: Any, seconds: float = 60) -> bool:
-        """False where the run ended first."""
+        """False if the run ended before."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if happened():
@@ -103,17 +104,29 @@ class Run:
             if not any(process.is_running for process in self.processes):
                 return False
             time.sleep(0.001)
-        raise AssertionError(f"it did not happen in {seconds} s:\n{self.words()}")
+        raise AssertionError(f"timeout after {seconds} s:\n{self.words()}")
 
     def kill_when(self, happened: Any) -> bool:
         found = self.wait_until(happened)
         self.kill()
         return found
 
-    def finish(self, *extra: str, **words: Any) -> Run:
-        self.start(*extra, **words)
+    def kill_at(self, name: str, *extra: str, **changes: Any) -> None:
+        """Starts the run and kills it as soon as that file or folder exists."""
+        self.start(*extra, **changes)
+        assert self.kill_when(lambda: (self.output / name).exists()), self.words()
+
+    def finish(self, *extra: str, **changes: Any) -> Run:
+        self.start(*extra, **changes)
         assert self.wait() == 0, self.words()
         return self
+
+    def fail(self, status: int, *extra: str, seconds: float = 120, **changes: Any) -> str:
+        """Starts the run, checks that it ends with ``status`` and without a traceback, and returns its output."""
+        self.start(*extra, **changes)
+        assert self.wait(seconds) == status, self.words()
+        assert "Traceback" not in self.words(), self.words()
+        return self.words()
 
     def words(self) -> str:
         return self.log.read_text()
@@ -123,7 +136,7 @@ class Run:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def last_step(self) -> int:
-        """Of what is logged so far, a half-written line left out."""
+        """The last logged step, ignoring a partly written line."""
         path = self.output / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return json.loads(lines[-1])["step"] if lines else 0
