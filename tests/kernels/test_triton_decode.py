@@ -1,6 +1,6 @@
-"""The decode kernels against the reference: small caches in Triton's interpreter, larger ones where there is a GPU.
+"""The decode kernels against the reference: small caches in Triton's interpreter; gpu_checks.py has larger ones.
 
-Triton decides when it is imported whether to interpret: where it does not, they run in a process of their own.
+Triton decides on import whether to interpret kernels. If it does not, these tests run in a separate process.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import subprocess
 import sys
 from typing import Any
 
-import decode_cases
 import pytest
 import torch
-from decode_cases import POWERS, assert_agrees, caches, decode
+from decode_cases import POWERS, assert_agrees, caches, check_unit_vectors, decode
 from helpers import randn, transposed
 from huggingface_models import small_model, token_rows
 from paged_cases import POWERS as PAGED_POWERS
@@ -51,14 +50,14 @@ if INTERPRETED or torch.cuda.is_available():
         tl.store(Square + o_n, squares_by_product(tl.load(K + o_n[:, None] * D + o_d[None, :])))
 
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's process")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 OFFSETS = pytest.mark.parametrize("offset", [True, False], ids=["with offset", "without"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is itself the interpreter's process")
+@pytest.mark.skipif(INTERPRETED, reason="already in Triton's interpreter")
 def test_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__],
@@ -70,7 +69,7 @@ def test_in_the_interpreter() -> None:
 
 
 @interpreted
-class TestAgainstTheReference:
+class TestReference:
     @DTYPES
     @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
     def test_powers(self, power: Any, dtype: torch.dtype) -> None:
@@ -101,7 +100,7 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize("d", [60, 64, 100, 128, 256])
     def test_raw_keys_of_many_lengths(self, d: int) -> None:
-        """In half precision, where their squares come from a product."""
+        """In half precision, where a matrix product computes their squares."""
         q, k, v = caches(torch.float16, batch=1, d=d, t_max=90)
         k *= torch.logspace(-2, 1, 90)[:, None]
         assert_agrees(q, k, v, torch.tensor([83]))
@@ -153,7 +152,7 @@ class TestAgainstTheReference:
     @DTYPES
     @pytest.mark.parametrize("power", [None, 15])
     def test_keys_that_all_point_away(self, power: int | None, dtype: torch.dtype) -> None:
-        """Every f' is tiny, and half precision must still tell the weights apart."""
+        """Every f' is tiny, and half precision must still distinguish the weights."""
         q, k, v = caches(dtype, h=2, d=64)
         k[:] = -q[:, :, :1] + 0.05 * k
         assert_agrees(q, k, v, torch.tensor([150, 33]), power=power, score_scale=12.0)
@@ -177,7 +176,7 @@ class TestAgainstTheReference:
         assert torch.allclose(many, few, atol=1e-5)
 
     @pytest.mark.parametrize("power", [15, torch.tensor([2.0, 3.0, 5.0, 9.0])], ids=["15", "per head"])
-    def test_more_sequences_than_a_grid_takes(self, power: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_more_sequences_than_a_grid_axis(self, power: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = (torch.cat([x, x.flip(2) * 0.5, x + 1]) for x in caches(torch.float32, t_q=2, t_max=70))
         monkeypatch.setattr(decode_launch, "MAX_ON_AXIS", 2 * k.shape[1])
         lengths, starts = torch.tensor([70, 21, 3, 44, 70, 2]), torch.tensor([0, 5, 0, 40, 1, 0])
@@ -209,7 +208,7 @@ class TestAgainstTheReference:
 @interpreted
 @DTYPES
 class TestNotFinite:
-    """A NaN or Inf comes out in the rows that see it (q, k) or give it weight (v), and in no other."""
+    """A NaN or Inf affects only the rows that see it (q, k) or give it weight (v)."""
 
     @pytest.mark.parametrize(
         ("bad", "power", "normalized_keys"),
@@ -243,7 +242,7 @@ class TestNotFinite:
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
     def test_value(self, bad: float, dtype: torch.dtype) -> None:
-        """Head 0 asks for key 8 alone, head 1 turns away from it; they share their values."""
+        """Head 0 attends to key 8 only, head 1 gives it no weight; they share their values."""
         q, k, v = caches(dtype, batch=1, h=2, h_kv=1, t_max=70)
         q[0, 1] = -q[0, 0]
         k[0, 0, 8] = q[0, 0, 0]
@@ -258,9 +257,9 @@ class TestNotFinite:
 
 
 @interpreted
-class TestTheOp:
+class TestOp:
     def test_values_without_weight_are_not_read(self) -> None:
-        """Where one key takes all, every other value may be anything."""
+        """If one key has all the weight, every other value may be NaN."""
         q, k, v = caches(torch.float32, h=2)
         k[:] = -q[:, :, :1] + 0.1 * k
         k[:, :, 17] = q[:, :, 0]
@@ -270,7 +269,7 @@ class TestTheOp:
         v[:, :, others] = float("nan")
         assert torch.equal(decode(q, k, v, lengths), before)
 
-    def test_the_grid_follows_from_shapes(self) -> None:
+    def test_grid_depends_on_shapes(self) -> None:
         device = torch.device("cpu")
         assert decode_launch.splits_for(2048, 8, device) == 198
         assert decode_launch.splits_for(2048, 64, device) == 24, "25 would be 4 waves and 16 programs"
@@ -278,9 +277,9 @@ class TestTheOp:
         assert decode_launch.splits_for(2048, 1, device) == 256
         assert decode_launch.splits_for(3, 8, device) == 3
         assert decode_launch.splits_for(2048, 5000, device) == 1
-        assert decode_launch.splits_for(128, 64, device) == 12, "24 would leave a program 5 tiles"
+        assert decode_launch.splits_for(128, 64, device) == 12, "24 would leave 5 tiles per program"
         assert decode_launch.splits_for(64, 256, device) == 6, "a program has 10 tiles"
-        assert decode_launch.splits_for(3000, 4, device) == 256, "with the most that there are it has 11"
+        assert decode_launch.splits_for(3000, 4, device) == 256, "the most programs leave 11 tiles for each"
 
     @DTYPES
     def test_without_lengths_all_keys_are_seen(self, dtype: torch.dtype) -> None:
@@ -305,8 +304,8 @@ class TestTheOp:
 
 @interpreted
 @pytest.mark.parametrize("d", [16, 40, 64])
-def test_squares_of_keys_beyond_float32s(d: int) -> None:
-    """Only bfloat16 keys go through it, which the interpreter does not have: here it reads float32 ones."""
+def test_squares_of_keys_beyond_float32(d: int) -> None:
+    """Only bfloat16 keys use this path, which the interpreter does not support: the test uses float32 keys."""
     sizes = torch.tensor([1.0, 1e-30, 1e30, 3e37, 0.0, 1e-38, 7.0] + [1.0] * 9)
     k = randn(16, d, seed=3, dtype=torch.float32).clamp(-8, 8) * sizes[:, None]
     k[6, 3] = float("nan")
@@ -339,18 +338,18 @@ GPTS = ("softplus-gpt", "softplus-gpt learned", "softplus-gpt mix", "softplus-gp
 
 
 @interpreted
-class TestOfAModel:
-    """A decode step by the kernels, in every layer."""
+class TestModel:
+    """Every layer of a model runs decode steps with the decode kernels."""
 
     @pytest.mark.parametrize("family", ["llama", "mistral", *GPTS])
     def test_the_same_logits(self, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        family, _, learned = family.partition(" ")
+        family, _, variant = family.partition(" ")
         mix = {"power": "learned-log", "window": 5, "global_every": 2}
-        words = {"learned": {"power": "learned"}, "mix": mix, "bare": mix | {"attention": "lssar-without-offset"}}
+        overrides = {"learned": {"power": "learned"}, "mix": mix, "bare": mix | {"attention": "lssar-without-offset"}}
         model, ids = small_model(family), token_rows(2, 12)
-        if learned:
-            model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**model.config.to_dict() | words[learned])).eval()
-            with torch.no_grad():  # heads that differ, and none as it started
+        if variant:
+            model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**model.config.to_dict() | overrides[variant])).eval()
+            with torch.no_grad():  # heads that differ, away from their initial values
                 for name, parameter in model.named_parameters():
                     if "raw_power" in name:
                         parameter.copy_(torch.linspace(0.5, 3.0, parameter.numel()))
@@ -369,45 +368,45 @@ class TestOfAModel:
                 return model(ids[:, -1:], past_key_values=cache, use_cache=True).logits
 
         plain = last_logits()
-        assert not steps, "tensors on a CPU"
+        assert not steps, "CPU tensors must not run the kernels"
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: x.dtype != torch.float64)
         torch.testing.assert_close(last_logits(), plain, atol=1e-4, rtol=1e-4)
         assert len(steps) == model.config.num_hidden_layers
 
-    def test_keys_of_a_transformed_call_are_left_to_torch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A kernel would drop the tangent in silence."""
+    def test_unit_keys_keep_tangents(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel would silently drop the tangent, so PyTorch computes them."""
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         keys = randn(1, 2, 3, 8, seed=1)
         torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
-        monkeypatch.setattr(decode_launch, "unit_vectors", lambda k: pytest.fail("the kernel was asked"))
+        monkeypatch.setattr(decode_launch, "unit_vectors", lambda k: pytest.fail("the kernel was called"))
         with torch.autograd.forward_ad.dual_level():
             torch.testing.assert_close(dispatch.unit_keys(keys), unit(keys))
 
-    def test_a_power_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A kernel would read its address."""
+    def test_power_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The kernel would read an invalid address."""
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         q, k = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2)
         with torch.no_grad(), pytest.raises(ValueError, match="`power` must be on the device of the queries"):
             attend(attention("lssar"), q, k, k, None, True, parameters={"power": torch.ones(2, device="meta")})
 
-    def test_when_the_kernels_are_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Not where gradients may be wanted, and under a profiler through the op."""
+    def test_when_the_kernels_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not if gradients may be needed; under a profiler, through the registered op."""
         monkeypatch.setattr(dispatch, "has_fused_kernel", lambda x: True)
         q, k, v = randn(1, 2, 1, 8, seed=1), randn(1, 2, 9, 8, seed=2), randn(1, 2, 9, 8, seed=3)
-        chosen, asked = attention("lssar", power=3, window=5), []
+        chosen, calls = attention("lssar", power=3, window=5), []
         expected = softplus_attention(q, k, v, power=3, is_causal=True, window=5, impl="reference")
         decode = decode_launch.decode
-        monkeypatch.setattr(decode_launch, "decode", lambda *given: asked.append(given[0]) or decode(*given))
+        monkeypatch.setattr(decode_launch, "decode", lambda *args: calls.append(args[0]) or decode(*args))
 
         def found(q: torch.Tensor = q) -> torch.Tensor:
             return attend(chosen, q, k, v, None, True)
 
         torch.testing.assert_close(found(q.clone().requires_grad_()), expected)
-        assert not asked
+        assert not calls
         torch.testing.assert_close(found(), expected)
         with torch.profiler.profile() as profile:
             torch.testing.assert_close(found(), expected)
-        assert len(asked) == 2
+        assert len(calls) == 2
         assert any("triton_decode" in event.key for event in profile.key_averages())
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(q, q)
@@ -421,14 +420,14 @@ class TestOfAModel:
 
 @interpreted
 def test_unit_vectors() -> None:
-    decode_cases.check_unit_vectors("cpu", [torch.float32, torch.float16])
+    check_unit_vectors(decode_launch.unit_vectors, "cpu", [torch.float32, torch.float16])
 
 
 @interpreted
 class TestLaunch:
-    """With a stand-in for a compiled kernel, which needs a GPU: there ``check_launches_again`` runs the real ones."""
+    """Launches with a stub, since a compiled kernel needs a GPU; there ``check_launches`` runs real ones."""
 
-    def test_a_cached_binary_takes_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_cached_binary_receives_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
         kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)
@@ -446,9 +445,9 @@ class TestLaunch:
         assert run == (2, 3, 4, 9, "function", False, False, *given, y.data_ptr(), 7, True)
         assert binary.calls == []
 
-    @pytest.mark.parametrize("why", ["hooks", "another version of Triton"])
-    def test_a_binary_is_asked_in_its_own_way(self, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where somebody hears of launches, or where the form of ``run`` is not known."""
+    @pytest.mark.parametrize("why", ["hooks", "unknown version of Triton"])
+    def test_triton_launches_the_binary(self, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With launch hooks, or if the signature of ``run`` is unknown."""
         kernel, key, x = Kernel(), object(), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (), {}, key, None)
         if why == "hooks":
@@ -461,22 +460,22 @@ class TestLaunch:
         assert (grid, number, options) == ((2, 1, 1), 7, {})
         assert kernel.binary.run.launched == []
 
-    def test_other_keys_and_none_ask_triton(self) -> None:
+    def test_new_keys_and_none_compile_again(self) -> None:
         kernel = Kernel()
         for key in (object(), object(), None, None):
             launch(kernel, (1, 1, 1), (), (), {}, key, None)
         assert len(kernel.calls) == 4
 
-    def test_launches_that_differ_have_keys_that_differ(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whatever else differs than numbers that no binary is made for."""
+    def test_different_binaries_have_different_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Launches with the same key differ only in numbers that the binary takes as arguments."""
         seen: dict[Any, list[Any]] = {}
 
-        def kept(kernel: Any, grid: Any, tensors: Any, numbers: Any, options: Any, key: Any, stream: Any) -> None:
+        def record(kernel: Any, grid: Any, tensors: Any, numbers: Any, options: Any, key: Any, stream: Any) -> None:
             constants = [name for name in kernel.arg_names[len(tensors) :] if name.isupper()]
             dtypes = [x.dtype for x in tensors]
             seen.setdefault(key, []).append((numbers[len(numbers) - len(constants) :], dtypes, options))
 
-        monkeypatch.setattr(decode_launch, "launch", kept)
+        monkeypatch.setattr(decode_launch, "launch", record)
         powers = [15, 3, None, 2.5, PowerByLength(3.0, 1.0, 8), torch.tensor(3.0), torch.ones(4), torch.ones(1, 1, 1)]
         for dtype in (torch.float32, torch.float16):
             q, k, v = caches(dtype)
@@ -487,7 +486,7 @@ class TestLaunch:
         for key, launches in seen.items():
             assert all(one == launches[0] for one in launches), key
 
-    def test_a_window_beyond_all_keys(self) -> None:
+    def test_window_longer_than_all_keys(self) -> None:
         q, k, v = caches(torch.float32)
         torch.testing.assert_close(decode(q, k, v, None, window=2**40), decode(q, k, v, None))
 
@@ -501,41 +500,9 @@ class TestLaunch:
         assert all_aligned((x, x[offset:]), numbers) == expected
 
 
-@pytest.mark.gpu
-class TestOnGpu:
-    @pytest.mark.parametrize("dtype", decode_cases.GPU_DTYPES, ids=str)
-    @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
-    @pytest.mark.parametrize("d", decode_cases.GPU_HEAD_DIMS)
-    def test_powers(self, power: Any, d: int, dtype: torch.dtype) -> None:
-        decode_cases.assert_power_on_gpu(power, d, dtype)
-
-    @pytest.mark.parametrize("dtype", decode_cases.GPU_DTYPES, ids=str)
-    @pytest.mark.parametrize("name", ["15", "per head"])
-    def test_without_offset(self, name: str, dtype: torch.dtype) -> None:
-        decode_cases.assert_power_on_gpu(POWERS[name], 64, dtype, offset=False)
-
-    @pytest.mark.parametrize("rows", [1, 16, 48])
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-    def test_values_that_are_not_finite(self, bad: float, rows: int) -> None:
-        decode_cases.check_values_that_are_not_finite(bad, rows)
-
-    @pytest.mark.parametrize("power", [None, 15, 2.5])
-    def test_a_key_that_is_not_finite(self, power: Any) -> None:
-        decode_cases.check_a_key_that_is_not_finite(power)
-
-    def test_a_graph_serves_every_length(self) -> None:
-        decode_cases.check_a_graph_serves_every_length()
-
-    def test_unit_vectors(self) -> None:
-        decode_cases.check_unit_vectors("cuda", decode_cases.GPU_DTYPES)
-
-    def test_launches_again(self) -> None:
-        decode_cases.check_launches_again()
-
-
 @interpreted
 class TestPages:
-    """``softplus_attention_paged`` as a GPU runs it; whatever lies in pages beyond a request's keys is NaN."""
+    """``softplus_attention_paged`` as on a GPU; unused slots of pages are NaN."""
 
     @pytest.mark.parametrize("window", [None, 5])
     @pytest.mark.parametrize("power", PAGED_POWERS)
@@ -549,5 +516,5 @@ class TestPages:
     def test_decode(self) -> None:
         batch = Batch([40, 17, 23, 1, 31], [1] * 5, page=16, dtype=torch.float32)
         batch.k[1][:, :, :16], batch.v[1][:, :, :16] = batch.k[0][:, :, :16], batch.v[0][:, :, :16]
-        batch.table[1, 0] = batch.table[0, 0]  # two requests that begin alike
+        batch.table[1, 0] = batch.table[0, 0]  # a shared prefix
         torch.testing.assert_close(batch.paged(impl="triton"), batch.alone(), rtol=1e-4, atol=1e-5)

@@ -1,9 +1,10 @@
-"""What the decode kernels are tested on; needs no pytest, so that a bare GPU machine can run it too."""
+"""Test cases of the decode kernels. Does not need pytest, so that they run on a GPU machine without it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ POWERS = {
     "by length": PowerByLength(3.0, 4.0, 16),
 }
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GPU_HEAD_DIMS = (64, 100, 128, 256)
 
 
 def decode(
@@ -69,7 +69,7 @@ def caches(
 
 
 def assert_agrees(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: bool = True, **options: Any) -> Tensor:
-    """Holds the kernels to the low-precision yardstick; what lies outside a sequence's part of the cache is NaN."""
+    """Compare the kernels with the low-precision yardstick; with ``garbage`` unused parts of the cache are NaN."""
     clear = ~doubtful_rows(
         softplus_attention_decode, q, k, cache_seqlens=lengths, **{n: x for n, x in options.items() if n != "power"}
     )[..., None]
@@ -92,15 +92,23 @@ def assert_agrees(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: 
     return ours
 
 
-def assert_power_on_gpu(power: Any, d: int, dtype: torch.dtype, offset: bool = True) -> None:
-    q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
-    starts = torch.tensor([0, 130], device="cuda")
-    power = power.cuda() if isinstance(power, Tensor) else power
-    assert_agrees(q, k, v, torch.tensor([3001, 777], device="cuda"), power=power, cache_starts=starts, offset=offset)
+def check_powers(d: int, dtype: torch.dtype) -> str:
+    failures = []
+    calls = [(name, True) for name in POWERS] + [("15", False), ("per head", False)]
+    for name, offset in calls:
+        q, k, v = caches(dtype, h_kv=1, t_q=2, t_max=3001, d=d, dv=d, device="cuda")
+        lengths, starts = torch.tensor([3001, 777], device="cuda"), torch.tensor([0, 130], device="cuda")
+        power = POWERS[name].cuda() if isinstance(POWERS[name], Tensor) else POWERS[name]
+        try:
+            assert_agrees(q, k, v, lengths, power=power, cache_starts=starts, offset=offset)
+        except AssertionError as error:
+            failures.append(f"p {name}{'' if offset else ' without offset'}: {error}")
+    assert not failures, "; ".join(failures)
+    return f"{len(calls)} calls within the yardstick"
 
 
-def check_values_that_are_not_finite(bad: float, rows: int) -> None:
-    """Head 0 asks for key 8 alone, the others turn away from it; they share their values."""
+def check_value(bad: float, rows: int) -> None:
+    """Head 0 attends to key 8 only, the other heads give it no weight; they share their values."""
     q, k, v = caches(torch.bfloat16, batch=1, h=rows + 1, h_kv=1, t_max=2000, d=128, dv=128, device="cuda")
     q[0, 1:] = -q[0, :1]
     k[0, 0, 8] = q[0, 0, 0]
@@ -113,7 +121,7 @@ def check_values_that_are_not_finite(bad: float, rows: int) -> None:
     assert torch.equal(out[..., :5], before[..., :5])
 
 
-def check_a_key_that_is_not_finite(power: Any) -> None:
+def check_key(power: Any) -> None:
     q, k, v = caches(torch.bfloat16, t_max=2000, d=128, dv=128, device="cuda")
     k[0, 0, 1000, 3] = float("nan")
     k[0, 1, 1999, 0] = float("-inf")
@@ -122,8 +130,17 @@ def check_a_key_that_is_not_finite(power: Any) -> None:
     assert out[1].isfinite().all()
 
 
-def check_a_graph_serves_every_length() -> None:
-    """One capture, then other lengths, queries and caches."""
+def check_not_finite() -> str:
+    for bad in (float("nan"), float("inf")):
+        for rows in (1, 16, 48):
+            check_value(bad, rows)
+    for power in (None, 15, 2.5):
+        check_key(power)
+    return "9 calls"
+
+
+def check_graph() -> str:
+    """One captured graph replayed with other lengths, queries and caches."""
     q, k, v = caches(torch.bfloat16, t_max=5000, d=128, dv=128, device="cuda")
     lengths = torch.tensor([5000, 1], device="cuda")
     decode(q, k, v, lengths)
@@ -139,10 +156,11 @@ def check_a_graph_serves_every_length() -> None:
             x.copy_(x.roll(1, 2) * 1.25)
         graph.replay()
         assert torch.equal(out, decode(q, k, v, lengths))
+    return "6 replays of one capture equal to eager"
 
 
-def check_launches_again() -> None:
-    """A launch takes the binary of an earlier one that was alike; odd strides, pointers and dtypes must not."""
+def check_launches() -> str:
+    """A launch reuses the binary of a similar earlier one; odd strides, pointers and dtypes need their own."""
     room = torch.zeros(2 * 2 * 640 * 65 + 8, device="cuda", dtype=torch.bfloat16)
     for t_max in (64, 65, 640):
         q, k, v = caches(torch.bfloat16, t_max=t_max, d=64, dv=64, device="cuda")
@@ -152,7 +170,7 @@ def check_launches_again() -> None:
             placed = room[offset:].as_strided(k.shape, (2 * t_max * row, t_max * row, row, 1)).copy_(k)
             for _ in range(2):
                 assert torch.allclose(decode(q, placed, v, None), expected, atol=0.02, rtol=0.02)
-        # Powers that a binary reads, computes or has in it, of the same dtype and strides.
+        # Powers that a binary reads, computes or contains as a constant, with the same dtype and strides.
         for power in (2.5, torch.tensor(15.0, device="cuda"), 3.5, PowerByLength(15.0, 0.0, 8), 15):
             for _ in range(2):
                 own = power.item() if isinstance(power, Tensor) else power
@@ -166,12 +184,12 @@ def check_launches_again() -> None:
                 for _ in range(2):
                     out = decode(q, k, v, lengths, power=power)
                     assert torch.allclose(out, expected, atol=0.02, rtol=0.02)
+    return "156 launches with odd and even strides, pointers, lengths and powers"
 
 
-def check_unit_vectors(device: str, dtypes: Sequence[torch.dtype]) -> None:
-    """Every size, layout and head dimension to a rounding; zero stays zero, what is not finite spoils its own alone."""
-    from softplus_attention.kernels.triton.decode_launch import unit_vectors
-
+def check_unit_vectors(unit_vectors: Callable[[Tensor], Tensor], device: str, dtypes: Sequence[torch.dtype]) -> None:
+    """Exact up to rounding for every size, layout and head dimension; zero keys stay zero, and non-finite keys affect
+    only themselves."""
     for dtype in dtypes:
         for d in (64, 5, 100, 256):
             for size in (1.0, 1e-35, 1e30) if dtype != torch.float16 else (1.0, 1e-3, 1e3):
@@ -190,3 +208,23 @@ def check_unit_vectors(device: str, dtypes: Sequence[torch.dtype]) -> None:
     assert [bool(found[0, 0, row].isnan().any()) for row in range(4)] == [False, True, True, False]
     assert found[0, 1].isfinite().all()
     assert unit_vectors(keys[:, :, :0]).shape == (1, 2, 0, 8)
+
+
+def check_unit_vectors_on_gpu() -> str:
+    from softplus_attention.kernels.triton.decode_launch import unit_vectors
+
+    check_unit_vectors(unit_vectors, "cuda", GPU_DTYPES)
+    return "every size, layout and head dimension up to rounding"
+
+
+CHECKS: dict[str, Callable[[], str]] = {
+    **{
+        f"decode {str(dtype).removeprefix('torch.')} D{d}": partial(check_powers, d, dtype)
+        for dtype in GPU_DTYPES
+        for d in (256, 128, 100, 64)
+    },
+    "decode not finite": check_not_finite,
+    "graph decode": check_graph,
+    "decode launches": check_launches,
+    "decode unit vectors": check_unit_vectors_on_gpu,
+}
