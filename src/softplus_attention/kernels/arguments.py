@@ -1,4 +1,4 @@
-"""The arguments of a call as the GPU kernels take them: sizes, strides, pointers, codes. Needs torch alone."""
+"""The arguments of a call as the GPU kernels take them: sizes, strides, pointers, codes. Imports no triton."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torch import Tensor
 from softplus_attention.power import PowerRecord
 from softplus_attention.visibility import Visibility
 
-# What the kernels are compiled with (triton.common makes constants of them).
+# Compile-time constants of the kernels (by way of triton.common).
 NORM_BLOCK = 128
-ROW_BLOCK = 64  # of a warp group of Hopper
-INVERSE_BITS = 30  # of what a program multiplies by in place of a division
-FALLBACK_PROGRAMS = 256  # that share the few blocks which need a second look on Hopper
+ROW_BLOCK = 64  # rows of a warp group on Hopper
+INVERSE_BITS = 30  # of the fixed-point inverse by which a program multiplies in place of a division
+FALLBACK_PROGRAMS = 256  # that share the blocks left to the fallback on Hopper
 # log2(1 + e) by a polynomial of four or seven terms, or a series: relative errors of 4e-4, 1.4e-6 and 1e-7.
 SHORT, LONG, SERIES = 0, 1, 2
 MAX_INTEGER_POWER = 1023
 
 
 class SavedForBackward(NamedTuple):
-    """What a forward fills and a backward reads."""
+    """Written by the forward and read by the backward."""
 
     out: Tensor
-    out_residual: Tensor  # where not empty, what rounding took from ``out``: the backward's row sums need it
-    stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w; the last on Hopper only where a backward follows
-    # By sequence and head whether any row has equal scores; from ``flag_count`` on the blocks that Hopper's forward
-    # has left to its fallback.
+    out_residual: Tensor  # if not empty, the rounding error of ``out``, which the backward's row sums need
+    stats: Tensor  # (3, B, H, T_q): sum f', max x, sum w; on Hopper the last only if a backward follows
+    # Per sequence and head, whether any row has equal scores; from ``flag_count`` on, the blocks that Hopper's forward
+    # leaves to its fallback.
     equal_score_flags: Tensor
     norms: Tensor  # (B, H_kv, norm_stride): 1 / ||k||
 
 
 def padded(d: int) -> int:
-    """The power of two that holds d. In plain Python, as below: Triton's own helpers take microseconds a call."""
+    """The next power of two, at least 16. In plain Python, as below: Triton's helpers take microseconds per call."""
     return max(16, 1 << (d - 1).bit_length())
 
 
@@ -43,17 +43,17 @@ def blocks_of(length: int, size: int) -> int:
 
 
 def aligned(count: int) -> int:
-    """As many int32 or a few more, so that what follows them begins at a multiple of 16 bytes."""
+    """``count`` int32 rounded up to a multiple of 16 bytes."""
     return (count + 3) // 4 * 4
 
 
 def norm_stride(t_k: int) -> int:
-    """Length of a row of inverse norms, as ``triton.common.norm_stride``."""
+    """The length of a row of inverse norms, as ``triton.common.norm_stride``."""
     return blocks_of(t_k, NORM_BLOCK) * NORM_BLOCK
 
 
 def flag_count(batch: int, heads: int) -> int:
-    """Numbers of ``equal_score_flags`` before its list of blocks."""
+    """The number of entries of ``equal_score_flags`` before its list of blocks."""
     return aligned(batch * heads)
 
 
@@ -62,8 +62,7 @@ def unit_last_stride(x: Tensor) -> Tensor:
 
 
 def empty_output(q: Tensor, v: Tensor) -> Tensor:
-    """(B, H, T_q, D_v). Of a (B, T, H, D) tensor seen as (B, H, T, D) the output keeps that order, which for one row is
-    no other."""
+    """(B, H, T_q, D_v), with the memory layout (B, T, H, D) if q has it; for one row both are the same."""
     batch, heads, t_q, _ = q.shape
     if t_q > 1 and q.stride(1) < q.stride(2):
         return q.new_empty(batch, t_q, heads, v.shape[3]).transpose(1, 2)
@@ -86,7 +85,7 @@ def empty_forward(q: Tensor, k: Tensor, v: Tensor, for_backward: bool) -> SavedF
 def empty_backward(
     stats: Tensor, q: Tensor, k: Tensor, v: Tensor, power_rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and d_power, which is empty where no power is a tensor."""
+    """dq, dk, dv and d_power, which is empty if the power is not a tensor."""
     dq, dk, dv = (
         torch.empty_like(x) if x.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
         for x in (q, k, v)
@@ -95,7 +94,7 @@ def empty_backward(
 
 
 def power_code(power: PowerRecord) -> int:
-    """POWER as the kernels know it: 0 is LSSA, > 0 the power, -1 one that each row reads or computes."""
+    """POWER of the kernels: 0 is LSSA, > 0 the power, -1 a power that each row reads or computes."""
     if not power.sharpen:
         return 0
     integer = power.integer
@@ -103,8 +102,9 @@ def power_code(power: PowerRecord) -> int:
 
 
 def needs_long_polynomial(code: int, dtype: torch.dtype) -> bool:
-    """Float16 rounds to less than the error of the short one. At p = 1 the slope jumps where a key crosses the average,
-    and the gradient of a power adds up over all rows: both would show it too. Powers that are read per row may be 1."""
+    """Float16 rounds to less than the error of the short polynomial. That error would also show at p = 1, where the
+    slope jumps as a key crosses the average, and in the gradient of a power, which is summed over all rows. Powers that
+    are read per row may be 1."""
     return code in (1, -1) or dtype == torch.float16
 
 
@@ -115,7 +115,7 @@ def log_mode(precise: bool, code: int, dtype: torch.dtype) -> int:
 
 @dataclass
 class KernelArguments:
-    """The arguments that the kernels of prefill share, as the kernels take them."""
+    """The arguments shared by the prefill kernels, as the kernels take them."""
 
     q: Tensor
     k: Tensor
@@ -140,8 +140,8 @@ class KernelArguments:
         self.q, self.k, self.v = (unit_last_stride(x) for x in (self.q, self.k, self.v))
         self.batch, self.h, self.t_q, self.d = self.q.shape
         self.h_kv, self.t_k, self.dv = self.k.shape[1], self.k.shape[2], self.v.shape[3]
-        self.shared = self.h // self.h_kv  # query heads of a key head
-        if self.window is not None:  # no row sees more; a larger number would be beyond the kernels' int32
+        self.shared = self.h // self.h_kv  # query heads per key head
+        if self.window is not None:  # a larger one changes nothing, and might not fit the kernels' int32
             self.window = min(self.window, max(self.t_k, 1))
         self.precise = self.q.dtype == torch.float32
         self.width = max(padded(self.d), padded(self.dv))
@@ -155,7 +155,7 @@ class KernelArguments:
         if self.mask is not None:
             visible = (self.is_causal, self.window, self.start, self.end, self.mask)
             self.counts = Visibility(self.t_q, self.t_k, self.q.device, *visible).counts()
-        # As the kernels take a power that is no number: a pointer that may be read, and base, slope and n0.
+        # For a power that is not one number: a pointer to powers per row, and base, slope and n0.
         self.power_code, self.growth = power_code(self.power), self.power.growth
         self.power_pointer = self.q
         self.power_strides: tuple[int, ...] = (0, 0, 0)
@@ -165,15 +165,15 @@ class KernelArguments:
             self.power_strides = self.power_pointer.stride()
 
     def rows_that_see(self, rows: int, keys: int) -> tuple[Tensor, Tensor]:
-        """For ranges given per row: the rows [first, last) that may see a key of each block of keys, (B|1, key blocks),
-        in blocks of so many rows."""
+        """For each block of ``keys`` keys, (B|1, key blocks), the rows [first, last) that may see one of them, in whole
+        blocks of ``rows`` rows. Only for ranges given per row."""
         start, end = self.start, self.end
         if start is None or end is None:
             return self.q, self.q  # never read
         tail = -self.t_q % rows
-        some = end > start
-        lowest = torch.nn.functional.pad(torch.where(some, start, self.t_k), (0, tail), value=self.t_k)
-        highest = torch.nn.functional.pad(torch.where(some, end, 0), (0, tail), value=0)
+        nonempty = end > start
+        lowest = torch.nn.functional.pad(torch.where(nonempty, start, self.t_k), (0, tail), value=self.t_k)
+        highest = torch.nn.functional.pad(torch.where(nonempty, end, 0), (0, tail), value=0)
         lowest = lowest.unflatten(1, (-1, rows)).amin(-1)  # (B|1, row blocks)
         highest = highest.unflatten(1, (-1, rows)).amax(-1)
         first_key = torch.arange(0, self.t_k, keys, device=start.device, dtype=torch.int32)[:, None]
@@ -187,14 +187,14 @@ class KernelArguments:
         return 0 if self.range_stride == 0 else first_row.stride(0)
 
     def shared_arguments(self) -> dict[str, Any]:
-        nothing = self.q  # a pointer that is never read
+        unused = self.q  # a pointer that is never read
         mask = None if self.mask is None else self.mask.expand(self.batch, self.h, self.t_q, self.t_k)
         counts = None if self.counts is None else self.counts.expand(self.batch, self.h, self.t_q)
         return {
             "Start": self.start_pointer,
             "End": self.end_pointer,
-            "Mask": nothing if mask is None else mask.view(torch.uint8),
-            "Counts": nothing if counts is None else counts,
+            "Mask": unused if mask is None else mask.view(torch.uint8),
+            "Counts": unused if counts is None else counts,
             "Power": self.power_pointer,
             "t_q": self.t_q,
             "t_k": self.t_k,

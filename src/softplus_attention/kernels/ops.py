@@ -1,6 +1,6 @@
-"""The fused implementations as PyTorch knows them: schemas, shapes for tracing, autograd; once for all of them.
+"""Registration of the fused implementations with PyTorch: schemas, fake implementations for tracing, autograd.
 
-Needs torch alone: an implementation is imported with its first call. Schemas and names are part of exported programs.
+Imports torch only: an implementation is imported with its first call. Schemas and names are part of exported programs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from softplus_attention.power import PowerRecord
 from softplus_attention.reference import compute_dtype
 
 _library = torch.library.Library("softplus_attention", "DEF")
-# The fields of a PowerRecord, and what else the scores depend on.
+# The fields of a PowerRecord; then with the other arguments of the scores.
 _POWER = "bool sharpen, float power, Tensor? power_rows, float[]? power_by_length, bool offset"
 _SCORES = f"{_POWER}, float score_scale, bool normalized_keys"
 _RANGES = f"Tensor start, Tensor end, Tensor? mask, {_SCORES}"
@@ -31,8 +31,8 @@ ONCE = (
 
 
 def needs_dispatcher(*tensors: Tensor) -> bool:
-    """Whether more than the caller must see the op: a compiler, tracer, mode, profiler or tensor subclass. Every other
-    call is spared the time that PyTorch's dispatcher takes (docs/dev/kernels-log.md)."""
+    """Whether a compiler, tracer, dispatch mode, profiler or tensor subclass must see the op. All other calls avoid the
+    overhead of PyTorch's dispatcher (docs/dev/kernels-log.md)."""
     return (
         torch.compiler.is_compiling()
         or profiler._is_profiler_enabled
@@ -43,7 +43,7 @@ def needs_dispatcher(*tensors: Tensor) -> bool:
 
 
 def backward_needs_dispatcher(grad: Tensor) -> bool:
-    """The same of a backward, which also has graphs of gradients, and gradients in batches."""
+    """The same for a backward, which may also be differentiated or batched itself."""
     return (
         torch.is_grad_enabled()
         or torch._C._are_functorch_transforms_active()
@@ -56,7 +56,7 @@ class FusedAttention:
     """An implementation of prefill: its ops ``<name>_forward`` and ``<name>_backward``, and their gradients.
 
     ``options`` follow q, k and v in both schemas, ``last`` only in that of the forward. ``outputs`` are those of the
-    forward; the backward reads them from the one named ``first_saved`` on. ``module`` has the implementations,
+    forward; ``first_saved`` and those after it are saved for the backward. ``module`` has the implementations,
     ``attention_forward`` and ``attention_backward``, which take the same inputs.
     """
 
@@ -103,7 +103,7 @@ class FusedAttention:
         return implementation(self.module).attention_backward(*inputs, **direct)
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        # Autograd keeps the tensors, and sees where one was changed since.
+        # By save_for_backward, so that autograd detects in-place changes.
         ctx.save_for_backward(*[inputs[i] for i in self.tensors], *output[self.first_saved :])
         ctx.set_materialize_grads(False)
         ctx.options = [None if i in self.tensors else x for i, x in enumerate(inputs[: self.backward_inputs])]
@@ -111,30 +111,30 @@ class FusedAttention:
     def gradients(
         self, ctx: Any, grad_out: Tensor | None, *_others: Tensor | None, direct: bool = False
     ) -> tuple[Any, ...]:
-        found: list[Tensor | None] = [None] * self.forward_inputs
+        gradients: list[Tensor | None] = [None] * self.forward_inputs
         if grad_out is None:
-            return tuple(found)
+            return tuple(gradients)
         saved, inputs = ctx.saved_tensors, list(ctx.options)
         for i, x in zip(self.tensors, saved, strict=False):
             inputs[i] = x
         given = (grad_out, *saved[len(self.tensors) :], *inputs)
-        *found[:3], d_power = self.backward(*given, direct=True) if direct else self.backward_op(*given)
+        *gradients[:3], d_power = self.backward(*given, direct=True) if direct else self.backward_op(*given)
         power = inputs[self.power_rows]
         if power is not None and ctx.needs_input_grad[self.power_rows - self.forward_inputs]:
-            found[self.power_rows] = d_power.sum_to_size(power.shape).to(power.dtype)
-        return tuple(found)
+            gradients[self.power_rows] = d_power.sum_to_size(power.shape).to(power.dtype)
+        return tuple(gradients)
 
     def __call__(self, *inputs: Any, gradients: bool) -> Tensor:
-        """The output, by the shortest way that everybody who must see it does."""
+        """The output; through the dispatcher only if something must see the op there."""
         if needs_dispatcher(*[inputs[i] for i in self.tensors if inputs[i] is not None]):
             return self.forward_op(*inputs)[0]
         if gradients:
-            return Direct.apply(self, *inputs)
+            return DirectAttention.apply(self, *inputs)
         return self.forward(*inputs, direct=True)[0]
 
 
-class Direct(torch.autograd.Function):
-    """An op where nothing but the caller has to see it: the same without the dispatcher."""
+class DirectAttention(torch.autograd.Function):
+    """The same forward and backward without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, attention: FusedAttention, *inputs: Any) -> Tensor:
@@ -157,11 +157,11 @@ _modules: dict[str, Any] = {}
 
 
 def implementation(name: str) -> Any:
-    """An import takes a microsecond also where the module is there."""
-    found = _modules.get(name)
-    if found is None:
-        found = _modules[name] = import_module(f"softplus_attention.kernels.{name}")
-    return found
+    """Cached: importing a loaded module again takes a microsecond."""
+    module = _modules.get(name)
+    if module is None:
+        module = _modules[name] = import_module(f"softplus_attention.kernels.{name}")
+    return module
 
 
 def _chunked_forward_shapes(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ triton = FusedAttention(
 
 
 class FusedDecode:
-    """An implementation of decoding, which has no gradient: its op ``name``, and ``decode`` of ``module``."""
+    """An implementation of decoding, without gradients: its op ``name``, which runs ``decode`` of ``module``."""
 
     def __init__(self, name: str, module: str, *, devices: str, inputs: str, shape: Callable[..., Tensor]) -> None:
         self.module = module
@@ -218,7 +218,7 @@ class FusedDecode:
         return implementation(self.module).decode(*inputs[:-7], PowerRecord(*inputs[-7:-2]), *inputs[-2:])
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
-        # The way through the dispatcher takes as long as launching a kernel.
+        # The dispatcher takes as long as launching a kernel.
         return (self.op if needs_dispatcher(q, k, v) else self.decode)(q, k, v, *options)
 
 

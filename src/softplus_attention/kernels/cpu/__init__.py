@@ -1,1 +1,1 @@
-"""The CPU path: tiles, one row over a cache, threads."""
+"""The CPU kernels: tiled prefill, decode of one row, threads."""

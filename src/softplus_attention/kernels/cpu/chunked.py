@@ -1,7 +1,7 @@
 """The CPU path: exact attention over blocks of rows, forward and backward, in O(T * block) memory.
 
-A tile holds some rows of some heads against all the keys that those rows see, so both l1-normalisations and every row
-sum of the backward are plain reductions inside the tile. Cores work on different tiles. Formulas: docs/method.md.
+A tile holds some rows of some heads and all keys that those rows see, so both l1-normalisations and every row sum of
+the backward are plain reductions inside the tile. Cores work on different tiles. Formulas: docs/method.md.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from softplus_attention.kernels.cpu.threads import for_each, one_by_one
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
-# Elements of one tile buffer: small enough for a core's cache, large enough to hide the cost of calling an operation.
+# Elements of one tile buffer: small enough for a core's cache, large enough to amortize the overhead of operations.
 TILE_ELEMENTS = 1 << 18
 MIN_ROWS, MAX_ROWS = 64, 256
-STEEP = 2**16  # a power that makes another weight of 1 - eps
-# Below this many scores in all (a decode step), starting threads costs more than it saves.
+STEEP = 2**16  # above this power (1 - eps)^p is not 1
+# With fewer scores in all (a decode step), starting threads costs more than it saves.
 WORTH_THREADS = 1 << 17
-POWER_ROWS = 5  # among the options of the ops
+POWER_ROWS = 5  # index in the options of the ops
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``.
+    """The rows ``rows`` of the key heads ``members`` of one group, over the keys ``keys``.
 
-    ``counts`` is N_i, with the scale and offset that follow from it; each broadcasts to (members, heads per key head,
-    rows). ``unseen`` names the parts of the keys that some row must not see, with True where it must not.
+    ``counts`` is N_i; ``scale`` and ``offset`` follow from it. Each broadcasts to (members, heads per key head, rows).
+    ``unseen`` lists the slices of keys that are hidden from some row, with a mask that is True where they are hidden.
     """
 
     group: int
@@ -48,7 +48,7 @@ class Tile:
 class TiledInputs:
     """The inputs, laid out for tiling: (group, member, ...); a member is a key head and the query heads that share it.
 
-    Where all sequences have the same ranges and there is no mask they are one group; else each sequence is its own.
+    All sequences are one group if they have the same ranges and there is no mask; else each is a group of its own.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TiledInputs:
         self.groups = 1 if mask is None and start.shape[0] == 1 else batch
         self.members = batch * kv_heads // self.groups
 
-        # The cache of a decode step can be far longer than what is seen of it.
+        # In a decode step the cache can be far longer than its visible part.
         self.first, last = int(start.min()), int(end.max())
         k, v = k[:, :, self.first : last], v[:, :, self.first : last]
         self.start, self.end = (x.expand(self.groups, -1) - self.first for x in (start, end))
@@ -97,7 +97,7 @@ class TiledInputs:
             rows = power.rows.to(self.dtype).expand(batch, heads, self.t_q)
             self.power_rows = self.by_query(rows[..., None])[..., 0]
 
-        # A product turns 0 * NaN into NaN, also for rows that give a bad vector no weight: it gets cleaned operands.
+        # Matrix products take operands without NaN: 0 * NaN would be NaN in rows that give the vector no weight.
         self.clean_q, self.clean_k = cleaned(self.q), cleaned(self.k)
         if normalized_keys and self.clean_k is not self.k:
             self.k = torch.where(self.k.isfinite(), self.k, torch.nan)
@@ -110,7 +110,7 @@ class TiledInputs:
 
     @classmethod
     def from_schema(cls, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> TiledInputs:
-        """From the inputs of the ops, which hold a power's fields one after another."""
+        """From the inputs of the ops, in which a PowerRecord is flattened."""
         start, end, mask, *power, score_scale, normalized_keys = options
         return cls(q, k, v, start, end, mask, PowerRecord(*power), score_scale, normalized_keys)
 
@@ -128,7 +128,7 @@ class TiledInputs:
         return [slice(first, min(first + block, self.t_q)) for first in range(0, self.t_q, block)]
 
     def bounds_of_blocks(self, group: int) -> list[tuple[int, int, int, int]]:
-        """Of each block of rows: least and largest start, least and largest end."""
+        """For each block of rows: smallest and largest start, smallest and largest end."""
         extremes: list[Tensor] = []
         for rows in self.row_blocks:
             for x in (self.start, self.end):
@@ -140,7 +140,7 @@ class TiledInputs:
         return self.score_scale * counts.clamp(min=1).log(), ((counts > 3) & subtracts).to(self.dtype)
 
     def strips(self) -> list[tuple[int, slice]]:
-        """(group, members): the parts of the problem whose gradients do not meet."""
+        """(group, members): parts with separate gradients of keys and values, which can run in parallel."""
         rows = self.row_blocks[0]
         per_member = max(1, self.shared * (rows.stop - rows.start) * self.k.shape[2])
         width = max(1, TILE_ELEMENTS // per_member)
@@ -161,7 +161,7 @@ class TiledInputs:
             counts = seen.sum(-1).to(self.dtype)
             hidden = ((slice(0, keys.stop - low), ~seen),)
             return Tile(group, members, rows, keys, hidden, counts, *self.scale_and_offset(counts))
-        # All rows see the keys between the last start and the first end: only the edges need a mask.
+        # All rows see the keys between the last start and the first end; only the edges need a mask.
         edges = [(low, last_start), (first_end, high)] if last_start < first_end else [(low, high)]
         unseen = []
         for a, b in edges:
@@ -211,14 +211,14 @@ def unit_and_inverse_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_backward(grad: Tensor, unit: Tensor, inverse_norm: Tensor, has_bad: bool) -> Tensor:
-    """The gradient of x / ||x||, from the gradient of the unit vector; none stays none, whatever the vector holds."""
+    """The gradient of x / ||x|| from that of the unit vector. A zero gradient stays zero even if the vector is NaN."""
     untouched = grad.any(-1, keepdim=True).logical_not_() if has_bad else None
     grad = (grad - unit * (unit * grad).sum(-1, keepdim=True)).mul_(inverse_norm)
     return grad if untouched is None else grad.masked_fill_(untouched, 0)
 
 
 def cleaned(x: Tensor) -> Tensor:
-    """x with its non-finite vectors set to zero; x itself where there are none."""
+    """x with non-finite vectors set to zero; x itself if there are none."""
     if x.sum().isfinite():
         return x
     finite = x.isfinite().all(-1, keepdim=True)
@@ -232,7 +232,7 @@ def softplus_(s: Tensor) -> Tensor:
 
 
 def integer_power(u: Tensor, exponent: int, out: Tensor) -> Tensor:
-    """u^exponent by squaring, where 0^0 is 0: a key without weight has no slope either."""
+    """u^exponent by squaring, with 0^0 = 0: a key without weight has no slope either."""
     if exponent == 0:
         return torch.gt(u, 0, out=out)
     if exponent == 1:
@@ -247,7 +247,7 @@ def integer_power(u: Tensor, exponent: int, out: Tensor) -> Tensor:
 
 
 class RowTerms:
-    """What a tile's rows need in both directions: N, R, M, W and what follows from them, each (m, shared * rows, 1)."""
+    """Terms of a tile's rows for forward and backward (N, R, M of docs/method.md), each (m, shared * rows, 1)."""
 
     def __init__(self, problem: TiledInputs, tile: Tile) -> None:
         self.problem, self.tile = problem, tile
@@ -272,14 +272,14 @@ class RowTerms:
         return given.of_counts(self.counts) if given.sharpen else None
 
     def hide_(self, x: Tensor) -> Tensor:
-        """Zero where a row must not see a key. The mask selects: no unseen NaN survives it."""
+        """Zero where a key is hidden from a row. The mask selects, so a hidden NaN has no effect."""
         m, shared = self.shape[0], self.problem.shared
         for part, unseen in self.tile.unseen:
             x.view(m, shared, -1, self.shape[2])[..., part].masked_fill_(unseen, 0)
         return x
 
     def use(self, total: Tensor, largest: Tensor) -> None:
-        """Takes R = sum f and max f of each row, and derives which rows sharpen and how."""
+        """Sets R = sum f and max f of each row, from which it follows which rows sharpen and how."""
         self.total, self.largest = total, largest
         if self.power is not None:
             height = self.counts * largest / total - self.offset  # M_i = max x
@@ -292,7 +292,7 @@ class RowTerms:
         mean, slope = self.offset * self.total / self.counts, self.counts / self.total / self.height
         if not self.all_sharp:
             mean, slope = torch.where(self.sharp, mean, 0), torch.where(self.sharp, slope, 0)
-        # The mean first: where f is near it, the difference has all its digits.
+        # Subtract the mean first: near it the difference is then exact.
         return exactly_one_(torch.sub(f, mean, out=out).mul_(slope).clamp_(0, 1), f, self.largest, self.power)
 
     def raised(self, u: Tensor, below: int, out: Tensor) -> Tensor:
@@ -305,13 +305,13 @@ class RowTerms:
 
 
 def exactly_one_(u: Tensor, f: Tensor, largest: Tensor, power: int | Tensor | None) -> Tensor:
-    """u, 1 at the largest f of each row, where rounding may have left a little less: of a steep power nothing of it."""
+    """Sets u to 1 at the largest f of each row. Rounding may leave a little less, which a steep power turns into 0."""
     steep = power is not None and (power > STEEP if isinstance(power, int) else bool((power > STEEP).any()))
     return u.masked_fill_(f == largest, 1) if steep else u
 
 
 def add_bad_keys(out: Tensor, weights: Tensor, v: Tensor, keys: list[int]) -> None:
-    """The keys whose v is not finite reach only the rows that give them weight."""
+    """Adds the keys with non-finite values, which affect only rows that give them weight."""
     for key in keys:
         w = weights[:, :, key, None]
         value = v[:, key, None, :]
@@ -328,8 +328,8 @@ def bad_keys_of(problem: TiledInputs, tile: Tile) -> list[int]:
 def native_result(
     name: str, before: tuple[Tensor, ...], q: Tensor, k: Tensor, v: Tensor, *options: Any
 ) -> list[Tensor]:
-    """From the C++ kernels, where they are there; empty where the call is not one of theirs: masks, float64, nothing to
-    do, and what they find in the numbers (not finite, norms near the limits of float32, steep powers)."""
+    """The result of the C++ kernels, or empty if they are not available or do not support the call: masks, float64,
+    empty tensors, numbers that are not finite, norms near the limits of float32, steep powers."""
     start, end, mask, *rest = options
     if mask is not None or q.dtype == torch.float64 or not (q.numel() and k.numel() and v.numel()):
         return []
@@ -339,8 +339,8 @@ def native_result(
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False) -> tuple[Tensor, Tensor]:
     """``chunked_forward`` of ``ops``."""
-    if found := native_result("prefill_forward", (), q, k, v, *options):
-        return found[0], found[1]
+    if result := native_result("prefill_forward", (), q, k, v, *options):
+        return result[0], result[1]
     out = q.new_empty(*q.shape[:3], v.shape[3])
     stats = q.new_empty(3, *q.shape[:3], dtype=compute_dtype(q.dtype))
     if out.numel():
@@ -353,8 +353,8 @@ def attention_backward(
     grad_out: Tensor, stats: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``chunked_backward`` of ``ops``."""
-    if found := native_result("prefill_backward", (grad_out, stats), q, k, v, *options):
-        return found[0], found[1], found[2], found[3]
+    if result := native_result("prefill_backward", (grad_out, stats), q, k, v, *options):
+        return result[0], result[1], result[2], result[3]
     wants_power = options[POWER_ROWS] is not None
     if not grad_out.numel():
         d_power = stats.new_zeros(stats.shape[1:] if wants_power else (0,))
@@ -380,8 +380,8 @@ def forward(problem: TiledInputs, out: Tensor, stats: Tensor) -> None:
         shape = rows.shape
         if shape[2] == 0:
             out_by_query[here] = 0
-            for x, nothing in zip(stats_by_query, (1, 0, 1), strict=True):
-                x[here] = nothing
+            for x, neutral in zip(stats_by_query, (1, 0, 1), strict=True):
+                x[here] = neutral
             return
         f = torch.bmm(rows.scaled_q, rows.k.mT, out=work("f", shape))
         rows.hide_(softplus_(f))
@@ -405,17 +405,16 @@ def forward(problem: TiledInputs, out: Tensor, stats: Tensor) -> None:
         for x, value in zip(stats_by_query, (total, largest, norm), strict=True):
             x[here] = value.view(x[here].shape)
 
-    # The longest rows of a causal problem come last: started first, they leave no core waiting for one long tile.
-    spread_out = for_each if problem.scores >= WORTH_THREADS else one_by_one
-    spread_out(
-        work_on, [(*strip, block) for block in reversed(range(len(problem.row_blocks))) for strip in problem.strips()]
-    )
+    # The last rows of a causal problem are the longest: started first, they leave no core with a long tile at the end.
+    blocks = reversed(range(len(problem.row_blocks)))
+    run = for_each if problem.scores >= WORTH_THREADS else one_by_one
+    run(work_on, [(*strip, block) for block in blocks for strip in problem.strips()])
 
 
 def backward(
     problem: TiledInputs, grad_out: Tensor, stats: Tensor, keys: int, power_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v for ``keys`` keys in all, in the compute dtype, and of the power of each row (B, H, T_q)."""
+    """Gradients of q, k and v, of ``keys`` keys in all, in the compute dtype, and of each row's power (B, H, T_q)."""
     dtype = problem.dtype
     d_out = problem.by_query(grad_out.to(dtype))
     row_stats = [problem.by_query(x) for x in stats]
@@ -462,7 +461,7 @@ def backward(
         if rows.power is None or steepness is None:
             slope.div_(total)
         else:
-            power = float(rows.power) if isinstance(rows.power, int) else rows.power  # an int may be too long for torch
+            power = float(rows.power) if isinstance(rows.power, int) else rows.power  # a large int would not fit torch
             g.mul_(steepness).mul_(
                 torch.where(rows.sharp, power / norm / rows.height, 1 / rows.counts.clamp(min=1))
             )  # dx
@@ -481,16 +480,16 @@ def backward(
         for block in range(len(problem.row_blocks)):
             work_on_tile(problem.tile(*strip, block))
 
-    spread_out = for_each if problem.scores >= WORTH_THREADS else one_by_one
-    spread_out(work_on, problem.strips())
+    run = for_each if problem.scores >= WORTH_THREADS else one_by_one
+    run(work_on, problem.strips())
     dq = unit_backward(dq, problem.q, problem.inverse_q_norm, problem.has_bad_scores)
     if problem.inverse_k_norm is not None:
         dk = unit_backward(dk, problem.k, problem.inverse_k_norm, problem.has_bad_scores)
-    return dq, spread(dk, problem.first, keys), spread(dv, problem.first, keys), dp
+    return dq, pad_keys(dk, problem.first, keys), pad_keys(dv, problem.first, keys), dp
 
 
-def spread(x: Tensor, first: int, keys: int) -> Tensor:
-    """The gradient of all keys, zero for those that nobody saw."""
+def pad_keys(x: Tensor, first: int, keys: int) -> Tensor:
+    """The gradient of all keys, zero for those that no row saw."""
     if x.shape[2] == keys:
         return x
     full = x.new_zeros(*x.shape[:2], keys, x.shape[3])

@@ -1,7 +1,7 @@
-"""One new token over a cache, on a CPU: every key and value is read once.
+"""Decode of one new token over a cache, on a CPU: every key and value is read once.
 
-The general path first looks through all keys and values for NaN, so that one which a row must not feel stays outside.
-Here a plain product is taken on trust: only where its result is not finite, the general path computes it again.
+The general path first checks all keys and values for NaN, so that those of weight 0 have no effect. Here that check is
+skipped: only if the result is not finite, the general path computes it again.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from softplus_attention.kernels.cpu import chunked, native
 from softplus_attention.power import PowerRecord
 from softplus_attention.reference import EQUAL_SCORES, compute_dtype
 
-# Up to so many keys are normalised as the general path does it, to the last bit: rounded otherwise, rows in which no
-# key stands out much differ by 1e-5. Beyond, that costs three times the step. Norms whose squares leave float32 too.
+# Up to this many keys, and where squares of norms leave float32, keys are normalised bit for bit as in the general
+# path: otherwise rows in which no key stands out much differ by 1e-5. With more keys that would triple a step's time.
 SMALL = 512
 
 
@@ -36,14 +36,14 @@ def decode(
         found = ops.decode(q, k, v, None, start, end, *power, score_scale, normalized_keys)
         return general(q, k, v, start, end, power, score_scale, normalized_keys) if found is None else found
     out = q.new_empty(*q.shape[:3], v.shape[3])
-    # An exported program may be called where gradients are on, though nothing here has one.
+    # An exported program may be called with gradients enabled, which this does not support.
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         for rows, (first, last) in ranges_of_sequences(start, end, q.shape[0]):
             keys = (rows, slice(None), slice(first, last))
-            own = power
+            sliced = power
             if power.rows is not None and power.rows.dim() == 3 and power.rows.shape[0] > 1:
-                own = power._replace(rows=power.rows[rows])
-            out[rows] = one_token(q[rows], k[keys], v[keys], own, score_scale, normalized_keys)
+                sliced = power._replace(rows=power.rows[rows])
+            out[rows] = one_token(q[rows], k[keys], v[keys], sliced, score_scale, normalized_keys)
     if bool(out.isfinite().all()):
         return out
     return general(q, k, v, start, end, power, score_scale, normalized_keys)
@@ -64,7 +64,7 @@ def general(
 
 
 def ranges_of_sequences(start: Tensor, end: Tensor, batch: int) -> list[tuple[slice, tuple[int, int]]]:
-    """The sequences that see the same range of keys, as one where all do, else one by one."""
+    """Sequences and their range of keys: all together if they share one range, else one by one."""
     ranges = torch.stack([start[:, 0], end[:, 0]], -1).tolist()
     if all(r == ranges[0] for r in ranges):
         return [(slice(0, batch), (ranges[0][0], ranges[0][1]))]
@@ -79,7 +79,7 @@ def one_token(
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
-    """q (B, H, 1, D) over keys that it sees all of, (B, H_kv, N, D)."""
+    """q (B, H, 1, D) over keys (B, H_kv, N, D), all of which are visible."""
     dtype = compute_dtype(q.dtype)
     batch, heads, _, width = q.shape
     n = k.shape[2]
@@ -95,7 +95,7 @@ def one_token(
     elif n <= SMALL or bool(((norms := torch.linalg.vector_norm(k, dim=-1)) < 1e-15).any() | (norms > 1e15).any()):
         scores = q @ chunked.unit_and_inverse_norm(k)[0].mT
     else:
-        # The keys need not be written again: the norms divide the scores.
+        # Dividing the scores by the norms avoids writing normalised keys.
         scores = (q @ k.mT).div_(norms[..., None, :])
     weights, norm = row_weights(scores, n, power)
     return (weights @ v).div_(norm).reshape(batch, heads, 1, -1)
@@ -104,12 +104,12 @@ def one_token(
 def row_weights(
     scores: Tensor, n: int | Tensor, power: PowerRecord, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The weights (B, H_kv, heads that share a key head, keys) of rows that see n keys, and what divides them.
+    """The weights (B, H_kv, heads that share a key head, keys) of rows that see n keys, and their normaliser.
 
-    ``n`` is one number, or (B, 1, 1, 1) where some keys are ``hidden``. ``scores`` are lost.
+    ``n`` is one number, or (B, 1, 1, 1) if some keys are ``hidden``. ``scores`` are overwritten.
     """
     if not bool(scores.isfinite().all()):
-        scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would make a plausible 0 of -inf
+        scores = torch.where(scores.isfinite(), scores, torch.nan)  # softplus would turn -inf into 0
     f = chunked.softplus_(scores)
     if hidden is not None:
         f.masked_fill_(hidden, 0)

@@ -1,4 +1,4 @@
-"""One new token of each request over caches in pages, on a CPU: every page is read where it lies."""
+"""Decode of one new token per request over paged caches, on a CPU: pages are read in place."""
 
 from __future__ import annotations
 
@@ -27,28 +27,26 @@ def decode_pages(
     score_scale: float,
     normalized_keys: bool = True,
 ) -> Tensor | None:
-    """q (B, H, D) -> (B, H, D_v). None where a number is not finite: then the general path has to look which keys a
-    row sees; and without the C++ kernels where keys are not of length 1. ``power`` is that of requests which see (B,)
-    keys."""
+    """q (B, H, D) -> (B, H, D_v), or None if the general path must run: the result is not finite, or without the C++
+    kernels the keys are not normalised. ``power`` maps the number of keys that each request sees, (B,), to a power."""
     seen = seq_lens if window is None else seq_lens.clamp(max=window)
     ops = native.status().ops
-    rows_in_one_piece = k_pages.stride(3) == 1 and v_pages.stride(3) == 1
-    if ops is not None and q.dtype != torch.float64 and rows_in_one_piece:
+    contiguous_rows = k_pages.stride(3) == 1 and v_pages.stride(3) == 1
+    if ops is not None and q.dtype != torch.float64 and contiguous_rows:
         caches = (k_pages, v_pages, block_table, seq_lens - seen, seq_lens)
         return ops.decode(q, *caches, *power(seen), score_scale, normalized_keys)
     if not normalized_keys:
         return None
     out = q.new_empty(*q.shape[:2], v_pages.shape[3])
-    alike: dict[int, list[int]] = {}  # requests of about as many keys are computed together
+    groups: dict[int, list[int]] = {}  # requests with a similar number of keys are computed together
     for b, count in enumerate(seen.tolist()):
-        alike.setdefault(count.bit_length(), []).append(b)
+        groups.setdefault(count.bit_length(), []).append(b)
     with torch.autocast("cpu", enabled=False), torch.no_grad():
         unit = chunked.unit_and_inverse_norm(q.to(compute_dtype(q.dtype)))[0]
-        for group in alike.values():
+        for group in groups.values():
             index = torch.tensor(group)
             pages = (k_pages, v_pages, block_table[index], seq_lens[index], seen[index])
-            found = decode_group(unit[index], *pages, power, score_scale)
-            out[index] = found.to(out.dtype)
+            out[index] = decode_group(unit[index], *pages, power, score_scale).to(out.dtype)
         return out if bool(out.isfinite().all()) else None
 
 
@@ -62,29 +60,29 @@ def decode_group(
     power: PowerOfCounts,
     score_scale: float,
 ) -> Tensor:
-    """The unit vectors q (B, H, D), each over the last ``seen`` keys of its request."""
+    """Unit queries q (B, H, D), each over the last ``seen`` keys of its request."""
     kv_heads, page = k_pages.shape[1:3]
     starts, ends = (seq_lens - seen) // page, (seq_lens + page - 1) // page
     table = zip(block_table.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    requests = [neighbours(row[start:end]) for row, start, end in table]
+    requests = [contiguous_runs(row[start:end]) for row, start, end in table]
     counts = seen.to(q.dtype)
     rows = (q * (counts.log() * score_scale)[:, None, None]).unflatten(1, (kv_heads, -1))
     scores = q.new_empty(*rows.shape[:3], int((ends - starts).max()), page)
-    for own, row, runs in zip(scores, rows, requests, strict=True):
+    for target, row, runs in zip(scores, rows, requests, strict=True):
         parts = [row @ k_pages[run].to(q.dtype).mT for run in runs]  # (pages, H_kv, heads that share a key head, page)
-        found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        own[:, :, : len(found)] = found.permute(1, 2, 0, 3)
+        products = parts[0] if len(parts) == 1 else torch.cat(parts)
+        target[:, :, : len(products)] = products.permute(1, 2, 0, 3)
     key, begin = torch.arange(scores.shape[3] * page), (seq_lens - seen - starts * page)[:, None]
     hidden = ((key < begin) | (key >= begin + seen[:, None]))[:, None, None]
     flat = scores.flatten(3).masked_fill_(hidden, 0)
     weights, norm = row_weights(flat, counts[:, None, None, None], power(seen), hidden)
-    spread = weights.unflatten(3, scores.shape[3:])
-    out = torch.stack([weighted(*one, v_pages) for one in zip(spread, requests, strict=True)])
+    by_page = weights.unflatten(3, scores.shape[3:])
+    out = torch.stack([weighted_values(*one, v_pages) for one in zip(by_page, requests, strict=True)])
     return (out / norm).flatten(1, 2)
 
 
-def weighted(weights: Tensor, runs: Sequence[slice], v_pages: Tensor) -> Tensor:
-    """The values of ``runs``, by weights (H_kv, heads that share a key head, pages, page)."""
+def weighted_values(weights: Tensor, runs: Sequence[slice], v_pages: Tensor) -> Tensor:
+    """The values of the pages ``runs``, summed with weights (H_kv, heads that share a key head, pages, page)."""
     weights = weights.permute(2, 0, 1, 3)
     out, done = weights.new_zeros(()), 0
     for run in runs:
@@ -94,7 +92,7 @@ def weighted(weights: Tensor, runs: Sequence[slice], v_pages: Tensor) -> Tensor:
     return out
 
 
-def neighbours(pages: list[int]) -> list[slice]:
-    """Pages as slices of those that follow one another: servers give a prompt its pages at once."""
+def contiguous_runs(pages: list[int]) -> list[slice]:
+    """Pages as slices of consecutive ones: servers often allocate a prompt's pages at once."""
     breaks = [i for i in range(1, len(pages)) if pages[i] != pages[i - 1] + 1]
     return [slice(pages[i], pages[j - 1] + 1) for i, j in pairwise([0, *breaks, len(pages)])]

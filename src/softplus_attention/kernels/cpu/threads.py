@@ -1,7 +1,7 @@
-"""Independent pieces of one op on several cores, each piece on one core from beginning to end.
+"""Runs independent pieces of one op on several cores, each piece on one core from start to end.
 
-PyTorch splits every single operation over the cores and joins them again; for chains of short operations the joining
-costs more than the work. It releases the GIL inside its operations, so plain threads run such chains side by side.
+PyTorch parallelises every single operation and synchronizes after it; for chains of short operations that costs more
+than the work. It releases the GIL inside its operations, so plain threads run such chains in parallel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _lock = threading.Lock()
 
 
 def _forget_pool() -> None:
-    """A forked process has the pool, but not its threads."""
+    """A forked process inherits the pool, but not its threads."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 
@@ -57,7 +57,7 @@ def for_each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
     stop = threading.Event()
 
     def run() -> None:
-        torch.set_num_threads(1)  # of this thread, but the matrix library knows one number for all: set on every call
+        torch.set_num_threads(1)  # on every call: the number is per thread in torch, but global in the matrix library
         with torch.inference_mode(inference), torch.no_grad():
             while not stop.is_set():
                 with taking:
@@ -76,7 +76,7 @@ def for_each(work: Callable[[Piece], None], pieces: Sequence[Piece]) -> None:
         for future in running:
             future.result()
     finally:
-        # Whatever ended the wait, nobody may still write into the caller's tensors.
+        # However the wait ended, no thread may still write into the caller's tensors.
         stop.set()
         for future in running:
             future.exception()

@@ -1,1 +1,1 @@
-"""The Gluon kernels, for compute capability 9.0, and what launches them."""
+"""The Gluon kernels for compute capability 9.0, and their launches."""

@@ -1,7 +1,7 @@
-"""What the two kernels of the Hopper backward share; the formulas are those of ``triton.backward``.
+"""Shared by the two kernels of the Hopper backward; the formulas are those of ``triton.backward``.
 
-``hopper.dq`` leaves terms of each row, which ``hopper.dkv`` reads. In both, tiles are copied ahead, and products run
-beside arithmetic: that of the same warp group where it does not wait for them, and that of the others.
+``hopper.dq`` stores the terms of each row that ``hopper.dkv`` reads. In both, tiles are copied ahead, and products
+overlap with arithmetic: of the same warp group where it does not need them yet, and of other warp groups.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from softplus_attention.kernels.triton.common import ROW_BLOCK, raised, softplus
 
 @gluon.jit
 def kept_rows(t_q):
-    """What is kept for the rows of a head is kept in whole blocks."""
+    """The number of rows of a head, padded to whole blocks, for which terms are stored."""
     return gl.cdiv(t_q, ROW_BLOCK) * ROW_BLOCK
 
 
 @gluon.constexpr_function
 def terms_of_a_row(power, ranges):
-    """How many numbers ``gluon_dq_kernel`` leaves of each row: six, p - 1 where rows have their own power, and the keys
-    [start, end) that it sees where these were given."""
+    """How many numbers ``gluon_dq_kernel`` stores per row: six, p - 1 if rows have their own power, and the keys
+    [start, end) that it sees if given as ranges."""
     return 6 + (power < 0) + 2 * ranges
 
 
 @gluon.jit
 def place_of_terms(row, TERMS: gl.constexpr, BLOCK: gl.constexpr):
-    """Where these are: the first of a row, and the others BLOCK apart. Those of a block of rows lie together, so that
-    they are one copy."""
+    """The offset of a row's first term; the others follow BLOCK apart. The terms of a block of rows are contiguous, so
+    that they are one copy."""
     return row // BLOCK * (TERMS * BLOCK) + row % BLOCK
 
 
@@ -38,11 +38,11 @@ def score_terms(
     scores, norm, factor, slope, offset, below, flat, seen,
     POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Four times the shape of scores: sigmoid, u, u^(p-1), which g is multiplied by, and where rows have powers of
-    their own log2 u. In LSSA u is the weight. MASKED: the first three are 0 where a row does not see a key (but u^(p-1)
-    where it is flat).
+    """Four tensors of the shape of scores: sigmoid, u, u^(p-1), which multiplies g, and log2 u if rows have their own
+    powers. In LSSA u is the weight. MASKED: the first three are 0 where a row does not see a key (except u^(p-1) in
+    flat rows).
 
-    What belongs to keys or rows comes with an axis of length 1.
+    Arguments per key or per row have an axis of length 1.
     """
     t = scores * norm * factor
     if MASKED:

@@ -1,8 +1,8 @@
-"""What the Hopper kernels share: copies into rings of tiles, loads along columns, sums that stay in a thread.
+"""Shared by the Hopper kernels: copies into rings of tiles, loads along columns, sums within a thread.
 
-Tiles are brought by the copy engine (TMA), which knows a tensor from a descriptor. One thread starts a copy, rows
-beyond the tensor's last come as zeros, and a barrier in shared memory says when all is there. Copies that belong
-together have a number, s; of the two barriers ``copied`` theirs is s & 1.
+Tiles are copied by TMA from a tensor descriptor. One thread starts a copy, rows beyond the tensor's end are filled with
+zeros, and a barrier in shared memory signals completion. Copies that are awaited together share a number s and the
+barrier s & 1 of the two in ``copied``.
 
 Names as in ``triton.common``; *_ring is shared memory for several tiles of keys or rows, *_tile for one.
 """
@@ -31,7 +31,7 @@ from softplus_attention.kernels.triton.common import (
 
 
 class KeyTiles(NamedTuple):
-    """Where the tiles of keys and values that a block of rows sees come from, and where they go."""
+    """Source and destination of the tiles of keys and values that a block of rows sees."""
 
     k_ring: gl.shared_memory_descriptor
     v_ring: gl.shared_memory_descriptor
@@ -39,12 +39,12 @@ class KeyTiles(NamedTuple):
     K: tma.tensor_descriptor
     V: tma.tensor_descriptor
     place: gl.tuple  # sequence, head, first key
-    p_norm: gl.tensor  # from the first key on
+    p_norm: gl.tensor  # of the first key
     count: gl.tensor
 
 
 class RowScores(NamedTuple):
-    """[BM] of a block's rows: what makes base-2 scores of products, and the keys [start, end) that each sees."""
+    """[BM] each, for a block's rows: the factor from products to base-2 scores, and the visible keys [start, end)."""
 
     factor: gl.tensor
     start: gl.tensor
@@ -52,7 +52,7 @@ class RowScores(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """[BM] each: u = slope * f' - offset, between 0 and 1, raised to the row's power."""
+    """[BM] each: u = slope * f' - offset, clamped to [0, 1], raised to the row's power."""
 
     slope: gl.tensor
     offset: gl.tensor
@@ -61,11 +61,11 @@ class RowWeights(NamedTuple):
 
 @gluon.jit
 def mark_for_fallback(Fallback, trouble):
-    """Leaves the block of this program to a launch that looks again: Again has the number of such blocks, and then
-    which they are, counted through the blocks of all heads.
+    """Leaves this program's block to the fallback launch: Fallback holds the number of such blocks, and then their
+    indices among the blocks of all heads.
 
-    Rows of equal scores and numbers that are not finite are rare. Their code inside the kernels would cost every block,
-    since it holds more registers than all else.
+    Rows of equal scores and numbers that are not finite are rare. Handling them inside the kernels would cost every
+    block, since that code needs more registers than all else.
     """
     if trouble > 0:
         gl.store(Fallback + 1 + gl.atomic_add(Fallback, 1), gl.program_id(1) + gl.num_programs(1) * own_head())
@@ -73,21 +73,21 @@ def mark_for_fallback(Fallback, trouble):
 
 @gluon.constexpr_function
 def fineness(dtype, power):
-    """LOG_MODE of the polynomials: the short one's error of 4e-4 is less than bfloat16's rounding, but not float16's.
-    Some powers show it, as ``triton.launch.needs_long_polynomial`` says."""
+    """LOG_MODE: the short polynomial's error of 4e-4 is below the rounding of bfloat16, but not of float16. It also
+    matters for some powers; see ``arguments.needs_long_polynomial``."""
     return SHORT if dtype == gl.bfloat16 and power not in (1, -1) else LONG
 
 
 @gluon.jit
 def own_head():
-    """That of this program, among the heads of all sequences. The grid is ``hopper.launch.grid_of``."""
+    """This program's head among those of all sequences. The grid is ``hopper.launch.grid_of``."""
     return gl.program_id(2) * gl.num_programs(0) + gl.program_id(0)
 
 
 @gluon.jit
 def program_position(heads, inverse):
-    """The block, head and sequence of this program; ``inverse`` is ``hopper.launch.inverse_of`` the heads, since a
-    division at a program's start would take longer than its first loads."""
+    """This program's block, head and sequence; ``inverse`` is ``hopper.launch.inverse_of(heads)``, since a division at
+    a program's start would take longer than its first loads."""
     bh = own_head()
     b = ((bh.to(gl.int64) * inverse) >> INVERSE_BITS).to(gl.int32)
     return gl.program_id(1), bh - b * heads, b
@@ -95,19 +95,19 @@ def program_position(heads, inverse):
 
 @gluon.jit
 def noted_place(number, blocks, heads):
-    """The same of a block that ``mark_for_fallback`` has left."""
+    """The same for a block marked by ``mark_for_fallback``."""
     return number % blocks, number // blocks % heads, number // (blocks * heads)
 
 
 @gluon.jit
 def block_of_rows(place, t_q, shared, h_kv, BM: gl.constexpr):
-    """The first row of a block, its head among all, and sequence, head and key head.
+    """A block's first row, its head among those of all sequences, and its sequence, head and key head.
 
-    The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
+    The longest rows of a causal problem come first, so that none of them runs alone at the end.
     """
     block, head, b = place
     m = (gl.cdiv(t_q, BM) - 1 - block) * BM
-    # They are multiplied by strides of 32 bits.
+    # int64, since they are multiplied by 32-bit strides.
     b, kv_head, head = b.to(gl.int64), (head // shared).to(gl.int64), head.to(gl.int64)
     return m, b * (shared * h_kv) + head, b, head, kv_head
 
@@ -117,12 +117,12 @@ def keys_in_sight(
     m, o_m, t_q, t_k, window, p_start, p_end,
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Of the rows from m on: the first key that any of them sees, in whole tiles, and counted from it
+    """For the rows from m on: the first key that any of them sees, rounded down to a tile, and relative to it
 
     - ([BM], [BM]): the keys [start, end) that each row sees, none for rows beyond t_q,
-    - the tiles [full_from, full_high) that every row sees all of, and [0, tiles), which hold all that any row sees.
+    - the tiles [full_from, full_high) that all rows see completely, and [0, tiles), which hold all visible keys.
 
-    Without window and ranges all rows start at the first key, and nothing is counted anew.
+    Without window and ranges the first key is 0.
     """
     m_rows = o_m < t_q
     past = gl.minimum(m + BM, t_q)
@@ -172,11 +172,11 @@ def rows_and_keys(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Of a block of rows; ``shared`` query heads have a key head:
+    """For a block of rows, with ``shared`` query heads per key head:
 
-    - its first row, head among all, sequence, head and key head,
-    - [BM]: its rows, how many keys each sees, its power,
-    - what ``keys_in_sight`` says of the keys, and where the norms are from the first of them on.
+    - its first row, head among those of all sequences, sequence, head and key head,
+    - [BM] each: its rows, how many keys each sees, its power,
+    - the result of ``keys_in_sight``, and a pointer to the norm of the first of these keys.
     """
     m, bh, b, head, kv_head = block_of_rows(place, t_q, shared, h_kv, BM)
     o_m = m + gl.arange(0, BM, layout=gl.SliceLayout(1, LAYOUT))
@@ -195,8 +195,8 @@ def rows_and_keys(
 
 @gluon.jit
 def seen_keys(n, b_start, b_end, HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr):
-    """[BM, BN]: whether a row sees a key of the tile from n on."""
-    o_n = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))[None, :]  # from n on: what is compared with is a row's
+    """[BM, BN]: whether each row sees each key of the tile from n on."""
+    o_n = gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))[None, :]  # relative to n, which is subtracted once per row
     seen = o_n < (b_end - n)[:, None]
     if HAS_STARTS:
         seen = seen & (o_n >= (b_start - n)[:, None])
@@ -205,7 +205,7 @@ def seen_keys(n, b_start, b_end, HAS_STARTS: gl.constexpr, BN: gl.constexpr, LAY
 
 @gluon.jit
 def saturated(f, slope, offset):
-    """slope f - offset, clamped to [0, 1], in one instruction; 0 where NaN."""
+    """slope * f - offset, clamped to [0, 1], in one instruction; 0 for NaN."""
     return gl.inline_asm_elementwise(
         "fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f", [f, slope, 0.0 - offset], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -213,13 +213,13 @@ def saturated(f, slope, offset):
 
 @gluon.constexpr_function
 def product_layout(width):
-    """Of a product with 64 rows: 16 to each of four warps."""
+    """The layout of a product with 64 rows: 16 for each of four warps."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
 def columns_of(width):
-    """How the columns of such a product are spread over threads, as [width / 8, 8]: two neighbours of every eight."""
+    """The distribution of such a product's columns over threads, as [width / 8, 8]: two neighbours of every eight."""
     registers = [[0, 1]] + [[1 << i, 0] for i in range((width // 8).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0], [0, 0]], [], [width // 8, 8])
@@ -229,7 +229,7 @@ def columns_of(width):
 def load_columns(p, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
     """[WIDTH] from p on, along the columns of LAYOUT; p is aligned to 16 numbers.
 
-    As [WIDTH / 8, 8], where what differs between the loads of a thread is known when compiling: no instructions for it.
+    Loaded as [WIDTH / 8, 8], so that the address differences between a thread's loads are compile-time constants.
     """
     square: gl.constexpr = columns_of(WIDTH)
     p = gl.multiple_of(p, 16) + gl.arange(0, 8, layout=gl.SliceLayout(0, square))[None, :]
@@ -239,25 +239,25 @@ def load_columns(p, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def not_finite(x):
-    """1 where any number of x [BM, BN] is not, else 0."""
+    """1 if any number of x [BM, BN] is not finite, else 0."""
     return gl.max(gl.max(gl.where(gl.sum(by_thread(x * 0.0), 1) == 0, 0, 1), 1), 0)
 
 
 @gluon.jit
 def by_thread(x):
-    """[BM, BN] -> [BM, BN / 8, 8]: reduced over the middle, every thread adds up what it holds, and no other."""
+    """[BM, BN] -> [BM, BN / 8, 8]: a reduction over the middle axis stays within each thread."""
     return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
 
 
 @gluon.constexpr_function
 def load_layout(width, num_warps):
-    """16 bytes of a row of half precision to each thread."""
+    """Each thread holds 16 bytes of a row in half precision."""
     return gl.BlockedLayout([1, 8], [32 * 8 // width, width // 8], [num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def norm_layout(width, num_warps):
-    """A quarter of a row to each thread: few shuffles where a row is added up."""
+    """Each thread holds a quarter of a row, so that summing a row takes few shuffles."""
     return gl.BlockedLayout([1, width // 4], [8, 4], [num_warps, 1], [1, 0])
 
 
@@ -265,8 +265,8 @@ def norm_layout(width, num_warps):
 def query_norms(q_tile, LAYOUT: gl.constexpr):
     """[BM], along the rows of LAYOUT: ``inverse_norm`` of each query of a tile.
 
-    The tensor cores add up the squares: they are the diagonal where every 16 queries are multiplied with themselves.
-    Threads would take three times the instructions, and then have to hand the norms over to those that hold the scores.
+    The tensor cores add up the squares, as the diagonal of the product of 16 queries with themselves. Without them it
+    would take three times the instructions, and then moving the norms to the threads that hold the scores.
     """
     rows: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     count: gl.constexpr = q_tile.shape[0]
@@ -289,13 +289,13 @@ def query_norms(q_tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def row_scale(score_scale, b_counts):
-    """[BM]: what multiplies the cosines of rows that see so many keys."""
+    """[BM]: the factor of the cosines in rows that see ``b_counts`` keys."""
     return score_scale * (special_log2(gl.maximum(b_counts, 1.0)) * LN2)
 
 
 @gluon.jit
 def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
-    """[ROWS, D] int32: where a tile's elements are, from its first."""
+    """[ROWS, D] int32: offsets of a tile's elements from its first."""
     layout: gl.constexpr = load_layout(D, gl.num_warps())
     o_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     return o_rows[:, None] * stride + gl.arange(0, D, layout=gl.SliceLayout(0, layout))[None, :]
@@ -303,20 +303,20 @@ def tile_offsets(stride, ROWS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def rows_of(X, b, head, first, strides):
-    """Where a head's rows are, from ``first`` on."""
+    """Pointer to a head's row ``first``."""
     return X + b * strides[0] + head * strides[1] + first.to(gl.int64) * strides[2]
 
 
 @gluon.jit
 def read_tile(p, left, stride, ROWS: gl.constexpr, D: gl.constexpr):
-    """[ROWS, D] from p on, zeros beyond ``left`` rows. For the few blocks that are looked at twice."""
+    """[ROWS, D] from p on, zeros beyond ``left`` rows. For the few fallback blocks."""
     o_rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, load_layout(D, gl.num_warps())))
     return gl.load(p + tile_offsets(stride, ROWS, D), mask=(o_rows < left)[:, None], other=0.0)
 
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
-    """``copied``, before any copy: two, or one for copies 0 alone."""
+    """New barriers ``copied``: two, or one if there are only the copies 0."""
     copied = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(copied.index(i), count=1)
@@ -325,8 +325,8 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def invalidate_copies(copied):
-    """After the last wait for any of them. Their memory may be used for something else from here on, and not before:
-    the compiler looks for their last use, and the hardware wants to be told."""
+    """Must follow the last wait for any of them. It tells the hardware, and its place the compiler, that their memory
+    may be reused from here on."""
     count: gl.constexpr = copied.shape[0]
     for i in gl.static_range(count):
         mbarrier.invalidate(copied.index(i))
@@ -334,48 +334,46 @@ def invalidate_copies(copied):
 
 @gluon.jit
 def expect_copies(copied, s, ring, TILES: gl.constexpr, wanted=True):
-    """Tells the barrier of copies s how many tiles of the ring's size will come, and has to come before them."""
+    """Tells the barrier of copies s how many tiles of the ring's size to expect. Must precede the copies."""
     mbarrier.expect(copied.index(s & 1), TILES * ring.shape[3] * ring.shape[4] * 2, pred=wanted)
 
 
 @gluon.jit
 def copy_tile(copied, s, ring, slot, X, at, wanted=True):
-    """Starts the copy of a tile of X into a slot of a ring, as one of the copies s: that ``at`` a sequence, head and
-    first row."""
+    """Starts the copy of a tile of X into a slot of a ring, as one of the copies s; ``at`` is (sequence, head, first
+    row)."""
     place = [at[0].to(gl.int32), at[1].to(gl.int32), at[2], 0]
     tma.async_copy_global_to_shared(X, place, copied.index(s & 1), ring.index(slot), pred=wanted)
 
 
 @gluon.jit
 def at_key(keys, n):
-    """Where ``copy_tile`` finds the tile from the n-th key in sight on."""
+    """``at`` of ``copy_tile`` for the tile from the n-th key in sight on."""
     return keys.place[0], keys.place[1], keys.place[2] + n
 
 
 @gluon.jit
 def wait_for_copies(copied, s):
-    """Waits for the copies s. Those of s + 2, which have the same barrier, must not have been announced before."""
+    """Waits for the copies s. Copies s + 2, which use the same barrier, must not be expected before this."""
     mbarrier.wait(copied.index(s & 1), (s >> 1) & 1)
 
 
 @gluon.jit
 def tile_of(ring, slot):
-    """[ROWS, D]: a slot of a ring [SLOTS, 1, 1, ROWS, D], which has the axes of the tensors that tiles are copied
-    from."""
+    """[ROWS, D]: a slot of a ring [SLOTS, 1, 1, ROWS, D], whose other axes are those of the copied tensors."""
     tile = ring.index(slot)
     return tile.reshape([tile.shape[2], tile.shape[3]])
 
 
 @gluon.jit
 def wrapped(n, high):
-    """The first key of a tile in order of use: after the last tile comes the first."""
+    """The first key of the next tile in order of use: the first tile follows the last."""
     return gl.where(n >= high, 0, n)
 
 
 @gluon.jit
 def store_tile(p, x, tile, left, stride):
-    """Writes x [ROWS, D] from p on, but for rows from ``left`` on, by way of a tile of shared memory, 16 bytes to a
-    thread."""
+    """Writes the first ``left`` rows of x [ROWS, D] from p on, through a tile of shared memory, 16 bytes per thread."""
     tile.store(x.to(tile.dtype))
     layout: gl.constexpr = load_layout(x.shape[1], gl.num_warps())
     o_rows = gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, layout))

@@ -1,4 +1,4 @@
-"""The gradients of keys and values for what ``hopper.forward`` computes, from what ``hopper.dq`` left of each row."""
+"""The gradients of keys and values for ``hopper.forward``, from the terms of each row that ``hopper.dq`` stored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dkv_slopes(
     scores, b_norm, b_factor, b_slope, b_offset, b_below, seen,
     POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Three times [BN, BM]: weights, sigmoid, and what g is multiplied by, of one tile."""
+    """Three tensors [BN, BM] for one tile: weights, sigmoid, and the factor of g."""
     sigma, weight, steepness, _ = score_terms(
         scores, b_norm[:, None], b_factor[None, :], b_slope[None, :], b_offset[None, :], b_below[None, :],
         b_offset[None, :] < 0, seen, POWER, LOG_MODE, MASKED, FLAT_ROWS,
@@ -53,7 +53,7 @@ def dkv_slopes(
 
 @gluon.jit
 def dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, POWER: gl.constexpr):
-    """[BN, BM]: gradients of the scores of one tile; b_delta carries b_alpha."""
+    """[BN, BM]: gradients of the scores of one tile; b_delta includes the factor b_alpha."""
     g = g * b_alpha[None, :] - b_delta[None, :]
     if POWER != 0:
         g = g * steepness - b_epsilon[None, :]
@@ -62,8 +62,8 @@ def dkv_gradient(g, sigma, steepness, b_alpha, b_delta, b_epsilon, POWER: gl.con
 
 @gluon.jit
 def seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW: gl.constexpr):
-    """[BN, BM]: which row of a causal problem sees a key. Rows beyond the last have gradients of 0, and what keys
-    beyond the last get is not stored."""
+    """[BN, BM]: whether each row of a causal problem sees each key. Rows past the end have zero gradients, and the
+    gradients of keys past the end are not stored."""
     seen = (o_n - (t_k - t_q))[:, None] <= o_m[None, :]
     if HAS_WINDOW:
         seen = seen & ((o_n - (t_k - t_q - window))[:, None] > o_m[None, :])
@@ -72,13 +72,13 @@ def seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW: gl.constexpr):
 
 @gluon.jit
 def ranged_rows(o_n, b_start, b_end):
-    """[BN, BM]: which row sees a key, where ranges were given."""
+    """[BN, BM]: whether each row sees each key, for ranges given per row."""
     n = o_n.to(gl.float32)[:, None]
     return (n >= b_start[None, :]) & (n < b_end[None, :])
 
 
 class RowTiles(NamedTuple):
-    """Where the tiles of a head's rows come from, and where they go."""
+    """Source and destination of the tiles of a head's rows."""
 
     q_ring: gl.shared_memory_descriptor
     do_ring: gl.shared_memory_descriptor
@@ -87,14 +87,14 @@ class RowTiles(NamedTuple):
     Q: tma.tensor_descriptor
     GradOut: tma.tensor_descriptor
     place: gl.tuple  # sequence, head
-    Terms: gl.tensor  # what ``gluon_dq_kernel`` left of all rows
+    Terms: gl.tensor  # stored by ``gluon_dq_kernel`` for all rows
     first_row: gl.tensor  # of the head
 
 
 @gluon.jit
 def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
-    """Starts the copies s: the i-th tile of a head's queries and of the gradients of its output, if it is wanted, and
-    what ``gluon_dq_kernel`` left of its rows. That is read by threads, and copied by them."""
+    """Starts the copies s if wanted: the i-th tile of a head's queries and output gradients by TMA, and the terms of
+    its rows by the threads that read them."""
     at = (rows.place[0], rows.place[1], i * BM)
     expect_copies(rows.copied, s, rows.q_ring, 2, wanted)
     copy_tile(rows.copied, s, rows.q_ring, s & 1, rows.Q, at, wanted)
@@ -107,7 +107,7 @@ def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
 
 @gluon.jit
 def term(terms, PLACE: gl.constexpr, BM: gl.constexpr, LAYOUT: gl.constexpr):
-    """[BM]: one of the numbers of each row, along the columns of LAYOUT."""
+    """[BM]: one of the terms of each row, along the columns of LAYOUT."""
     return terms.slice(PLACE * BM, BM).load(gl.SliceLayout(0, LAYOUT))
 
 
@@ -118,7 +118,7 @@ def dkv_loop(
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles [low, high) of rows to the gradients of a block of keys. Products overlap as in ``dq_loop``. The
-    copies of tile i have the number first + i; the last tile of all is that before ``end``."""
+    copies of tile i have the number first + i; ``end`` is the end of all tiles."""
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = k_tile.dtype
@@ -139,7 +139,7 @@ def dkv_loop(
         else:
             seen = seeing_rows(o_m, o_n, t_q, t_k, window, HAS_WINDOW)
         b_offset = term(terms, 2, BM, LAYOUT)
-        b_below = b_offset  # not read where the power is a number
+        b_below = b_offset  # unused if the power is a number
         if POWER < 0:
             b_below = term(terms, 6, BM, LAYOUT)
         weight, sigma, steepness = dkv_slopes(
@@ -165,7 +165,7 @@ def dkv_carefully(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr, D: gl.constexpr,
     BM: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """As ``dq_carefully``: rows of equal scores, and rows that do not see a key stay out of it whatever they hold."""
+    """As ``dq_carefully``: rows of equal scores are handled, and rows that do not see a key ignored even if NaN."""
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = k_tile.dtype
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
@@ -212,8 +212,8 @@ def dkv_block(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """One block of keys; what is not AGAIN notes the blocks that need it. Q, K, V and GradOut are descriptors, or AGAIN
-    pointers."""
+    """One block of keys. AGAIN is the fallback, for blocks that the first launch has marked. Q, K, V and GradOut are
+    descriptors, in the fallback pointers."""
     BN: gl.constexpr = ROW_BLOCK
     layout: gl.constexpr = product_layout(BM)
     out_layout: gl.constexpr = product_layout(D)
@@ -221,7 +221,7 @@ def dkv_block(
 
     block, kv_head, b = place
     n = block * BN  # the first keys are seen by the most rows
-    b, kv_head = b.to(gl.int64), kv_head.to(gl.int64)  # they are multiplied by strides of 32 bits
+    b, kv_head = b.to(gl.int64), kv_head.to(gl.int64)  # int64, since they are multiplied by 32-bit strides
     bh = b * h_kv + kv_head
     h = shared * h_kv
     o_n = n + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
@@ -251,7 +251,7 @@ def dkv_block(
     of_rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, D], dtype)
     of_keys: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BN, D], dtype)
     of_terms: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], of_keys)  # the keys, and the values
+    k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], of_keys)  # keys and values
     q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], of_rows)
     do_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], of_rows)
     count: gl.constexpr = terms_of_a_row(POWER, HAS_RANGES)
@@ -319,7 +319,7 @@ def dkv_block(
         o_keys = n + gl.arange(0, BN, layout=gl.SliceLayout(1, out_layout))
         b_length = gl.load(Norms + bh * norm_stride(t_k) + o_keys, mask=o_keys < t_k, other=0.0)[:, None]
         b_unit = k_tile.load(out_layout).to(gl.float32) * b_length
-        nobody = gl.sum(gl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
+        nobody = gl.sum(gl.abs(b_dk), 1) == 0  # sees this key, which may hold NaN
         b_dk = (b_dk - b_unit * gl.sum(b_unit * b_dk, 1)[:, None]) * b_length
         b_dk = gl.where(nobody[:, None], 0.0, b_dk)
     store_tile(rows_of(GradK, b, kv_head, n, dk_strides), b_dk, k_tile, t_k - n, dk_strides[2])
@@ -334,7 +334,7 @@ def gluon_dkv_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     NORMALIZED_KEYS: gl.constexpr, D: gl.constexpr, BM: gl.constexpr, AGAIN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one key head, over all the query heads that share it, as ``dkv_kernel``; AGAIN as in
+    """A block of keys of one key head, over all query heads that share it, as ``dkv_kernel``; AGAIN as in
     ``gluon_dq_kernel``."""
     if AGAIN:
         for i in range(gl.program_id(0), gl.load(Fallback), FALLBACK_PROGRAMS):

@@ -1,4 +1,4 @@
-"""The gradient of the queries for what ``hopper.forward`` computes, and the terms of each row for ``hopper.dkv``."""
+"""The gradient of the queries for ``hopper.forward``, and the terms of each row for ``hopper.dkv``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from softplus_attention.kernels.triton.common import (
 
 
 class RowTerms(NamedTuple):
-    """[BM] each: ``row_lift``; slope and offset of u, p - 1; sum of dO O; whether all scores are equal."""
+    """[BM] each: ``row_lift``; slope and offset of u; p - 1; sum of dO O; whether all scores are equal."""
 
     lift: gl.tensor
     slope: gl.tensor
@@ -69,7 +69,7 @@ def dq_slopes(
     scores, b_norm, scoring, row, seen,
     POWER: gl.constexpr, LOG_MODE: gl.constexpr, MASKED: gl.constexpr, FLAT_ROWS: gl.constexpr, LIFTED: gl.constexpr,
 ):  # fmt: skip
-    """Four times [BM, BN]: sigmoid over |k|, what g is multiplied by, u and log2 u, of one tile. LIFTED: the first is
+    """Four tensors [BM, BN] for one tile: sigmoid over |k|, the factor of g, u and log2 u. LIFTED: the first is
     multiplied by ``row_lift``."""
     sigma, u, steepness, log_u = score_terms(
         scores, b_norm[None, :], scoring.factor[:, None], row.slope[:, None], row.offset[:, None], row.below[:, None],
@@ -92,8 +92,8 @@ def dq_gradient(g, steepness, b_delta, POWER: gl.constexpr):
 
 @gluon.jit
 def with_moments(moments, u, g, steepness, log_u):
-    """Three sums, as held by each thread: those of ``triton.backward.PowerMoments``."""
-    log_u = gl.maximum(log_u, MIN_EXPONENT)  # finite where u and with it the weight is 0
+    """The three sums of ``triton.backward.PowerMoments``, separately in each thread."""
+    log_u = gl.maximum(log_u, MIN_EXPONENT)  # finite where u, and so the weight, is 0
     return (
         moments[0] + gl.sum(by_thread(u * g * log_u), 1),
         moments[1] + gl.sum(by_thread(u * g), 1),
@@ -103,7 +103,7 @@ def with_moments(moments, u, g, steepness, log_u):
 
 @gluon.jit
 def copy_keys(keys, j, n, wanted):
-    """Starts the copies of the j-th tile of keys and of values, from the n-th key in sight on, if it is wanted."""
+    """Starts the copies of the j-th tile of keys and values, from the n-th key in sight on, if wanted."""
     expect_copies(keys.copied, j, keys.k_ring, 2, wanted)
     copy_tile(keys.copied, j, keys.k_ring, j & 1, keys.K, at_key(keys, n), wanted)
     copy_tile(keys.copied, j, keys.v_ring, j & 1, keys.V, at_key(keys, n), wanted)
@@ -115,10 +115,10 @@ def dq_loop(
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to sum sigmoid g k, sum sigmoid k and, as held by each thread, sum g of each row, and
-    to the moments.
+    """Adds the tiles [low, high) to each row's sum sigmoid g k, sum sigmoid k and, separately in each thread, sum g and
+    moments.
 
-    Products end in the order they began. One of the four is running wherever there is arithmetic that does not need it.
+    Products complete in order of issue. One of the four runs during all arithmetic that does not need it.
     """
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     fine: gl.constexpr = fineness(q_tile.dtype, POWER)
@@ -161,8 +161,8 @@ def dq_carefully(
     HAS_STARTS: gl.constexpr, POWER: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """All tiles, for heads with rows of equal scores, and where something is not finite: keys that a row does not see
-    stay out of it whatever they hold. Rare, and not hurried."""
+    """All tiles of a block with rows of equal scores or with numbers that are not finite: keys that a row does not see
+    are ignored even if they are NaN. Rare, and not optimized."""
     operand: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     dtype: gl.constexpr = q_tile.dtype
     b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
@@ -175,7 +175,7 @@ def dq_carefully(
         b_k = read_tile(p_k + n.to(gl.int64) * k_stride, count - n, k_stride, BN, D)
         k_tile, finite_tile, v_tile = tile_of(k_ring, 0), tile_of(k_ring, 1), tile_of(v_ring, 0)
         k_tile.store(b_k)
-        finite_tile.store(finite_rows(b_k))  # its rows are NaN through their sums
+        finite_tile.store(finite_rows(b_k))  # rows that see a NaN key are NaN by their sums
         v_tile.store(read_tile(p_v + n.to(gl.int64) * v_stride, count - n, v_stride, BN, D))
         fence_async_shared()
         scores = warpgroup_mma(q_tile, k_tile.permute([1, 0]), b_zero, use_acc=False)
@@ -187,9 +187,9 @@ def dq_carefully(
             POWER, fineness(dtype, POWER), True, True, dtype == gl.float16,
         )  # fmt: skip
         if POWER != 0:
-            g = gl.where(steepness == 0, row.delta[:, None], g)  # also of a value that is not finite
+            g = gl.where(steepness == 0, row.delta[:, None], g)  # also for values that are not finite
         g = gl.where(seen, dq_gradient(g, steepness, row.delta, POWER), 0.0)
-        sigma = gl.where(seen, sigma, 0.0)  # 0 times the norm of a key that is not finite
+        sigma = gl.where(seen, sigma, 0.0)  # it may be 0 times the norm of a NaN key
         b_sum += gl.sum(by_thread(g), 1)
         if POWER_GRAD:
             moments = with_moments(moments, u, g, steepness, log_u)
@@ -207,8 +207,8 @@ def dq_block(
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """One block of rows; what is not AGAIN notes the blocks that need it. Q, K, V and GradOut are descriptors, or AGAIN
-    pointers."""
+    """One block of rows. AGAIN is the fallback, for blocks that the first launch has marked. Q, K, V and GradOut are
+    descriptors, in the fallback pointers."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -226,12 +226,12 @@ def dq_block(
     o_m, b_counts, b_p = of_rows
     first_key, b_start, b_end, full_low, full_high, tiles = of_keys
     m_rows = o_m < t_q
-    b_below = gl.maximum(b_p - 1.0, MIN_NORMAL)  # 0 times the logarithm of 0 is not a number
+    b_below = gl.maximum(b_p - 1.0, MIN_NORMAL)  # 0 * log(0) would be NaN
     p_row = bh * t_q + o_m
 
     row_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BM, D], dtype)
     key_tiles: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BN, D], dtype)
-    q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], row_tiles)  # q, and the gradient of the output
+    q_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BM, D], row_tiles)  # q and the gradient of the output
     k_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], key_tiles)
     v_ring = gl.allocate_shared_memory(dtype, [2, 1, 1, BN, D], key_tiles)
     q_tile = tile_of(q_ring, 0)
@@ -341,7 +341,7 @@ def dq_block(
         gl.store(GradPower + p_row, gl.where(b_flat, 0.0, (b_product - b_gain * b_log) * LN2), mask=m_rows)
 
     b_outer = b_ratio * b_scale * b_inverse
-    # Rows beyond the last too: they multiply zeros.
+    # Also for rows past the end: they multiply zeros.
     p_terms = Rows + place_of_terms(bh * kept_rows(t_q) + o_m, terms_of_a_row(POWER, HAS_RANGES), BLOCK)
     gl.store(p_terms, b_factor)
     gl.store(p_terms + BLOCK, b_slope)
@@ -366,9 +366,9 @@ def gluon_dq_kernel(
     HAS_POWER_ROWS: gl.constexpr, POWER_GRAD: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     AGAIN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``dq_kernel`` does; BLOCK is the BM of ``gluon_dkv_kernel``, for which Rows are.
+    """Reads and writes the same as ``dq_kernel``; BLOCK is the BM of ``gluon_dkv_kernel``, which reads Rows.
 
-    AGAIN: those blocks alone that a launch without it has left in Again, as in ``gluon_forward_again``.
+    AGAIN: only the blocks that the first launch has listed in Fallback, as in ``gluon_forward_again_kernel``.
     """
     if AGAIN:
         for i in range(gl.program_id(0), gl.load(Fallback), FALLBACK_PROGRAMS):

@@ -1,7 +1,7 @@
-"""The forward once more, for Hopper: half precision, no mask, any power with the offset, or LSSA.
+"""The forward for Hopper: half precision, no mask, any power with the offset, or LSSA.
 
-Triton waits for a product where it is issued. Here the scores of the next tile and the output of the last one are
-computed by the tensor cores while the arithmetic of this tile runs. One warp group has 64 rows.
+Triton waits for a product where it is issued. Here the tensor cores compute the scores of the next tile and the output
+of the last one during the arithmetic of this tile. One warp group has 64 rows.
 """
 
 from __future__ import annotations
@@ -54,53 +54,54 @@ from softplus_attention.kernels.triton.common import (
     special_log2,
 )
 
-# From here on queries stay in registers, so that products read keys alone from shared memory. Heads of 64 gain nothing
-# by it, and LSSAR has no registers left there.
+# From this head dimension on queries stay in registers, so that products read only keys from shared memory. Heads of 64
+# do not gain from it, and LSSAR has no registers left there.
 LONG_HEAD = gl.constexpr(128)
-MAX_FACTORS = gl.constexpr(96)  # between 1 and 2, whose product float32 holds
-# The logarithms of the product and those of the short polynomial, which the second pass has, differ by up to 4e-4.
-# Where a row's largest excess is far above that, and its scores are not all far below 0, it does not show which one a
-# sum has. (With the long polynomial this is more careful than it need be.)
+MAX_FACTORS = gl.constexpr(96)  # factors between 1 and 2, whose product float32 holds
+# The logarithms of products in the first pass and the short polynomial in the second differ by up to 4e-4. If a row's
+# largest excess is far above that, and its scores are not all far below 0, the difference does not matter. (With the
+# long polynomial these limits are stricter than necessary.)
 MIN_HEIGHT = gl.constexpr(0.25)
 MIN_SHARE = gl.constexpr(2.0**-8)
 MIN_SCORE = gl.constexpr(-2.0)
 MIN_MEAN = gl.constexpr(2.0**-10)
-# A crowd of equal keys just below the row's average may then have an excess of 1.6e-3 of the largest where it has none.
-# Of a million keys the weights add up to 1e-8 with this power, but to 4e-3 with 3. The long polynomial, whose error is
-# 1.4e-6, leaves them 6e-6 of the largest: with the power 2 a million add up to 3e-5.
+# Many equal keys just below the row's average may then get an excess of 1.6e-3 of the largest instead of none. The
+# weights of a million such keys add up to 1e-8 with this power, but to 4e-3 with 3. With the long polynomial, whose
+# error is 1.4e-6, the excess is 6e-6 of the largest: with the power 2 a million add up to 3e-5.
 MIN_POWER = gl.constexpr(5)
 MIN_POWER_OF_LONG = gl.constexpr(2)
 
 
-OWN = gl.constexpr(9)  # in place of a number of terms: the polynomial that sums and backward have
+OWN = gl.constexpr(9)  # in place of a number of terms: the polynomial of LOG_MODE, as in sums and backward
 
 
 @gluon.constexpr_function
 def terms_above(fine, far):
-    """Of ``softplus_above`` in place of the short or the long polynomial."""
+    """The terms of ``softplus_above`` in place of the short or the long polynomial."""
     return 5 - far if fine == LONG else 3 - far
 
 
 @gluon.constexpr_function
 def least_mean(terms):
-    """A mean of f' in every row from which on ``softplus_above`` with so many terms is right where there is weight."""
+    """If every row's mean of f' is at least this, ``softplus_above`` with that many terms is valid for keys that have
+    weight."""
     return {2: 2.07, 3: 1.2, 4: 2.07, 5: 1.5, OWN.value: 1.001}[terms]
 
 
 @gluon.constexpr_function
 def least_rise(terms):
-    """By how much, for each unit of the power, the largest f' of every row has to be above the mean. The error of the
-    largest weight is then 4e-3, half a unit in the last place of bfloat16, and 5e-4, as much of float16."""
+    """By how much, per unit of the power, every row's largest f' must exceed its mean. The error of the largest weight
+    is then 4e-3, half an ulp of bfloat16, or 5e-4, half an ulp of float16."""
     return 0.1 if terms < 4 else 0.002
 
 
 @gluon.jit
 def softplus_above(t, TERMS: gl.constexpr, LOG_MODE: gl.constexpr):
-    """log2(1 + 2^t) where it is above ``least_mean``, and something below that elsewhere.
+    """log2(1 + 2^t) where it is above ``least_mean``, and a number below that elsewhere.
 
     There 2^-t is at most 0.31, 0.55 or 0.77, for which log2(1 + e) is a polynomial with fewer terms than the short one
-    (2 and 3: off by 4e-4 at most) or the long one (4 and 5: 1.0e-6). Those are off by as much for e up to 1, but by
-    less for small e: ``least_rise`` says where that does not matter. OWN: that one itself.
+    (2 and 3: error at most 4e-4) or the long one (4 and 5: 1.0e-6). Those have the same error for e up to 1, but less
+    for small e: ``least_rise`` says where that does not matter. OWN is the short or long polynomial itself.
     """
     e = gl.exp2(gl.abs(t) * -1.0)
     if TERMS == 2:
@@ -124,13 +125,14 @@ def first_loop(
     LOG_MODE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's sum of f' and largest t, as held by each thread. ``ahead`` says what
-    comes next: the first keys of the tile that is to be copied and of that whose norms are to be read.
+    """Adds the tiles [low, high) to each row's sum of f' and largest t, separately in each thread. ``ahead`` has the
+    first key of the next tile to copy and of the next tile whose norms are read.
 
-    BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms of many are one of a product, which takes one
-    instruction a score where a polynomial takes four. At most MAX_FACTORS tiles fit into b_product.
+    BY_PRODUCT: f' is max(t, 0) + log2(1 + 2^-|t|), and the logarithms are summed as the logarithm of a product, which
+    takes one instruction per score instead of four for a polynomial. b_product can hold at most MAX_FACTORS tiles.
 
-    BITS: b_top is integers, the bits of floats, of which an instruction compares three. From 0 on they are in order.
+    BITS: b_top is int32, the bits of floats, since one instruction compares three of them. For floats >= 0 the order is
+    the same.
     """
     n_ahead, n_next = ahead
     for j in range(low, high):
@@ -162,7 +164,7 @@ def first_loop(
 
 @gluon.jit
 def logarithms(b_product):
-    """Added up, as held by each thread."""
+    """The sum of the logarithms of each thread's numbers."""
     return gl.sum(by_thread(special_log2(b_product)), 1)
 
 
@@ -172,12 +174,12 @@ def chunked_loop(
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, LOG_MODE: gl.constexpr, BN: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """``first_loop`` over [low, high), with a product and a sum of its own for every MAX_FACTORS tiles.
+    """``first_loop`` over [low, high), with a separate product and sum for every MAX_FACTORS tiles.
 
-    A product holds no more. And equal numbers, of which a crowd of equal keys makes thousands, all round to one side:
-    so their sum is off by 1.5e-6 at most in place of 3e-5 (131,072 keys).
+    A product can hold no more. And the equal terms of many equal keys all round in the same direction: with partial
+    sums the error is at most 1.5e-6 instead of 3e-5 (131,072 keys).
 
-    Of tiles that are not MASKED, where most of the time goes, only a largest t above 0 is found.
+    In tiles that are not MASKED, which take most of the time, the largest t is found only if it is above 0.
     """
     b_none = gl.sum(by_thread(b_zero), 1)
     bits: gl.constexpr = BY_PRODUCT and not MASKED
@@ -201,8 +203,8 @@ def sums(
     b_scaled, b_zero, queries, scoring, keys, full_low, full_high, ahead, first,
     HAS_STARTS: gl.constexpr, BY_PRODUCT: gl.constexpr, LOG_MODE: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """[BM] of each row's sum of f', its largest t (BY_PRODUCT for sure if it is above 0, or all tiles are masked), and
-    BY_PRODUCT the part of the sum that is logarithms."""
+    """[BM] each: a row's sum of f', its largest t (BY_PRODUCT valid only if above 0 or if all tiles are masked), and
+    BY_PRODUCT the logarithms' part of the sum."""
     b_sum = gl.sum(by_thread(b_zero), 1)
     b_logs = b_sum
     b_top = b_sum + float("-inf")
@@ -231,9 +233,9 @@ def second_loop(
     MASKED: gl.constexpr, HAS_STARTS: gl.constexpr, ABOVE: gl.constexpr, POWER: gl.constexpr, LOG_MODE: gl.constexpr,
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Adds the tiles [low, high) to each row's output and, as held by each thread, sum of weights.
+    """Adds the tiles [low, high) to each row's output and, separately in each thread, to its sum of weights.
 
-    ABOVE: where not 0, the terms of ``softplus_above``. No key whose f' is below ``least_mean`` has any weight then.
+    ABOVE: if not 0, the terms of ``softplus_above``. Then no key whose f' is below ``least_mean`` has any weight.
     """
     n_ahead, n_next = ahead
     for j in range(low, high):
@@ -251,7 +253,7 @@ def second_loop(
         if MASKED:
             w = gl.where(seen_keys(j * BN, scoring.start, scoring.end, HAS_STARTS, BN, LAYOUT), w, 0.0)
         b_weight += gl.sum(by_thread(w), 1)
-        # The last tile's product still reads b_w: w is rounded after it. Products end in the order they began.
+        # The last tile's product still reads b_w, so w is rounded after it. Products complete in order of issue.
         b_out, b_w, w = warpgroup_mma_wait(1, deps=[b_out, b_w, w])
         b_w = gl.convert_layout(w.to(queries.dtype), gl.DotOperandLayout(0, OUT_LAYOUT, 2), assert_trivial=True)
         b_out = warpgroup_mma(b_w, tile_of(keys.v_ring, j & 3), b_out, is_async=True)
@@ -273,10 +275,10 @@ def gluon_forward_kernel(
     CAUSAL: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_RANGES: gl.constexpr, POWER: gl.constexpr,
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Reads and writes what ``forward_kernel`` does, Weight only for a backward or for LSSA's second look; Q, K and V
+    """Reads and writes the same as ``forward_kernel``, Weight only for a backward or for LSSA's fallback; Q, K and V
     are descriptors. POWER 0 is LSSA, -1 a power per row.
     Blocks with rows of equal scores or with values that are not finite are left to ``gluon_forward_again_kernel``,
-    which takes the same arguments: their strides are for it alone."""
+    which takes the same arguments: the strides of Q, K and V are used only there."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)
@@ -324,7 +326,7 @@ def gluon_forward_kernel(
     expect_copies(copied, 2, k_ring, 1)
     copy_tile(copied, 2, k_ring, 0, K, at_key(keys, n_ahead))
     n_ahead = wrapped(n_ahead + BN, tiles * BN)
-    ahead = (n_ahead, n_next)  # the tiles 3 and, for its norms, 1
+    ahead = (n_ahead, n_next)  # tile 3 to copy, tile 1 for its norms
 
     b_partial = gl.sum(by_thread(b_zero), 1)
     b_slope = gl.zeros([BM], gl.float32, rows)
@@ -368,18 +370,18 @@ def gluon_forward_kernel(
         b_divisor = gl.where(b_sharp, b_height, 1.0)
         b_slope = b_counts / b_total / b_divisor
         b_offset = b_excess / b_divisor
-        # What a row needs: 1 and 2 more terms of a polynomial than the fewest, 3 a second look.
+        # What a row needs: 0 the fewest terms of a polynomial, 1 and 2 more of them, 3 the fallback.
         b_needs = ((b_counts > 0) & (b_sharp == 0)).to(gl.int32) * 3
         b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(near) * b_counts).to(gl.int32) * 2)
         if not low_power:
             b_needs = gl.maximum(b_needs, (b_excess * b_total < least_mean(far) * b_counts).to(gl.int32))
-            # Of the largest f' above the mean a power magnifies the error.
+            # The power amplifies the error of the largest f' above the mean.
             b_needs = gl.maximum(b_needs, (b_height * b_total < least_rise(far) * b_p * b_counts).to(gl.int32) * 2)
         needs = gl.max(b_needs, 0)
         any_flat = (needs == 3).to(gl.int32)
         above = gl.where(needs < 2, full_high, full_low)
         if not low_power:
-            # What was summed with a polynomial has to be weighed with it.
+            # Rows summed with a polynomial must be weighted with the same one.
             above = gl.where(by_polynomial > 0, full_low, above)
             far_above = gl.where((needs == 0) & (by_polynomial == 0), full_high, full_low)
         gl.store(Total + p_row, b_total, mask=m_rows)
@@ -410,13 +412,13 @@ def gluon_forward_kernel(
         full_high, tiles, True, has_starts, 0, POWER, fine, BN, layout, out_layout,
     )  # fmt: skip
     b_out, b_w = warpgroup_mma_wait(0, deps=[b_out, b_w])
-    for s in range(first + tiles + 1, first + 3):  # with less than two tiles, what nobody has waited for
+    for s in range(first + tiles + 1, first + 3):  # with fewer than two tiles, copies not awaited yet
         wait_for_copies(copied, s)
     invalidate_copies(copied)
 
     b_weight = gl.convert_layout(gl.sum(b_partial, 1), rows)
     too_small = gl.to_tensor(0)
-    if POWER == 0 and dtype == gl.float16:  # it cannot hold f' of rows with such a mean: a second look scales them
+    if POWER == 0 and dtype == gl.float16:  # it cannot hold f' of rows with such a mean: the fallback scales them
         too_small = gl.max((b_weight < b_counts * 1e-3).to(gl.int32), 0)
     b_weight = gl.where(b_weight == 0, 1.0, b_weight)
     b_out = b_out * gl.convert_layout(special_inverse(b_weight), gl.SliceLayout(1, out_layout))[:, None]
@@ -424,7 +426,7 @@ def gluon_forward_kernel(
     mark_for_fallback(Fallback, trouble)
     if trouble > 0:
         gl.atomic_max(Flat + bh, 1)
-    if HAS_REST or POWER == 0:  # the backward, and a second look at LSSA
+    if HAS_REST or POWER == 0:  # for the backward, and for the fallback of LSSA
         gl.store(Weight + p_row, b_weight, mask=m_rows & (HAS_REST or trouble > 0))
     store_tile(rows_of(Out, b, head, m, out_strides), b_out, q_tile, t_q - m, out_strides[2])
     if HAS_REST:

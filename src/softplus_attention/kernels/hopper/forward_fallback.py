@@ -1,4 +1,4 @@
-"""The Hopper forward's second look at few blocks: rows of equal scores, and values that are not finite."""
+"""The fallback of the Hopper forward, for the few blocks with rows of equal scores or values that are not finite."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nan_safe_pass(
     BN: gl.constexpr, LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """As ``triton.forward.nan_safe_pass``: output and sum of weights of a block with rows of equal scores, rows whose
-    f' float16 cannot hold, or values that are not finite. Rare, and not hurried."""
+    f' float16 cannot hold, or values that are not finite. Rare, and not optimized."""
     b_zero = gl.zeros([BM, BN], gl.float32, LAYOUT)
     b_out = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
     b_bad = gl.zeros([BM, D], gl.float32, OUT_LAYOUT)
@@ -75,7 +75,7 @@ def gluon_forward_again_kernel(
     HAS_POWER_ROWS: gl.constexpr, HAS_REST: gl.constexpr, D: gl.constexpr, BN: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Output and weights of the blocks that ``gluon_forward_kernel`` has left. Its sums and largest scores stand."""
+    """Output and weights of the blocks marked by ``gluon_forward_kernel``, from its sums and largest scores."""
     BM: gl.constexpr = ROW_BLOCK
     has_starts: gl.constexpr = HAS_WINDOW or HAS_RANGES
     layout: gl.constexpr = product_layout(BN)

@@ -1,6 +1,6 @@
-"""Launches of the Hopper kernels, and what they are for: most of half precision on compute capability 9.0.
+"""Launches of the Hopper kernels, and which calls they support: most of half precision on compute capability 9.0.
 
-The kernels are imported where they are first used: Gluon is a part of Triton whose interface still moves.
+The kernels are imported on first use, since Gluon's interface still changes between Triton versions.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from softplus_attention.kernels.arguments import (
     SavedForBackward,
     aligned,
 )
-from softplus_attention.kernels.arguments import ROW_BLOCK as ROWS  # of a program, and the keys of a tile
+from softplus_attention.kernels.arguments import ROW_BLOCK as ROWS  # of a program; also the keys of a tile
 from softplus_attention.kernels.launch_cache import Scratch, collect_addresses, current_stream, kinds, launch
 
-WARPS = 4  # Triton's default: given by position it sets no option
+WARPS = 4  # Triton's default, passed by position as num_warps
 WIDTHS = (64, 128)
 HALVES = (torch.bfloat16, torch.float16)
-TRITON_VERSIONS = ("3.6.", "3.7.")  # those the kernels were compiled with
-# By width: keys of a tile and registers of a thread, or rows of a tile.
+TRITON_VERSIONS = ("3.6.", "3.7.")  # with which the kernels were tested
+# By width: keys per tile and registers per thread, or rows per tile.
 FORWARD_TILES = {64: (64, 168), 128: (64, None)}
 DQ_TILES = {64: (64, None), 128: (32, None)}
 DKV_ROWS = {64: 64, 128: 32}
-MAX_KEYS_WITH_RANGES = 1 << 24  # that a float32 can count
-LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile are 32 bits
+MAX_KEYS_WITH_RANGES = 1 << 24  # float32 represents these integers exactly
+LARGEST_STRIDE = 1 << 24  # between tokens: offsets inside a tile have 32 bits
 LARGEST_STRIDE_OF_HEADS = 1 << 39  # and of sequences: a descriptor has 40 bits for the bytes
-MAX_GRID = 65535  # programs along its second and third axis
-NEARBY = 12 << 20  # bytes: what programs that run at one time read more than once is to stay in the second-level cache
+MAX_GRID = 65535  # programs along the second and third axis of a grid
+NEARBY = 12 << 20  # bytes that concurrent programs read repeatedly, which should stay in the L2 cache
 
 
 @cache
@@ -44,7 +44,7 @@ def available(device: torch.device) -> bool:
 
 
 def unsupported_device_reason(capability: tuple[int, int]) -> str | None:
-    """What keeps these kernels from a device of that compute capability, in words; None where nothing does."""
+    """Why a device of that compute capability cannot run these kernels, or None."""
     if torch.version.hip is not None or capability != (9, 0):
         return f"compute capability is {capability[0]}.{capability[1]}, not 9.0 of CUDA"
     if not triton.__version__.startswith(TRITON_VERSIONS):
@@ -53,7 +53,7 @@ def unsupported_device_reason(capability: tuple[int, int]) -> str | None:
 
 
 def unsupported_shape_reason(width: int, length: int, dtype: torch.dtype) -> str | None:
-    """Why a shape and dtype cannot use these kernels, or None: what ``fits`` asks before it looks at tensors."""
+    """Why a shape and dtype cannot use these kernels, or None."""
     if dtype not in HALVES:
         return f"{str(dtype).removeprefix('torch.')} is not half precision"
     if width not in WIDTHS:
@@ -62,15 +62,15 @@ def unsupported_shape_reason(width: int, length: int, dtype: torch.dtype) -> str
 
 
 def copyable(x: Tensor) -> bool:
-    """Whether a descriptor can have it, and threads can write its rows 16 bytes at a time."""
+    """Whether a descriptor can represent x, and threads can write its rows 16 bytes at a time."""
     batch, head, token, _ = x.stride()
     aligned = x.data_ptr() % 16 == 0 and (batch | head | token) % 16 == 0
     return aligned and token < LARGEST_STRIDE and max(batch, head) < LARGEST_STRIDE_OF_HEADS
 
 
 def fits(call: KernelArguments, *others: Tensor) -> bool:
-    """Half precision, no mask, the offset, heads of 64 or 128; not one row or key, which is a constant to Triton and
-    has binaries of its own."""
+    """Half precision, no mask, with offset, heads of 64 or 128. Not for one row or key: Triton makes a length of 1 a
+    constant, which would need separate binaries."""
     return (
         unsupported_shape_reason(call.d, min(call.t_q, call.t_k), call.q.dtype) is None
         and blocks_of(max(call.t_q, call.t_k)) <= MAX_GRID
@@ -90,26 +90,25 @@ def blocks_of(length: int) -> int:
 
 @lru_cache(4096)
 def heads_together(heads: int, size: float) -> int:
-    """How many heads, each of which reads ``size`` bytes, come to NEARBY: of the numbers that divide ``heads`` the one
-    next to it."""
+    """The divisor of ``heads`` for which that many heads, each of which reads ``size`` bytes, are nearest to NEARBY."""
     low = -(-heads // MAX_GRID)
     pairs = [(n, heads // n) for n in range(1, math.isqrt(heads) + 1) if heads % n == 0]
     return min((n for pair in pairs for n in pair if n >= low), key=lambda n: abs(math.log(n * size / NEARBY)))
 
 
 def grid_of(length: int, heads: int, size: float) -> tuple[int, int, int]:
-    """Programs for the blocks of a length in each of ``heads``: of some heads together, from the longest blocks to the
-    shortest, and then of the next.
+    """The grid over the blocks of a length in each of ``heads``: a group of heads from the longest blocks to the
+    shortest, then the next group.
 
-    Programs start in this order, those along the first axis one after the other. Head by head, the last head's longest
-    block would start when all else is nearly done, and multiprocessors would wait for it.
+    Programs start in this order, first axis first. Head by head, the longest block of the last head would start when
+    everything else is nearly done, and multiprocessors would idle.
     """
     together = heads_together(heads, size)
     return together, blocks_of(length), heads // together
 
 
 def inverse_of(heads: int) -> int:
-    """n * inverse >> INVERSE_BITS is n // heads, as long as n * heads is below 1 << INVERSE_BITS."""
+    """n * inverse >> INVERSE_BITS is n // heads if n * heads is below 1 << INVERSE_BITS."""
     return (1 << INVERSE_BITS) // heads + 1
 
 
@@ -123,9 +122,9 @@ def launch_twice(
     constants: tuple[tuple[Any, ...], tuple[Any, ...]],
     registers: int | None = None,
 ) -> None:
-    """``kernel``, and ``fallback`` for the few blocks that it has left to a second look, each with its constants.
+    """Launches ``kernel``, then ``fallback`` for the few blocks that it has marked, each with its constants.
 
-    Of the tensors that come first ``kernel`` copies tiles, of so many rows, and takes descriptors in their place.
+    ``tiled`` are the first arguments, each with the rows of a tile; ``kernel`` takes descriptors in their place.
     """
     from softplus_attention.kernels.hopper.tiles import Tiles
 
@@ -142,17 +141,17 @@ def launch_twice(
 
 
 def mask_constants(call: KernelArguments) -> tuple[bool, bool, bool, int]:
-    """CAUSAL, HAS_WINDOW, HAS_RANGES and POWER, with which the constants of every kernel begin."""
+    """CAUSAL, HAS_WINDOW, HAS_RANGES and POWER, the first constants of every kernel."""
     return call.is_causal, call.window is not None, call.start is not None, call.power_code
 
 
 def bytes_of_keys(call: KernelArguments) -> float:
-    """And of values, for each head of queries."""
+    """Bytes of keys and values per query head."""
     return 2 * call.t_k * call.d * call.q.element_size() / call.shared
 
 
 def bytes_of_rows(call: KernelArguments) -> float:
-    """Queries and gradients of outputs, for each head of keys."""
+    """Bytes of queries and output gradients per key head."""
     return 2 * call.t_q * call.d * call.q.element_size() * call.shared
 
 
@@ -194,7 +193,7 @@ def backward(
     dq, dk, dv = grads
     count = call.batch * call.h * blocks_of(call.t_q) * ROWS
     rows = saved.stats.new_empty(terms_of_a_row(call.power_code, call.start is not None) * count)
-    # ``Fallback`` of the kernels: how many blocks need a second look, none yet, and room for which.
+    # ``Fallback`` of both kernels: the number of blocks for the fallback, and room for their indices.
     of_queries = aligned(1 + count // ROWS)
     fallback_blocks = saved.equal_score_flags.new_zeros(of_queries + 1 + call.batch * call.h_kv * blocks_of(call.t_k))
     backward_of_queries(call, grad_out, saved, dq, grad_power, rows, fallback_blocks)
@@ -211,7 +210,7 @@ def backward_of_queries(
     rows: Tensor,
     fallback_blocks: Tensor,
 ) -> None:
-    """Fills ``dq``, ``grad_power`` where asked, and ``rows``, the terms of each row that the keys' gradients need."""
+    """Fills ``dq``, ``grad_power`` if given, and ``rows``, the terms of each row for ``backward_of_keys``."""
     from softplus_attention.kernels.hopper.dq import gluon_dq_kernel
 
     out, residual, stats, _, norms = saved

@@ -1,1 +1,1 @@
-"""The Triton kernels, for every GPU that Triton compiles for, and what launches them."""
+"""The Triton kernels, for every GPU that Triton supports, and their launches."""

@@ -1,10 +1,10 @@
-"""The backward in two kernels, without atomics: dQ row by row, which also finds each row's terms, then dK and dV.
+"""The backward in two kernels, without atomics: dQ row by row, which also computes each row's terms, then dK and dV.
 
 ds_ij = sigmoid(s_ij) (N_i / R_i) (alpha_i g_ij - eps_i), g_ij = u_ij^(p-1) (dP_ij - delta_i). The row term eps_i is a
-sum over the row's own g, known only at its end: the dQ kernel keeps sum sigmoid g k and sum sigmoid k apart until then.
-Without OFFSET it is zero, and N / R is 1 by the choice of R.
-In half precision u is scaled by W^(-1/p), so that u^p is the weight itself; alpha takes up the factor. Where PRECISE
-that root would cost p times its rounding, and the weights are divided by W instead.
+sum over all g of the row: the dQ kernel accumulates sum sigmoid g k and sum sigmoid k separately and combines them at
+the end. Without OFFSET eps_i is zero, and N / R is 1 by the choice of R.
+In half precision u is scaled by W^(-1/p), so that u^p is the weight itself; alpha includes the factor. If PRECISE the
+rounding error of that root, times p, would be too large, and the weights are divided by W instead.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from softplus_attention.kernels.triton.common import (
 
 
 class PowerMoments(NamedTuple):
-    """[BM] each, sums over keys for the gradient of a row's power, the covariance of g and log u under the weights.
+    """[BM] each: sums over keys for the gradient of a row's power, the covariance of g and log u under the weights.
 
-    The mean of g is zero but for the rounding of the weights that the output was summed with, and the log is far from
-    zero: without their product that rounding would be most of the error.
+    The mean of g is zero except for the rounding of the weights in the output, but log u is far from zero: without
+    subtracting the product of the means, that rounding would dominate the error.
     """
 
     product: tl.tensor
@@ -76,14 +76,14 @@ def dq_pass(
         f = softplus2(t, LOG_MODE)
         sigma = tl.exp2(t - f)  # the sigmoid
         if not PRECISE:
-            sigma = sigma * b_norm[None, :]  # what it multiplies below is the raw k
+            sigma = sigma * b_norm[None, :]  # it multiplies the raw k below
             if b_k.dtype == tl.float16:
                 sigma = sigma * b_lift[:, None]
         if MASKED:
             seen = seen_by(o_n, span, HAS_MASK)
             sigma = tl.where(seen, sigma, 0.0)
             g = tl.where(seen, g, 0.0)
-            b_k = finite_rows(b_k)  # its rows are NaN through their sums; the others do not see it
+            b_k = finite_rows(b_k)  # rows that see a NaN key are NaN by their sums; the others must not be
         if POWER != 0:
             u = excess(f, sharpening, PRECISE, OFFSET)
             if MASKED:
@@ -91,14 +91,14 @@ def dq_pass(
             steepness = raised(u, sharpening.power[:, None], POWER, 1, LOG_MODE)
             if CAREFUL:
                 steepness = tl.where(b_flat[:, None], 1.0, steepness)
-                g = tl.where(steepness == 0, 0.0, g)  # also of a value that is not finite
+                g = tl.where(steepness == 0, 0.0, g)  # also for values that are not finite
             g = g * steepness
             if OFFSET:
                 b_sum += tl.sum(g, 1)
                 b_even = tl.dot(sigma.to(b_k.dtype), b_k, b_even, input_precision="ieee")
             if POWER_GRAD:
                 log_u = tl.log2(u) if LOG_MODE == SERIES else special_log2(u)
-                log_u = tl.maximum(log_u, MIN_EXPONENT)  # finite where u and with it the weight is 0
+                log_u = tl.maximum(log_u, MIN_EXPONENT)  # finite where u, and so the weight, is 0
                 moments = PowerMoments(
                     moments.product + tl.sum(u * g * log_u, 1),
                     moments.gain + tl.sum(u * g, 1),
@@ -119,7 +119,7 @@ def dq_kernel(
     HAS_REST: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    n_rows = tl.cast(n_rows, tl.int64)  # a few times the rows is beyond int32 before the rows are
+    n_rows = tl.cast(n_rows, tl.int64)  # multiples of it may not fit int32
     blocks = tl.cdiv(t_q, BM)
     m = blocks - 1 - tl.program_id(0) % blocks
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -239,13 +239,13 @@ def dq_kernel(
         b_chain = b_chain / b_lift
     b_grad = b_grad * b_chain[:, None]
     b_grad = (b_grad - b_unit * tl.sum(b_unit * b_grad, 1)[:, None]) * b_inverse[:, None]
-    b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # whatever a row that sees nothing holds
+    b_grad = tl.where(b_counts[:, None] > 0, b_grad, 0.0)  # even if a row that sees no key holds NaN
     store_rows(GradQ + b * dq_strides[0] + head * dq_strides[1], b_grad, o_m, t_q, dq_strides[2], D, BD)
     if POWER_GRAD:
         b_dp = (moments.product - moments.gain * moments.log * b_share) * LN2 * b_share
         tl.store(GradPower + p_row, tl.where(b_flat, 0.0, b_dp), mask=m_rows)
 
-    # What the other kernel needs of each row. A negative offset marks a row of equal scores.
+    # The row terms for dkv_kernel. A negative offset marks a row of equal scores.
     b_outer = b_ratio * b_scale * b_inverse
     tl.store(Rows + p_row, b_factor, mask=m_rows)
     tl.store(Rows + n_rows + p_row, b_slope, mask=m_rows)
@@ -295,7 +295,7 @@ def dkv_pass(
         if PRECISE:
             weight = weight * load_vector(p_rows + 7 * n_rows, o_m, t_q, True)[:, None]
         if POWER != 0:
-            b_p = b_slope  # not read where the power is a number
+            b_p = b_slope  # unused if the power is a number
             if POWER < 0:
                 b_counts = count_keys(span, p_counts, o_m, t_q, HAS_MASK)
                 b_p = row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER, HAS_POWER_ROWS)
@@ -335,7 +335,7 @@ def dkv_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISE: tl.constexpr, LOG_MODE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys of one key head, over all the query heads that share it."""
+    """A block of keys of one key head, over all query heads that share it."""
     n_rows = tl.cast(n_rows, tl.int64)
     blocks = tl.cdiv(t_k, BN)
     block = tl.program_id(0) % blocks  # the first keys are seen by the most rows
@@ -417,7 +417,7 @@ def dkv_kernel(
         b_unit = b_k
         if not PRECISE:
             b_unit = b_k.to(tl.float32) * b_norm[:, None]
-        nobody = tl.sum(tl.abs(b_dk), 1) == 0  # sees this key, whatever it holds
+        nobody = tl.sum(tl.abs(b_dk), 1) == 0  # sees this key, which may hold NaN
         b_dk = (b_dk - b_unit * tl.sum(b_unit * b_dk, 1)[:, None]) * b_norm[:, None]
         b_dk = tl.where(nobody[:, None], 0.0, b_dk)
     store_rows(GradK + b * dk_strides[0] + kv_head * dk_strides[1], b_dk, o_n, t_k, dk_strides[2], D, BD)

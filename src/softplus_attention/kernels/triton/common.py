@@ -1,12 +1,11 @@
-"""What the Triton kernels share: the positive map, powers, which keys a row sees, tile loads.
+"""Shared by the Triton kernels: the positive map, powers, visible keys, tile loads.
 
 Scores are kept in base 2: t = s * log2(e), f' = log2(1 + 2^t) = f / ln 2. Names: o_* offsets, m_* masks, p_* pointers,
 b_* blocks in registers, with the shape in a comment; *_strides are those of batch, head and token.
 
-LOG_MODE says how exact logarithms are: SHORT,
-LONG or SERIES. PRECISE is float32: vectors are normalised before the product
-and the steps follow the reference; in half precision the norms apply after the product of the raw vectors, which loses
-nothing, and steps are folded to save work.
+LOG_MODE is the precision of logarithms: SHORT, LONG or SERIES. PRECISE is float32: vectors are normalised before the
+product and the steps follow the reference. In half precision the norms are applied after the product of the raw
+vectors, which loses no precision, and steps are fused to save work.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ SHORT = tl.constexpr(arguments.SHORT)
 LONG = tl.constexpr(arguments.LONG)
 SERIES = tl.constexpr(arguments.SERIES)
 MIN_EXPONENT = tl.constexpr(-126.0)
-MIN_NORMAL = tl.constexpr(2.0**-126)  # what is below counts as 0 to the special functions
+MIN_NORMAL = tl.constexpr(2.0**-126)  # the special functions treat smaller numbers as 0
 LARGEST_LIFTED = tl.constexpr(0.125)
 LARGEST_LIFT = tl.constexpr(2.0**60)
-# Squares of norms between these are summed from squares that neither overflow nor vanish.
+# For squared norms between these no square overflows or underflows.
 SMALLEST_SQUARE = tl.constexpr(2.0**-60)
 LARGEST_SQUARE = tl.constexpr(2.0**100)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 class Keys(NamedTuple):
-    """Where the keys and values of one head are: pointers, how many, strides of a token."""
+    """Keys and values of one head: pointers, their number, and token strides."""
 
     k: tl.tensor
     v: tl.tensor
@@ -53,7 +52,7 @@ class Keys(NamedTuple):
 
 
 class RowRange(NamedTuple):
-    """What a block of rows may see: [BM] ranges, [BM] pointers to the rows of the mask, and the mask's key stride."""
+    """The keys that a block of rows may see: [BM] ranges, [BM] pointers to the mask's rows, and its key stride."""
 
     start: tl.tensor
     end: tl.tensor
@@ -62,7 +61,7 @@ class RowRange(NamedTuple):
 
 
 class Sharpening(NamedTuple):
-    """[BM] each: u = relu(slope * f' - offset) (where PRECISE times inverse_height), raised to the row's power."""
+    """[BM] each: u = relu(slope * f' - offset), times inverse_height if PRECISE, raised to the row's power."""
 
     slope: tl.tensor
     offset: tl.tensor
@@ -72,8 +71,8 @@ class Sharpening(NamedTuple):
 
 @triton.jit
 def special_log2(x):
-    """log2 of a number that is not negative, in one instruction: to 2^-22, absolutely between 1/2 and 2, else relative.
-    Triton's own takes twenty."""
+    """log2(x) for x >= 0 in one instruction, with an error of 2^-22: absolute between 1/2 and 2, else relative.
+    Triton's log2 takes twenty instructions."""
     if INTERPRETED:
         y = tl.log2(x)
     else:
@@ -83,7 +82,7 @@ def special_log2(x):
 
 @triton.jit
 def special_inverse(x):
-    """1 / x in one instruction, to a unit in the last place; below 2^-126 x counts as 0. Triton's own takes ten."""
+    """1 / x in one instruction, to one ulp; x below 2^-126 counts as 0. Triton's division takes ten instructions."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -93,10 +92,10 @@ def special_inverse(x):
 
 @triton.jit
 def log2_one_plus(e, LOG_MODE: tl.constexpr):
-    """log2(1 + e) for e in [0, 1]; small e keep their ratio.
+    """log2(1 + e) for e in [0, 1], exact in relative terms for small e.
 
-    The special-function unit has an eighth of the throughput of the multiply-add units. Polynomials (minimax in
-    relative error) leave it one call per score. SERIES is that of 2 atanh(z), z = e / (2 + e).
+    The special-function unit has an eighth of the throughput of the multiply-add units. With polynomials (minimax in
+    relative error) it is called once per score. SERIES is the series of 2 atanh(z), z = e / (2 + e).
     """
     if LOG_MODE == SERIES:
         z = e / (2.0 + e)
@@ -126,26 +125,26 @@ def log2_one_plus(e, LOG_MODE: tl.constexpr):
 @triton.jit
 def softplus2(t, LOG_MODE: tl.constexpr):
     """log2(1 + 2^t)"""
-    # Times -1, not minus: the compiler folds it into the special-function call, where 0 - x would be an instruction.
+    # Times -1, not minus: the compiler folds it into the special-function call; 0 - x would be an extra instruction.
     return log2_one_plus(tl.exp2(tl.abs(t) * -1.0), LOG_MODE) + tl.maximum(t, 0.0)
 
 
 @triton.jit
 def norm_stride(t_k):
-    """Inverse norms of a head's keys are kept in whole blocks, so that a tile of them needs no mask."""
+    """Inverse norms of a head's keys are padded to whole blocks, so that loading a tile needs no mask."""
     return tl.cdiv(t_k, NORM_BLOCK) * NORM_BLOCK
 
 
 @triton.jit
 def score_factor(b_scale, b_inverse):
-    """[BM]: what turns q . k into a base-2 score, but for the key's norm. One order of rounding for all kernels: the
-    sums of the forward belong to its own scores, and the power multiplies the difference to any others."""
+    """[BM]: the factor from q . k to a base-2 score, without the key's norm. All kernels must round in the same order:
+    the backward uses the forward's sums, and the power would amplify any difference between their scores."""
     return b_scale * LOG2E * b_inverse
 
 
 @triton.jit
 def excess(f, sharpening, PRECISE: tl.constexpr, OFFSET: tl.constexpr):
-    """[BM, BN]: u, a key's excess over the row's average; without OFFSET over nothing."""
+    """[BM, BN]: u, a key's excess over the row's average (over 0 without OFFSET)."""
     u = f * sharpening.slope[:, None]
     if OFFSET:
         u = tl.maximum(u - sharpening.offset[:, None], 0.0)
@@ -156,7 +155,7 @@ def excess(f, sharpening, PRECISE: tl.constexpr, OFFSET: tl.constexpr):
 
 @triton.jit
 def scores2(b_q, b_k, b_norm, b_factor, PRECISE: tl.constexpr):
-    """[BM, BN]: base-2 scores; where PRECISE, b_q carries the row's factor and b_k is normalised."""
+    """[BM, BN]: base-2 scores; if PRECISE, b_q is already multiplied by the row's factor and b_k is normalised."""
     t = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if not PRECISE:
         t = t * b_norm[None, :] * b_factor[:, None]
@@ -165,7 +164,7 @@ def scores2(b_q, b_k, b_norm, b_factor, PRECISE: tl.constexpr):
 
 @triton.jit
 def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, LOG_MODE: tl.constexpr):
-    """u^(p - BELOW), where 0^0 is 0. POWER from 1 to 1023 goes by multiplication; -1 reads b_p [BM, 1]."""
+    """u^(p - BELOW), with 0^0 = 0. POWER from 1 to 1023 is computed by multiplication; -1 reads b_p [BM, 1]."""
     if POWER > 0:
         n: tl.constexpr = POWER - BELOW
         if n == 0:
@@ -189,7 +188,7 @@ def raised(u, b_p, POWER: tl.constexpr, BELOW: tl.constexpr, LOG_MODE: tl.conste
         w = tl.where(u == 0, 0.0, tl.exp2((b_p - BELOW) * tl.log2(u)))  # a NaN stays one
     else:
         w = tl.exp2((b_p - BELOW) * special_log2(u))
-        if BELOW != 0:  # p may be 1, and 0 times the logarithm of 0 is not a number
+        if BELOW != 0:  # p may be 1, and 0 * log(0) is NaN
             w = tl.where(u >= MIN_NORMAL, w, 0.0)
     return w
 
@@ -222,7 +221,7 @@ def load_vector(p_base, o_rows, n_rows, MASK_ROWS: tl.constexpr):
 
 @triton.jit
 def load_keys(keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr, PRECISE: tl.constexpr):
-    """([BN, BD], [BN]): keys, normalised where PRECISE, and their inverse norms."""
+    """([BN, BD], [BN]): keys, normalised if PRECISE, and their inverse norms."""
     b_k = load_rows(keys.k, o_n, keys.count, keys.k_stride, D, BD, MASKED)
     b_norm = load_vector(keys.norm, o_n, keys.count, MASKED)
     if PRECISE:
@@ -232,8 +231,8 @@ def load_keys(keys, o_n, D: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def finite_rows(b_x):
-    """[ROWS, D] with every row that holds a NaN or Inf set to 0: a product makes NaN of 0 * NaN."""
-    # Not x - x == 0: where x is itself a product, the compiler fuses the two and a rounding error remains.
+    """[ROWS, D] with every row that holds a NaN or Inf set to 0, since 0 * NaN is NaN in a matrix product."""
+    # Not x - x == 0: if x is itself a product, the compiler fuses the two, and a rounding error remains.
     spoilt = tl.max(tl.where(tl.abs(b_x) < float("inf"), 0, 1), 1)
     return tl.where(spoilt[:, None] > 0, 0.0, b_x).to(b_x.dtype)
 
@@ -247,19 +246,19 @@ def store_rows(p_base, b_x, o_rows, n_rows, stride, D: tl.constexpr, BD: tl.cons
 
 @triton.jit
 def any_extreme(b_square):
-    """Whether any of the sums of squares [ROWS] may have met overflow or underflow, or is that of a zero vector."""
+    """Whether any of the sums of squares [ROWS] may have overflowed or underflowed, or is 0."""
     return tl.min(((b_square > SMALLEST_SQUARE) & (b_square < LARGEST_SQUARE)).to(tl.int32), 0) == 0
 
 
 @triton.jit
 def inverse_norm(b_x):
-    """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares; NaN where x is
+    """[ROWS, D] -> [ROWS]: 1 / ||x||, 0 for a zero vector, with no overflow or underflow of the squares; NaN if x is
     not finite."""
     square = tl.sum(b_x * b_x, 1)
     inverse = 1.0 / tl.sqrt(square)
     if any_extreme(square):
         size = tl.max(tl.abs(b_x), 1)  # drops a NaN; the sum of squares keeps it
-        # A power of two near 1 / size, 2^-126 at least: the products are exact, and so the result is the same.
+        # A power of two near 1 / size, at least 2^-126: the products are exact, so the result is the same.
         exponent = tl.minimum(size.to(tl.int32, bitcast=True) & 0x7F800000, 0x7E800000)
         scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
         x = b_x * scale[:, None]
@@ -270,9 +269,9 @@ def inverse_norm(b_x):
 
 @triton.jit
 def row_lift(b_bound):
-    """[BM]: a factor, 1 or more, for the sigmoids of a row before they are rounded to float16, which has nothing below
-    6e-8. No sigmoid is above ``b_bound``: the row's largest f' (LSSAR), or the sum of all (LSSA, which does not know
-    the largest). What is lifted stays below LARGEST_LIFTED, since it has yet to be divided by |k|."""
+    """[BM]: a factor >= 1 for a row's sigmoids before they are rounded to float16, whose smallest number is 6e-8. No
+    sigmoid exceeds ``b_bound``: the row's largest f' (LSSAR), or the sum of f' (LSSA, which does not compute the
+    largest). The products stay below LARGEST_LIFTED, since they are divided by |k| afterwards."""
     return tl.minimum(tl.maximum(1.0 / b_bound * LARGEST_LIFTED, 1.0), LARGEST_LIFT)
 
 
@@ -280,7 +279,7 @@ def row_lift(b_bound):
 def key_range(
     o_m, t_q, t_k, window, p_start, p_end, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_RANGES: tl.constexpr
 ):
-    """([BM], [BM]): the keys [start, end) that each row may see; nothing for rows beyond t_q."""
+    """([BM], [BM]): the keys [start, end) that each row may see; empty for rows beyond t_q."""
     m_rows = o_m < t_q
     start = tl.zeros_like(o_m)
     end = start + t_k
@@ -297,7 +296,7 @@ def key_range(
 
 @triton.jit
 def mask_rows(p_mask, o_m, t_q, row_stride, HAS_MASK: tl.constexpr):
-    """[BM] pointers to the rows of a head's mask; the bare pointer where there is none."""
+    """[BM] pointers to the rows of a head's mask; the plain pointer without a mask."""
     if HAS_MASK:
         return p_mask + tl.where(o_m < t_q, o_m, 0).to(tl.int64) * row_stride
     else:
@@ -306,7 +305,7 @@ def mask_rows(p_mask, o_m, t_q, row_stride, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def seen_by(o_n, span, HAS_MASK: tl.constexpr):
-    """[BM, BN]: whether a row sees a key."""
+    """[BM, BN]: whether each row sees each key."""
     seen = (o_n[None, :] >= span.start[:, None]) & (o_n[None, :] < span.end[:, None])
     if HAS_MASK:
         p = span.p_mask[:, None] + o_n[None, :].to(tl.int64) * span.mask_stride
@@ -316,7 +315,7 @@ def seen_by(o_n, span, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def count_keys(span, p_counts, o_m, t_q, HAS_MASK: tl.constexpr):
-    """[BM]: N_i; under a mask it was counted beforehand."""
+    """[BM]: N_i; with a mask it is counted before the launch."""
     if HAS_MASK:
         return tl.load(p_counts + o_m, mask=o_m < t_q, other=0).to(tl.float32)
     else:
@@ -326,7 +325,7 @@ def count_keys(span, p_counts, o_m, t_q, HAS_MASK: tl.constexpr):
 @triton.jit
 def key_regions(span, m_rows, BN: tl.constexpr, HAS_MASK: tl.constexpr):
     """(low, full_low, full_high, high): [low, high) holds every visible key, and the tiles of [full_low, full_high) are
-    visible to all rows. An empty middle leaves all of it to the last part."""
+    visible to all rows. If that middle part is empty, the last part covers everything."""
     some = span.end > span.start
     low = tl.min(tl.where(some, span.start, NOWHERE)) // BN * BN
     high = tl.max(tl.where(some, span.end, 0))
@@ -342,7 +341,7 @@ def key_regions(span, m_rows, BN: tl.constexpr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def row_power(b_counts, p_power, o_m, t_q, power_stride, growth, POWER: tl.constexpr, HAS_POWER_ROWS: tl.constexpr):
-    """[BM]: the power of each row, read, or computed from its number of keys; growth is (base, slope, n0)."""
+    """[BM]: the power of each row, loaded or computed from its number of keys; growth is (base, slope, n0)."""
     if POWER >= 0:
         return tl.zeros_like(b_counts) + POWER
     else:

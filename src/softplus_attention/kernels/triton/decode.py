@@ -1,13 +1,14 @@
-"""Kernels of decoding: a few new rows over a long cache, with the keys of one sequence and head split among programs.
+"""The decode kernels: a few new rows over a long cache, with the keys of one sequence and head split among programs.
 
-Three kernels. The first reads K once and keeps f' of every score a row sees, with each split's sum and largest. The
-second knows the whole row from them, and reads the rows of V that some query row gives weight. The third adds up the
-splits. A program takes all query rows that share a key head (G heads times t_q positions), so a cache row is read once.
+There are three kernels. The first reads K once and stores f' of every visible score, with each split's sum and maximum.
+The second combines these to the terms of the whole row, and reads the rows of V that some query row gives weight. The
+third adds up the splits. A program takes all query rows that share a key head (G heads times t_q positions), so each
+cache row is read once.
 
-The tiles of keys are dealt to the splits in turn, counted from the first visible one: whatever part of the cache is
-filled, all programs share its work, while the grid follows from shapes alone.
+Tiles of keys are dealt to the splits in turn, from the first visible one on: however much of the cache is filled, all
+programs share the work, while the grid follows from shapes alone.
 
-One float32 tensor, Scratch, holds what they tell each other: F (f_units of SCRATCH_UNIT numbers), Total, Largest and
+The kernels communicate through one float32 tensor, Scratch: F (f_units of SCRATCH_UNIT numbers), Total, Largest and
 Weight (partial_units each), Partial.
 """
 
@@ -19,8 +20,8 @@ import triton.language as tl
 from softplus_attention.kernels.triton.common import EQUAL_SCORES, NOWHERE, raised, row_power, softplus2
 
 SCRATCH_UNIT = tl.constexpr(32)
-COLUMNS = tl.constexpr(16)  # of a vector, read and multiplied at a time where exactness or registers ask for it
-# Lengths and counts come as plain numbers: no value of theirs compiles a kernel anew.
+COLUMNS = tl.constexpr(16)  # of a vector, read and multiplied at a time for precision or to save registers
+# Lengths and counts are not specialized: no value of theirs recompiles a kernel.
 NUMBERS = ["rows", "t_q", "t_max", "h_kv", "splits", "window", "f_units", "partial_units"]
 
 
@@ -31,7 +32,7 @@ def scratch_at(Scratch, units):
 
 @triton.jit
 def rows_of_program(rows, t_q, h_kv, BM: tl.constexpr):
-    """(b * h_kv + kv_head, b, [BM] row among those of its key head, [BM] head, [BM] position among the new tokens)."""
+    """(b * h_kv + kv_head, b, [BM] row within its key head, [BM] head, [BM] index among the new tokens)."""
     bh = tl.program_id(1).to(tl.int64)
     o_r = tl.program_id(2) * BM + tl.arange(0, BM)
     head = (bh % h_kv) * (rows // t_q) + o_r // t_q
@@ -43,7 +44,7 @@ def cache_range(
     o_r, o_i, rows, p_length, p_first, t_q, t_max, window,
     HAS_LENGTHS: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """([BM], [BM]): the keys [start, end) that each row sees; nothing for rows beyond the last."""
+    """([BM], [BM]): the keys [start, end) that each row sees; empty for rows beyond the last."""
     own = t_max - t_q + o_i
     if HAS_LENGTHS:
         own = tl.load(p_length).to(tl.int32) - t_q + o_i
@@ -60,7 +61,7 @@ def cache_range(
 
 @triton.jit
 def keys_of_split(b_start, b_end, BN: tl.constexpr):
-    """(first key of this program's first tile, end of the keys that any of its rows sees)"""
+    """(first key of this program's first tile, end of the keys that any of its rows sees)."""
     some = b_end > b_start
     n_low = tl.min(tl.where(some, b_start, NOWHERE)) // BN * BN
     return n_low + tl.program_id(0) * BN, tl.max(tl.where(some, b_end, 0))
@@ -68,24 +69,23 @@ def keys_of_split(b_start, b_end, BN: tl.constexpr):
 
 @triton.jit
 def inverse_size(b_x):
-    """[ROWS, D] -> [ROWS]: 1 over the power of two below the largest component; multiplying by it rounds nothing."""
+    """[ROWS, D] -> [ROWS]: 1 over the power of two below the largest component; multiplying by it is exact."""
     return inverse_power(tl.max(tl.abs(b_x), 1))
 
 
 @triton.jit
 def inverse_power(size):
-    """1 over the power of two below each number, which is not negative."""
+    """1 over the power of two below each number >= 0."""
     size = tl.maximum(size, 2.0**-120)
     return 1.0 / (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def careful_squares(p_rows, m_rows, ROWS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """([ROWS], [ROWS]): 1 over the size of each vector as ``inverse_size`` has it, and the sum of squares of vector
-    times that.
+    """([ROWS], [ROWS]): ``inverse_size`` of each vector, and the sum of squares of the vector times that.
 
-    Reads the vectors once more, a few columns at a time: a whole tile would take registers from the tiles without such
-    keys, 187 a thread in place of 110.
+    Reads the vectors again, a few columns at a time: loading a whole tile would raise the kernel's registers from 110
+    to 187 per thread.
     """
     b_largest = tl.zeros([ROWS], tl.float32)
     for column in tl.range(0, BD, COLUMNS, num_stages=1):
@@ -110,21 +110,21 @@ def precise_product(
     p_q, m_q, b_q_scale, b_factor, p_keys, m_keys, b_k_scale, b_k_inverse,
     BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN]: factor * (scale q) . (inverse scale k) in float32, summed by COLUMNS: 256 products one after another
-    have several times the rounding error, which a power of 15 multiplies."""
+    """[BM, BN]: factor * (scale q) . (inverse scale k) in float32, summed by COLUMNS: a running sum of 256 products has
+    several times the rounding error, which a power of 15 amplifies."""
     t = tl.zeros([BM, BN], tl.float32)
     for column in tl.range(0, BD, COLUMNS, num_stages=1):
         b_q = some_columns(p_q, m_q, column, D) * b_q_scale[:, None]
         b_k = some_columns(p_keys, m_keys, column, D) * b_k_scale[:, None] * b_k_inverse[:, None]
-        # The factor stands inside: the compiler makes one running sum of a plain dot + t.
+        # Multiplied inside the loop, since the compiler would fuse a plain dot + t into one running sum.
         t += tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * b_factor[:, None]
     return t
 
 
 @triton.jit
 def squares_by_product(b_k):
-    """[BN, BD] -> [BN]: the diagonals of K K^T for every 16 keys. A small product more costs less than converting and
-    squaring the tile outside of one."""
+    """[BN, BD] -> [BN]: the diagonals of K K^T for every 16 keys. This small product costs less than converting and
+    squaring the tile."""
     b_groups = tl.reshape(b_k, [b_k.shape[0] // 16, 16, b_k.shape[1]])
     b_products = tl.dot(b_groups, tl.permute(b_groups, (0, 2, 1)))  # [BN / 16, 16, 16]
     diagonal = tl.arange(0, 16)[:, None] == tl.arange(0, 16)[None, :]
@@ -153,8 +153,8 @@ def scores_kernel(
     """F (B, H_kv, rows, f_stride): f', 0 where a row does not see the key, unwritten in tiles that no row sees.
 
     Total, Largest (B, H_kv, rows, splits): sum and maximum of f' over the tiles of a split. WIDE is for dtypes whose
-    squares leave float32: the sizes of the vectors are taken out first. PRECISE is float32, with sums and roots as
-    exact as the reference's.
+    squares may not fit float32: vectors are scaled first. PRECISE is float32, with sums and roots as exact as the
+    reference's.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BM)
     b_start, b_end = cache_range(
@@ -170,7 +170,7 @@ def scores_kernel(
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_rows[:, None] & (o_d[None, :] < D), other=0.0)  # [BM, BD]
     b_q_scale = tl.full([BM], 1.0, tl.float32)
     if WIDE:
-        # 2^-9 more, so that no product of up to 256 columns with a finite key overflows
+        # Times 2^-9, so that no product of up to 256 columns with a finite key overflows.
         b_q_scale = inverse_size(b_q.to(tl.float32)) * 2.0**-9
         b_q = (b_q.to(tl.float32) * b_q_scale[:, None]).to(b_q.dtype)
     b_square = tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1)
@@ -209,7 +209,7 @@ def scores_kernel(
                         t *= b_inverse[None, :]
                 t *= inverse_root(b_key_square, PRECISE)[None, :]
         if NORMALIZED_KEYS:
-            # Softplus would make a plausible 0 of -inf. Not t - t: a fused multiply-add need not make 0 of it.
+            # Softplus would turn -inf into 0. Not by t - t, which with a fused multiply-add may not be 0.
             t = tl.where(tl.abs(t) < float("inf"), t, float("nan"))
         seen = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
         f = tl.where(seen, softplus2(t, LOG_MODE), 0.0)
@@ -226,18 +226,18 @@ def scores_kernel(
 def weights_of(
     p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER: tl.constexpr, LOG_MODE: tl.constexpr
 ):
-    """[BR, BN]: w relative to the row's largest, 0 where it does not matter to the row. A NaN stays."""
+    """[BR, BN]: w relative to the row's largest, 0 if negligible. A NaN stays."""
     f = tl.load(p_f[:, None] + o_n[None, :], mask=m_rows[:, None], other=0.0)
     w = (f - b_pivot[:, None]) * b_slope[:, None] + b_bias[:, None]
     if POWER != 0:
-        # Not tl.maximum, which makes 0 of a NaN.
+        # Not tl.maximum, which turns NaN into 0.
         w = tl.where(b_flat[:, None], w, raised(tl.where(w < 0, 0.0, w), b_p[:, None], POWER, 0, LOG_MODE))
     return tl.where(w <= b_least[:, None], 0.0, w)
 
 
 @triton.jit
 def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr):
-    """[BN, BDV]: the values that some row gives weight; the others are not read."""
+    """[BN, BDV]: the values that some row gives weight; the others are not loaded."""
     m_v = (tl.max((w != 0).to(tl.int32), 0) > 0)[:, None]
     if DV != BDV:
         m_v &= o_dv[None, :] < DV
@@ -246,7 +246,7 @@ def load_values(p_v, w, o_n, v_stride, o_dv, DV: tl.constexpr, BDV: tl.constexpr
 
 @triton.jit
 def repeated(w, BM: tl.constexpr):
-    """[BR, BN] -> [BM, BN]: a product takes at least 16 rows, arithmetic those that there are."""
+    """[BR, BN] -> [BM, BN]: rows repeated, since a matrix product needs at least 16."""
     if w.shape[0] < BM:
         w = tl.broadcast_to(w[None, :, :], [BM // w.shape[0], w.shape[0], w.shape[1]])
         w = tl.reshape(w, [BM, w.shape[2]])
@@ -262,11 +262,11 @@ def values_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, LIFT: tl.constexpr, STAGES: tl.constexpr,
     LOG_MODE: tl.constexpr,
 ):  # fmt: skip
-    """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, not to be read where Weight
-    is 0. BR rows to a program, BM where they are multiplied.
+    """Weight (B, H_kv, rows, splits): sum w. Partial (B, H_kv, rows, splits, DV): sum w v, undefined where Weight is 0.
+    A program has BR rows, padded to BM in matrix products.
 
     POWER 0 is LSSA, > 0 an integer power, -1 a power per row. w <= 1 is multiplied by LIFT before it is rounded for the
-    product, so that float16 holds the weight of one key among a million.
+    product, so that float16 can represent the weight of one key among a million.
     """
     bh, b, o_r, head, o_i = rows_of_program(rows, t_q, h_kv, BR)
     b_start, b_end = cache_range(
@@ -296,8 +296,8 @@ def values_kernel(
     b_total = tl.sum(b_totals, 1)
     b_largest = tl.max(b_tops, 1)
 
-    # w before its power is f / largest where nothing is subtracted, else x / max x = 1 + (f - largest) * slope, which
-    # is exactly 1 at the largest and loses nothing near it.
+    # w before its power is f / largest if nothing is subtracted, else x / max x = 1 + (f - largest) * slope, which is
+    # exactly 1 at the largest and precise near it.
     b_flat = b_counts < 0
     b_slope = 1.0 / tl.where(b_counts > 0, b_largest, 1.0)
     b_pivot = tl.zeros([BR], tl.float32)
@@ -328,11 +328,11 @@ def values_kernel(
 
     unspoilt = (b_out - b_out) == 0
     if tl.max(tl.max(tl.where(unspoilt, 0, 1), 1)) > 0:
-        # A value that is not finite makes NaN of the rows that give it weight, and of no other row.
+        # A value that is not finite gives NaN only in the rows that give it weight.
         b_again = tl.zeros([BM, BDV], tl.float32)
         b_bad = tl.zeros([BM, BDV], tl.float32)
         for n in tl.range(n_first, n_high, splits * BN, num_stages=1):
-            for part in tl.range(0, BN, 16, num_stages=1):  # as few registers as the usual case needs
+            for part in tl.range(0, BN, 16, num_stages=1):  # needs no more registers than the usual case
                 o_n = n + part + tl.arange(0, 16)
                 w = weights_of(p_f, o_n, m_rows, b_pivot, b_slope, b_bias, b_flat, b_least, b_p, POWER, LOG_MODE)
                 b_v = load_values(p_v, w, o_n, v_strides[2], o_dv, DV, BDV)
@@ -358,7 +358,7 @@ def combine_kernel(
     Scratch, Out, rows, t_q, h_kv, splits, f_units, partial_units, out_strides,
     DV: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, H, T_q, DV): one program per row adds up its splits."""
+    """Out (B, H, T_q, DV): one program per row adds up the splits."""
     row = tl.program_id(0).to(tl.int64)
     bh, r = row // rows, row % rows
     head = (bh % h_kv) * (rows // t_q) + r // t_q
@@ -381,7 +381,7 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["rows", "heads", "t"])
 def unit_kernel(X, Out, rows, heads, t, x_strides, out_strides, D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr):
-    """Out = X / ||X||, vectors (B, H, T, D), 0 for a zero vector: keys as a cache holds them."""
+    """Out = X / ||X|| for vectors (B, H, T, D), 0 for a zero vector: the keys of a cache."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     batch, head, i = o_r // (heads * t), o_r // t % heads, o_r % t
     o_d = tl.arange(0, BD)

@@ -1,4 +1,4 @@
-"""Launches of the decode kernels. A step is short and there is one per layer and token, so Python's part counts too."""
+"""Launches of the decode kernels. A step is short and runs once per layer and token, so host time counts too."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from softplus_attention.kernels.launch_cache import all_aligned, current_device,
 from softplus_attention.kernels.triton import decode as kernels
 from softplus_attention.power import PowerRecord
 
-# Measured on an H200 (docs/dev/kernels-log.md). One holds 3 programs of scores_kernel at a time, and 6 of values_kernel
-# (heads of 128, few rows): whole waves of both.
+# Measured on an H200 (docs/dev/kernels-log.md). A multiprocessor runs 3 programs of scores_kernel at a time, and 6 of
+# values_kernel (heads of 128, few rows): 12 are whole waves of both.
 PROGRAMS_PER_MULTIPROCESSOR = 12
 PROGRAMS_AT_A_TIME = 3
-# Where a program would have fewer tiles than that there are half as many: what each does but once would be most of it.
+# With fewer tiles than this for a program there are half as many programs: else their fixed costs would dominate.
 FEW_TILES = 8
 MAX_SPLITS = 256
 MAX_ON_AXIS = 65_535  # CUDA's limit of a grid's second axis
 SCRATCH_UNIT: int = kernels.SCRATCH_UNIT.value
-VECTOR_NUMBERS = 1024  # held by a program of unit_kernel
-# Keys whose N * w / W is below this add nothing that the output's dtype can hold.
+VECTOR_NUMBERS = 1024  # per program of unit_kernel
+# Keys with N * w / W below this add less than the output's dtype can represent.
 NEGLIGIBLE = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-14, torch.float16: 2.0**-14}
 
 
 class Plan(NamedTuple):
-    """What follows from shapes alone. ``constants`` are the compile-time ones among it."""
+    """Grid, sizes and compile-time ``constants``, which follow from shapes alone."""
 
     grid: tuple[int, int, int]
     rows: int
@@ -60,12 +60,12 @@ def plan_for(
     row_blocks = blocks_of(rows, bm)
     tiles = blocks_of(t_max, bn)
     splits = splits_for(tiles, batch * h_kv * row_blocks, device)
-    f_stride = tiles * bn  # whole tiles, so that rows of the scratch stay aligned whatever t_max
+    f_stride = tiles * bn  # whole tiles, so that rows of the scratch are aligned for any t_max
     f_units = blocks_of(batch * h_kv * rows * f_stride, SCRATCH_UNIT)
     partials = batch * h_kv * rows * splits
     partial_units = blocks_of(partials, SCRATCH_UNIT)
     scratch = (f_units + 3 * partial_units) * SCRATCH_UNIT + partials * dv
-    # Block sizes as measured on an H200 (docs/dev/kernels-log.md); a heavy tile needs more threads to hold it.
+    # Block sizes as measured on an H200 (docs/dev/kernels-log.md); a heavy tile needs the registers of more threads.
     heavy = precise or bm * width >= 32 * 128
     grid = (splits, batch * h_kv, row_blocks)
     constants = (bd, bdv, min(bm, 1 << (rows - 1).bit_length()), bm, bn)
@@ -73,7 +73,7 @@ def plan_for(
 
 
 def rows_and_keys(rows: int, width: int, precise: bool) -> tuple[int, int]:
-    """BM, BN: a product takes at least 16 rows, and registers hold only so many."""
+    """BM, BN: a matrix product needs at least 16 rows; registers limit their number."""
     narrow = width <= 128
     most_rows = (32 if narrow else 16) if precise else (64 if narrow else 32)
     return min(most_rows, padded(rows)), 64 if narrow and not precise else 32
@@ -85,21 +85,19 @@ def multiprocessors(index: int | None) -> int:
 
 
 def splits_for(tiles: int, programs: int, device: torch.device) -> int:
-    """Splits of the keys: of shapes alone. ``programs`` is how many there are for one split.
-
-    Of two numbers the one with less in its waves: a few programs more than fit are a wave of their own.
-    """
-    many = multiprocessors(device.index if device.type == "cuda" else None)
-    wanted = PROGRAMS_PER_MULTIPROCESSOR * many
-    splits = whole_waves(wanted, programs, many)
+    """The number of splits of the keys, from shapes alone; each split has ``programs`` programs."""
+    count = multiprocessors(device.index if device.type == "cuda" else None)
+    wanted = PROGRAMS_PER_MULTIPROCESSOR * count
+    splits = whole_waves(wanted, programs, count)
     if tiles < FEW_TILES * splits:
-        splits = whole_waves(wanted // 2, programs, many)
+        splits = whole_waves(wanted // 2, programs, count)
     return min(splits, tiles)
 
 
-def whole_waves(wanted: int, programs: int, many: int) -> int:
+def whole_waves(wanted: int, programs: int, count: int) -> int:
+    """Of two numbers of splits the one with fewer waves per split: a few programs too many take a wave of their own."""
     fewer = max(1, wanted // programs)
-    splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * many) / x)
+    splits = min((fewer, fewer + 1), key=lambda x: blocks_of(programs * x, PROGRAMS_AT_A_TIME * count) / x)
     return min(splits, MAX_SPLITS)
 
 
@@ -114,9 +112,9 @@ def decode(
     score_scale: float,
     normalized_keys: bool,
 ) -> Tensor:
-    """``softplus_attention_decode`` without gradients; without ``cache_seqlens`` all of the cache is seen.
+    """``softplus_attention_decode`` without gradients; without ``cache_seqlens`` the whole cache is visible.
 
-    Nothing here waits for the device.
+    Nothing here synchronizes.
     """
     out = empty_output(q, v_cache)
     batch, h, t_q, d = q.shape
@@ -127,15 +125,15 @@ def decode(
         most = MAX_ON_AXIS // h_kv
         for rows in (slice(first, first + most) for first in range(0, batch, most)):
             lengths, starts = (None if x is None else x[rows] for x in (cache_seqlens, cache_starts))
-            own = power if power.rows is None else power._replace(rows=power.rows.expand(batch, h, t_q)[rows])
+            sliced = power if power.rows is None else power._replace(rows=power.rows.expand(batch, h, t_q)[rows])
             caches = (k_cache[rows], v_cache[rows], lengths, starts, window)
-            out[rows] = decode(q[rows], *caches, own, score_scale, normalized_keys)
+            out[rows] = decode(q[rows], *caches, sliced, score_scale, normalized_keys)
         return out
     q, k, v = unit_last_stride(q), unit_last_stride(k_cache), unit_last_stride(v_cache)
     dtype, device = q.dtype, q.device
     plan = plan_for(batch, h, h_kv, t_q, t_max, d, dv, dtype == torch.float32, device)
     scratch = torch.empty(plan.scratch, dtype=torch.float32, device=device)
-    # Tensors that are not there stand for pointers that are never read.
+    # In place of missing tensors: pointers that are never read.
     lengths = scratch if cache_seqlens is None else cache_seqlens.contiguous()
     starts = scratch if cache_starts is None else cache_starts.contiguous()
     powers = scratch if power.rows is None else power.rows.expand(batch, h, t_q)
@@ -149,7 +147,7 @@ def decode(
     precise, heavy = plan.precise, plan.heavy
     numbers = (plan.rows, t_q, t_max, h_kv, plan.splits, min(window or 0, t_max), plan.f_units, plan.partial_units)
     fine = log_mode(precise, code, dtype)
-    # Measured on an H200 (docs/dev/kernels-log.md): squares of raw keys by a product, with as few registers as it lets.
+    # Measured on an H200 (docs/dev/kernels-log.md): square raw keys by a product, with as few registers as it allows.
     by_product = bd >= 64 and not normalized_keys
     few_registers = {"maxnreg": 128} if by_product and bd == 128 and not heavy else {}
 

@@ -1,7 +1,7 @@
-"""The forward: LSSAR in two passes over the keys (sum and largest score, then weights and output); LSSA, and in half
-precision LSSAR without OFFSET, in one.
+"""The forward. LSSAR takes two passes over the keys: sum and largest score, then weights and output. LSSA, and in half
+precision LSSAR without OFFSET, take one.
 
-Any mask, power and dtype; ``hopper.forward`` has the common case on Hopper.
+It supports any mask, power and dtype; ``hopper.forward`` has the common case on Hopper.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def key_norms_kernel(
     K, Norms, Flat, t_k, h_kv, k_strides, flags,
     NORMALIZED: tl.constexpr, BY_TOKEN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """1 / ||k|| of every key, (B, H_kv, norm_stride); where keys are unit vectors already, 1, or NaN if not finite.
-    Finite beyond T_k. The first ``flags`` numbers of Flat become 0, since a kernel of its own for that costs more.
+    """1 / ||k|| of every key, (B, H_kv, norm_stride), finite beyond T_k. NORMALIZED keys get 1, or NaN if not finite.
+    Also sets the first ``flags`` numbers of Flat to 0, since a separate kernel for that would cost more.
 
-    BY_TOKEN: the heads of a token lie together, and programs that run at the same time read all of them."""
+    BY_TOKEN: the heads of a token are adjacent in memory, and programs that run at the same time read all of them."""
     program = tl.program_id(0)
     if program == 0:
         for first in range(0, flags, 128):
@@ -77,7 +77,7 @@ def first_pass(
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's sum of f' and largest t.
 
-    What a sum has lost is added with the next tile: equal numbers, as equal keys make, all round to one side.
+    The sum is compensated, since the equal terms of equal keys all round in the same direction.
     """
     b_lost = tl.zeros_like(b_total)
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
@@ -126,7 +126,7 @@ def only_pass(
     POWER: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys [n_low, n_high) to each row's output and sum of weights, both relative to the weight of the largest
-    t so far. Nothing is subtracted, so that no row needs its average first. Half precision alone."""
+    t so far. Without OFFSET no row needs its average first. Half precision only."""
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
         o_n = n + tl.arange(0, BN)
         b_k, b_norm = load_keys(keys, o_n, D, BD, MASKED, False)  # [BN, BD], [BN]
@@ -153,10 +153,10 @@ def nan_safe_pass(
     LOG_MODE: tl.constexpr,
     POWER: tl.constexpr, OFFSET: tl.constexpr, HAS_MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The second pass again, for blocks that hold rows of equal scores (stage 1 stands), rows whose f' float16 cannot
-    hold, or values that are not finite.
+    """The second pass again, for blocks that hold rows of equal scores (which keep stage 1's weights), rows whose f'
+    float16 cannot hold, or values that are not finite.
 
-    b_level brings f' to about 1. A value that is not finite makes NaN of the rows that give it weight, and of no other.
+    b_level scales f' to about 1. A value that is not finite gives NaN only in the rows that give it weight.
     """
     b_bad = tl.zeros_like(b_out)
     for n in tl.range(n_low, n_high, BN, num_stages=STAGES):
@@ -190,10 +190,10 @@ def forward_kernel(
     """POWER 0 is LSSA, > 0 an integer power, -1 a power per row.
 
     Writes Weight = sum w (in LSSA sum f') of each row, and in LSSAR Total = sum f' (N without OFFSET, where it cancels)
-    and Height = max x (0 where the scores are equal; Flat says in which heads there are such rows, or values that are
-    not finite). Rest is what was rounded off Out.
+    and Height = max x (0 where the scores are equal). Flat marks heads with rows of equal scores or with values that
+    are not finite. Residual is the rounding error of Out.
     """
-    # The longest rows of a causal problem come first, so that no multiprocessor ends with one of them alone.
+    # The longest rows of a causal problem first, so that none of them runs alone at the end.
     blocks = tl.cdiv(t_q, BM)
     m = blocks - 1 - tl.program_id(0) % blocks
     bh = (tl.program_id(0) // blocks).to(tl.int64)
@@ -229,7 +229,7 @@ def forward_kernel(
     b_offset = b_weight
     b_inverse = b_weight
     b_largest = tl.full([BM], float("-inf"), tl.float32)
-    # Scaling down what was added before is rounded p times over, and the backward does not know of it.
+    # Not if PRECISE: rescaling earlier sums has p times the rounding error, which the backward does not reproduce.
     ONE_PASS: tl.constexpr = not OFFSET and not PRECISE
     if POWER != 0 and not ONE_PASS:
         b_total = tl.zeros([BM], tl.float32)
@@ -267,7 +267,7 @@ def forward_kernel(
             b_total = tl.where(b_counts > 0, b_total, 1.0)
             b_offset = tl.where(b_counts > 3, 1.0, 0.0)
         else:
-            b_total = tl.maximum(b_counts, 1.0)  # as good as any: it cancels
+            b_total = tl.maximum(b_counts, 1.0)  # any number would do: it cancels
         b_slope = b_counts / b_total
         b_height = b_slope * softplus2(b_largest, LOG_MODE) - b_offset
         b_sharp = b_counts > 0

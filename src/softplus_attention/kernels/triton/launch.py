@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: the entry points of the ops, block sizes. Nothing here waits for the device."""
+"""Launches of the Triton kernels: entry points of the ops, block sizes. Nothing here synchronizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from softplus_attention.kernels.launch_cache import (
 from softplus_attention.kernels.triton import backward as bwd
 from softplus_attention.kernels.triton import forward as fwd
 
-POWER_ROWS = 7  # among the options
+POWER_ROWS = 7  # index in the options
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Blocks:
         return options if self.registers is None else {**options, "maxnreg": self.registers}
 
 
-# The block sizes below are the fastest of those measured on an H200 (docs/dev/kernels-log.md). They depend on the
-# head dimension only, never on a length: no length compiles anew.
+# The block sizes below are the fastest of those measured on an H200 (docs/dev/kernels-log.md). They depend only on the
+# head dimension, so no length needs a recompilation.
 
-# One shape for float32, so that all kernels round their products alike: the sums of the forward then fit the scores
-# that the backward computes again, where a power of 15 would show the difference.
+# One shape for float32, so that all kernels round products in the same way: the scores that the backward recomputes
+# must match the forward's sums, since a power of 15 would amplify the difference.
 PRECISE_BLOCKS = Blocks(32, 32, 4, 1)
 
 
@@ -85,7 +85,7 @@ def dkv_blocks(width: int, precise: bool) -> Blocks:
 
 
 def attention_forward(q: Tensor, k: Tensor, v: Tensor, *options: Any, direct: bool = False) -> SavedForBackward:
-    """``triton_forward`` of ``ops``; ``direct`` says that no dispatcher stands between this and the caller."""
+    """``triton_forward`` of ``ops``; ``direct`` calls do not come through the dispatcher."""
     saved = empty_forward(q, k, v, options[-1])
 
     def launch_all() -> Scratch | None:
@@ -138,7 +138,7 @@ def attention_backward(
 
 
 def key_norms(call: KernelArguments, norms: Tensor, equal_score_flags: Tensor) -> None:
-    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||, and clears the flags."""
+    """Fills ``norms`` (B, H_kv, norm_stride) with 1 / ||k||, and clears ``equal_score_flags``."""
     k, block = call.k, 64
     grid = (norm_stride(call.t_k) // block * call.batch * call.h_kv, 1, 1)
     numbers = (call.t_k, call.h_kv, k.stride()[:3], flag_count(call.batch, call.h) + 1)
@@ -153,7 +153,7 @@ def key_norms(call: KernelArguments, norms: Tensor, equal_score_flags: Tensor) -
 
 
 def forward(call: KernelArguments, saved: SavedForBackward) -> Scratch | None:
-    """Fills ``saved``; ``key_norms`` was there before. Returns what ``launch_cache.replay`` wants to know."""
+    """Fills ``saved``, whose norms are from ``key_norms``. Returns the scratch memory, for ``launch_cache.replay``."""
     if hopper_launch.fits(call, saved.out):
         return hopper_launch.forward(call, saved)
     out, residual, stats, flags, norms = saved
@@ -174,7 +174,7 @@ def backward(
     grads: tuple[Tensor, Tensor, Tensor],
     grad_power: Tensor | None,
 ) -> Scratch | None:
-    """Fills ``grads`` of q, k, v and, where asked, ``grad_power`` (B, H, T_q). Returns as ``forward``."""
+    """Fills ``grads`` of q, k, v and, if given, ``grad_power`` (B, H, T_q). Returns the same as ``forward``."""
     dq, dk, dv = grads
     grad_out = unit_last_stride(grad_out)
     if hopper_launch.fits(call, saved.out, grad_out, *grads):
