@@ -1,4 +1,4 @@
-"""PEFT adapters over models with our attention: what they were trained over comes back with them, or loading raises."""
+"""PEFT adapters of models with our attention: loading restores the attention they were trained with, or raises."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def logits_of(model: Any) -> torch.Tensor:
         return model.eval()(token_rows(1, 40)).logits
 
 
-def in_a_fresh_process(tmp_path: Path, way: str, before: str = IMPORT, after: str = "") -> subprocess.CompletedProcess:
+def load_in_new_process(tmp_path: Path, way: str, before: str = IMPORT, after: str = "") -> subprocess.CompletedProcess:
     torch.save(token_rows(1, 40), tmp_path / "ids.pt")
     places = [tmp_path / "base", tmp_path / "adapter", way, tmp_path / "ids.pt", tmp_path / "logits.pt"]
     program = LOAD.format(before=before, after=after)
@@ -68,7 +68,7 @@ def test_fresh_process_restores_attention(way: str, order: tuple[str, str], tmp_
     base = saved_base(tmp_path / "base")
     model = get_peft_model(use_attention(base, "lssar", power=7, score_scale=2.0), lora())
     model.save_pretrained(tmp_path / "adapter")
-    done = in_a_fresh_process(tmp_path, way, *order)
+    done = load_in_new_process(tmp_path, way, *order)
     assert done.returncode == 0, done.stderr
     assert torch.load(tmp_path / "logits.pt").equal(logits_of(model))
 
@@ -77,26 +77,26 @@ def test_fresh_process_restores_attention(way: str, order: tuple[str, str], tmp_
 def test_without_the_package_loading_raises(way: str, tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base")
     get_peft_model(use_attention(base), lora()).save_pretrained(tmp_path / "adapter")
-    done = in_a_fresh_process(tmp_path, way, "", "")
+    done = load_in_new_process(tmp_path, way, "", "")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "LORA adapter over lssar: import softplus_attention.huggingface before loading it" in last
 
 
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-def test_power_set_after_training_returns(family: str, tmp_path: Path) -> None:
+def test_power_set_after_training_is_restored(family: str, tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base", family, "lssar")
     model = get_peft_model(base, lora())
     before = logits_of(model)
     set_power(model, PowerByLength(3, 2, n0=8))
     model.save_pretrained(tmp_path / "adapter")
     assert (logits_of(model) - before).abs().max() > 1e-3
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(again).equal(logits_of(model))
+    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(restored).equal(logits_of(model))
 
 
 def test_parts_of_a_composite_model(tmp_path: Path) -> None:
-    """The attention in the text model alone, and settings of its own there."""
+    """Only the text model has our attention, with its own settings."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(0)
@@ -109,43 +109,43 @@ def test_parts_of_a_composite_model(tmp_path: Path) -> None:
     model = get_peft_model(base, lora())
     model.save_pretrained(tmp_path / "adapter")
     fresh = LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
-    again = PeftModel.from_pretrained(fresh, tmp_path / "adapter")
-    assert again.config.vision_config._attn_implementation == "sdpa"
-    assert logits_of(again).equal(logits_of(model))
+    restored = PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    assert restored.config.vision_config._attn_implementation == "sdpa"
+    assert logits_of(restored).equal(logits_of(model))
 
 
 def test_adapters_of_transformers_itself(tmp_path: Path) -> None:
     model = use_attention(saved_base(tmp_path / "base"), "lssa")
     model.add_adapter(lora())
     model.save_pretrained(tmp_path / "adapter")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    again.load_adapter(str(tmp_path / "adapter"))
-    assert logits_of(again).equal(logits_of(model))
+    restored = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    restored.load_adapter(str(tmp_path / "adapter"))
+    assert logits_of(restored).equal(logits_of(model))
 
 
-def test_prompts_that_were_tuned(tmp_path: Path) -> None:
+def test_prompt_tuning(tmp_path: Path) -> None:
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), prompts)
     model.save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(again).equal(logits_of(model))
+    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(restored).equal(logits_of(model))
 
 
 def test_config_given_by_the_caller(tmp_path: Path) -> None:
     model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
     model.save_pretrained(tmp_path / "adapter")
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    again = PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=lora())
-    assert logits_of(again).equal(logits_of(model))
+    restored = PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=lora())
+    assert logits_of(restored).equal(logits_of(model))
 
 
-def test_a_run_that_is_continued(tmp_path: Path) -> None:
-    """Trainer reads the adapter of a checkpoint into an adapter that is there already."""
+def test_resumed_run(tmp_path: Path) -> None:
+    """Trainer loads a checkpoint's adapter into an existing adapter."""
     model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar"), lora())
     model.save_pretrained(tmp_path / "adapter")
-    again = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
-    again.load_adapter(str(tmp_path / "adapter"), "default", is_trainable=True)
-    assert logits_of(again).equal(logits_of(model))
+    restored = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
+    restored.load_adapter(str(tmp_path / "adapter"), "default", is_trainable=True)
+    assert logits_of(restored).equal(logits_of(model))
 
 
 def test_two_attentions_in_one_model_raise(tmp_path: Path) -> None:
@@ -153,26 +153,26 @@ def test_two_attentions_in_one_model_raise(tmp_path: Path) -> None:
         model = get_peft_model(use_attention(saved_base(tmp_path / "base"), name), lora())
         model.save_pretrained(tmp_path / name)
     fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    again = PeftModel.from_pretrained(fresh, tmp_path / "lssar")
-    with pytest.raises(ValueError, match=r"one model runs adapters of one attention, got \{'attention': 'lssa'\}"):
-        again.load_adapter(str(tmp_path / "lssa"), "second")
-    again.load_adapter(str(tmp_path / "lssar"), "third")
+    restored = PeftModel.from_pretrained(fresh, tmp_path / "lssar")
+    with pytest.raises(ValueError, match=r"all adapters of a model share its attention, got \{'attention': 'lssa'\}"):
+        restored.load_adapter(str(tmp_path / "lssa"), "second")
+    restored.load_adapter(str(tmp_path / "lssar"), "third")
 
 
-def test_a_base_that_cannot_have_it_raises(tmp_path: Path) -> None:
+def test_base_with_other_attention_raises(tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base", "softplus-gpt", "lssar")
     get_peft_model(base, lora()).save_pretrained(tmp_path / "adapter")
     other = small_model("softplus-gpt", "softmax")
-    with pytest.raises(ValueError, match="trained over this model's attention"):
+    with pytest.raises(ValueError, match="trained with this model's attention"):
         PeftModel.from_pretrained(other, tmp_path / "adapter")
     record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    for made_up in ({"attention": "no-such"}, "no-such", {"attention": "no-such", "parts": {"__class__": {}}}):
-        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record | {"softplus_attention": made_up}))
+    for invalid in ({"attention": "no-such"}, "no-such", {"attention": "no-such", "parts": {"__class__": {}}}):
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record | {"softplus_attention": invalid}))
         with pytest.raises(ValueError, match="'no-such'"):
             PeftModel.from_pretrained(small_model("llama", "sdpa"), tmp_path / "adapter")
 
 
-def test_adapters_over_softmax_are_peft_alone(tmp_path: Path) -> None:
+def test_adapters_over_softmax_are_unmarked(tmp_path: Path) -> None:
     model = get_peft_model(saved_base(tmp_path / "base"), lora())
     model.save_pretrained(tmp_path / "adapter")
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -189,8 +189,8 @@ def test_merged_models_save_the_attention(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", None])
-def test_marks_come_off(init: Any, tmp_path: Path) -> None:
-    """How an adapter was initialised is kept, though engines that do not know us read something else there."""
+def test_marks_are_removed(init: Any, tmp_path: Path) -> None:
+    """The adapter's initialisation is restored, although other programs read a marked value."""
     config = LoraConfig(init_lora_weights=True)
     config.init_lora_weights = init
     marked = mark(config.to_dict(), {"attention": "lssar"})
@@ -202,10 +202,10 @@ def test_marks_come_off(init: Any, tmp_path: Path) -> None:
 
 
 def test_adapters_of_earlier_versions(tmp_path: Path) -> None:
-    """They marked the type alone."""
+    """They marked only the type."""
     model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
     model.save_pretrained(tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": False}))
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(again).equal(logits_of(model))
+    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert logits_of(restored).equal(logits_of(model))

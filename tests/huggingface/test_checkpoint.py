@@ -1,4 +1,4 @@
-"""The model that is shipped: small, loadable, worth its bytes, and what the README's commands need."""
+"""The shipped model: its size, its loss, and the README's commands on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "checkpoints" / "bytes-2.7m"
 MAX_BYTES = 15e6
 
 
-def test_it_is_small_and_loads_as_it_was_trained() -> None:
+def test_size_and_config() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MAX_BYTES
     model = load_model(str(FOLDER))
     config = model.config
@@ -24,7 +24,7 @@ def test_it_is_small_and_loads_as_it_was_trained() -> None:
 
 @pytest.fixture(scope="module")
 def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The README's way: text that it was not trained on, 1 to 16 times its training length, and a page of it."""
+    """The README's commands: losses on held-back text at 1 and 16 times the training length, and a report."""
     folder = tmp_path_factory.mktemp("checkpoint")
     data, output = str(folder / "data"), str(folder / "evaluation")
     prepare = ["data", "prepare", "builtin", "--tokenizer", "bytes", "--validation-fraction", "0.1", "--output", data]
@@ -35,21 +35,21 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "evaluation"
 
 
-def test_its_loss_falls_with_length(evaluation: Path) -> None:
+def test_loss_falls_with_length(evaluation: Path) -> None:
     (file,) = evaluation.glob("lengths--*.json")
     short, long = (entry["loss"] for entry in json.loads(file.read_text())["results"]["lengths"])
     assert long < short - 0.01
-    assert short < 1.6, "nats for each byte of text that it has not seen"
+    assert short < 1.6, "nats per byte of unseen text"
 
 
-def test_a_page_of_it(evaluation: Path) -> None:
+def test_report(evaluation: Path) -> None:
     assert "bytes-2.7m" in (evaluation / "report.html").read_text()
 
 
-def test_it_writes(capfd: pytest.CaptureFixture[str]) -> None:
-    """English words, most of them: a model that was loaded wrongly writes none."""
-    words = ["--max-new-tokens", "200", "--device", "cpu"]
-    assert main(["generate", "--model", str(FOLDER), "--prompt", "It was the ", *words]) == 0
+def test_generated_text_is_english(capfd: pytest.CaptureFixture[str]) -> None:
+    """A wrongly loaded model would write no common words."""
+    options = ["--max-new-tokens", "200", "--device", "cpu"]
+    assert main(["generate", "--model", str(FOLDER), "--prompt", "It was the ", *options]) == 0
     written = capfd.readouterr().out.split()
     common = {"the", "and", "of", "to", "a", "in", "that", "he", "was", "it", "his", "with", "for", "I", "not", "is"}
     assert len(written) > 20

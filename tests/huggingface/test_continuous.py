@@ -1,4 +1,4 @@
-"""``generate_batch`` runs our attention: the tokens of ``generate``, with flash-attn at hand and without."""
+"""``generate_batch`` runs our attention and gives the tokens of ``generate``, with and without flash-attn."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def gpt(**kwargs: Any) -> SoftplusGPTForCausalLM:
     return model
 
 
-def model_of(name: str) -> Any:
+def make_model(name: str) -> Any:
     if name.startswith("gpt-"):
         return gpt(**(LAYERS if name == "gpt-layers" else {}))
     return small_model(name)
 
 
-def one_by_one(model: Any) -> list[list[int]]:
+def generate_each(model: Any) -> list[list[int]]:
     rows = (model.generate(torch.tensor([prompt]), **GREEDY)[0, len(prompt) :] for prompt in PROMPTS)
     return [row.tolist() for row in rows]
 
 
-def together(model: Any, *, eos_token_id: Any = -1, **kwargs: Any) -> list[list[int]]:
+def generate_batch(model: Any, *, eos_token_id: Any = -1, **kwargs: Any) -> list[list[int]]:
     settings = ContinuousBatchingConfig(num_blocks=64, page_size=16, **kwargs)
     greedy = GenerationConfig(**{**GREEDY, "eos_token_id": eos_token_id})
     options: dict[str, Any] = {"continuous_batching_config": settings, "progress_bar": False}
@@ -51,7 +51,7 @@ def together(model: Any, *, eos_token_id: Any = -1, **kwargs: Any) -> list[list[
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which of the two ways each layer took in each step."""
+    """Which of the two code paths each layer took in each step."""
     seen: list[str] = []
     pages, varlen = continuous.attend_pages, continuous.Attention.varlen
     monkeypatch.setattr(continuous, "attend_pages", lambda *a, **k: seen.append("pages") or pages(*a, **k))
@@ -62,26 +62,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("tokens", [512, 16], ids=["whole prompts", "pieces"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gpt-plain", "gpt-layers"])
 def test_equal_to_generate(name: str, tokens: int, calls: list[str]) -> None:
-    model = model_of(name)
-    assert together(model, max_batch_tokens=tokens) == one_by_one(model)
-    # Sliding windows have no table of pages in transformers.
+    model = make_model(name)
+    assert generate_batch(model, max_batch_tokens=tokens) == generate_each(model)
+    # transformers has no block table for sliding windows.
     assert set(calls) == ({"packed"} if name == "mistral" else {"packed", "pages"})
 
 
 def test_it_is_not_softmax() -> None:
     model = small_model("llama")
-    assert together(model) != one_by_one(small_model("llama", "sdpa"))
+    assert generate_batch(model) != generate_each(small_model("llama", "sdpa"))
 
 
 def test_settings_of_the_config() -> None:
     model = use_attention(small_model("llama", "sdpa"), "lssar", power=2, window=9)
-    plain = one_by_one(small_model("llama"))
-    assert together(model) == one_by_one(model) != plain
+    plain = generate_each(small_model("llama"))
+    assert generate_batch(model) == generate_each(model) != plain
 
 
 @pytest.mark.parametrize("kind", ["in memory", "loaded"])
-def test_with_flash_attention_at_hand(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers would change to it, with a line in the log."""
+def test_with_flash_attn_installed(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpatched transformers would switch to it, and only log that."""
     from transformers.generation.continuous_batching import continuous_api
 
     monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
@@ -89,23 +89,23 @@ def test_with_flash_attention_at_hand(kind: str, tmp_path: Path, monkeypatch: py
     if kind == "loaded":
         model.save_pretrained(tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert together(model) == one_by_one(model)
+    assert generate_batch(model) == generate_each(model)
     assert model.config._attn_implementation == "lssar"
-    with pytest.raises(Exception, match="FlashAttention2"):  # the switch is there: softmax takes it
-        together(small_model("llama", "sdpa"))
+    with pytest.raises(Exception, match="FlashAttention2"):  # a softmax model does switch
+        generate_batch(small_model("llama", "sdpa"))
 
 
-def test_other_attentions_are_left_alone() -> None:
+def test_other_attentions_are_unchanged() -> None:
     model = small_model("llama", "sdpa")
-    assert together(model) == one_by_one(model)
+    assert generate_batch(model) == generate_each(model)
 
 
 def test_requests_share_the_pages_of_their_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another in one manager: the second finds two pages of the first, the third as many."""
+    """Each later request reuses two pages of the first."""
     found: list[int] = []
     search = continuous.PagedAttentionCache.search_prefix_match
-    note = lambda *given: found.append(search(*given)) or found[-1]  # noqa: E731
-    monkeypatch.setattr(continuous.PagedAttentionCache, "search_prefix_match", note)
+    record = lambda *given: found.append(search(*given)) or found[-1]  # noqa: E731
+    monkeypatch.setattr(continuous.PagedAttentionCache, "search_prefix_match", record)
     model = small_model("llama")
     settings = ContinuousBatchingConfig(num_blocks=64, page_size=16, max_batch_tokens=48)
     options: dict[str, Any] = {"continuous_batching_config": settings, "progress_bar": False}
@@ -117,11 +117,11 @@ def test_requests_share_the_pages_of_their_prompt(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt-layers"])
-def test_ends_at_the_end_of_text(name: str) -> None:
-    """At a token that ``generate`` gives in the middle of each answer."""
-    model = model_of(name)
-    whole = one_by_one(model)
+def test_stops_at_eos(name: str) -> None:
+    """The EOS tokens are from the middle of each answer of ``generate``."""
+    model = make_model(name)
+    whole = generate_each(model)
     ends = [answer[4] for answer in whole]
-    found = together(model, eos_token_id=ends)
+    found = generate_batch(model, eos_token_id=ends)
     assert found == [answer[: 1 + min(i for i, token in enumerate(answer) if token in ends)] for answer in whole]
     assert max(map(len, found)) < GREEDY["max_new_tokens"]

@@ -1,4 +1,4 @@
-"""Attention in two parts against all weights at once, in float64, and its memory."""
+"""Attention in two parts against dense weights, in float64, and its memory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ REACHES = {
     "everything": Reach(),
     "wider than the text": Reach(99, 4),
 }
-# rows, all positions: a prefill, odd pieces of one, decode steps
+# (rows, positions): prefill, chunks of odd length, decode steps
 SHAPES = [(40, 40), (1, 1), (6, 6), (7, 7), (8, 8), (23, 40), (3, 9), (9, 11), (1, 7), (1, 8), (1, 40)]
 
 
 @pytest.mark.parametrize("reach", REACHES.values(), ids=REACHES.keys())
 @pytest.mark.parametrize(("rows", "length"), SHAPES)
-def test_matches_all_weights_at_once(rows: int, length: int, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_dense(rows: int, length: int, reach: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "MAX_ROWS", 16)
     near, far = parts(rows, length)
     expected = dense_two_parts(near, far, length - rows, reach, 0.3)
@@ -63,14 +63,14 @@ def test_gradients(fused: bool, rows: int, length: int, reach: Reach, monkeypatc
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
         inputs = [*near, *far]
         grads = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True)
-        # Far keys that no row sees have none.
+        # Far keys that no row sees have no gradient.
         found.append([out, *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
 def test_half_precision_stays_near_float64() -> None:
-    """Rounding of P and the output to the dtype is what torch's own attention has; parts may add one more rounding."""
+    """torch's attention also rounds weights and output to the dtype; merging the parts may add one more rounding."""
     near, far = parts(300, 300, torch.bfloat16)
     reach = Reach(64, 4)
     wide = [tuple(x.double() for x in part) for part in (near, far)]
@@ -81,19 +81,19 @@ def test_half_precision_stays_near_float64() -> None:
     assert (two_part_attention(near, far, 0, reach, 0.3).double() - expected).abs().max() <= 2 * own + unit
 
 
-def test_too_few_keys_are_named() -> None:
+def test_too_few_keys() -> None:
     near, far = parts(4, 12)
     short = near[0], near[1][:, :, -5:], near[2][:, :, -5:]
-    with pytest.raises(ValueError, match="near keys: the last 8 positions are seen, and 5 are given"):
+    with pytest.raises(ValueError, match="near keys: expected the last 8 positions, got 5"):
         two_part_attention(short, far, 8, Reach(5), 0.3)
     short = far[0], far[1][:, :, :5], far[2][:, :, :5]
-    with pytest.raises(ValueError, match="far keys: the first 7 positions are seen, and 5 are given"):
+    with pytest.raises(ValueError, match="far keys: expected the first 7 positions, got 5"):
         two_part_attention(near, short, 8, Reach(5), 0.3)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
 def test_memory_is_linear(training: bool) -> None:
-    """All weights of one head would be 1 GB."""
+    """Dense weights of one head would take 1 GB."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 16384, 16, requires_grad=training) for _ in range(3))
     small = two_part_attention((q[:, :, :64], k[:, :, :64], v[:, :, :64]), None, 0, Reach(16), 0.25)

@@ -1,4 +1,4 @@
-"""Extended models: against the host within its reach, with and without a cache, padded, saved and loaded."""
+"""Extended models: equal to the host within the window, with and without a cache, padded, saved and loaded."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_the_host_within_the_window(host: str) -> None:
-    """And not beyond it."""
+def test_equals_the_host_within_the_window(host: str) -> None:
+    """Beyond the window they differ."""
     model = host_model(host)
     ids = tokens(2, 30)
     before = logits(model, ids)
@@ -80,13 +80,13 @@ def test_scaled_hosts(rope: dict[str, Any]) -> None:
 
 
 def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Tensor:
-    """ReRoPE written out: the rotation of every pair of tokens by min(distance, near)."""
+    """ReRoPE written out: every pair of tokens is rotated by min(distance, near)."""
     from transformers.models.llama import modeling_llama
 
     def attend(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> tuple[Any, None]:
         length = q.shape[2]
         every = torch.arange(length)
-        # q and k come rotated: back to how they were.
+        # Undo the rotation of q and k.
         cos, sin = model.model.rotary_emb(q, every[None])
         q, k = (x * cos[:, None] - modeling_llama.rotate_half(x) * sin[:, None] for x in (q, k))
         q, k, v = q[0], k[0].repeat_interleave(2, 0), v[0].repeat_interleave(2, 0)
@@ -120,7 +120,7 @@ def dense_clip(model: Any, extension: Extension, ids: torch.Tensor) -> torch.Ten
 
 @pytest.mark.parametrize("level", [False, True], ids=["free", "level"])
 @pytest.mark.parametrize("log_n", ["none", "far", "all"])
-def test_clip_is_rerope_written_out(log_n: str, level: bool) -> None:
+def test_clip_matches_rerope(log_n: str, level: bool) -> None:
     extension = replace(BASE, trained=20, log_n=log_n, level=level)
     model = host_model().float()  # tables are in float32
     ids = tokens(1, 50)
@@ -129,7 +129,7 @@ def test_clip_is_rerope_written_out(log_n: str, level: bool) -> None:
 
 
 @pytest.mark.parametrize("extension", FORMS.values(), ids=FORMS.keys())
-def test_pieces_and_steps_match_one_pass(extension: Extension) -> None:
+def test_chunks_and_steps_match_one_pass(extension: Extension) -> None:
     model = extended(host_model(), extension)
     ids = tokens(2, 61)
     whole = logits(model, ids)
@@ -144,7 +144,7 @@ def test_pieces_and_steps_match_one_pass(extension: Extension) -> None:
 
 @pytest.mark.parametrize("extension", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("host", ["llama", "qwen3"])
-def test_padding_on_the_left_changes_nothing(extension: Extension, host: str) -> None:
+def test_left_padding_changes_nothing(extension: Extension, host: str) -> None:
     model = extended(host_model(host), extension)
     ids = tokens(3, 50)
     padding = torch.tensor([0, 33, 7])
@@ -167,21 +167,21 @@ def test_padding_on_the_left_changes_nothing(extension: Extension, host: str) ->
         close(torch.cat(parts, 1)[row, start:], alone[row])
 
 
-def test_padding_on_the_right_and_with_holes() -> None:
+def test_right_padding_and_holes() -> None:
     model = extended(host_model(), BASE)
     ids = tokens(2, 30)
     mask = (torch.arange(30) < torch.tensor([[30], [11]])).long()
     close(logits(model, ids, attention_mask=mask)[1, :11], logits(model, ids[1:, :11])[0])
-    with pytest.raises(ValueError, match="`attention_mask` must be padding on the left alone"):
+    with pytest.raises(ValueError, match="`attention_mask` must be padded only on the left"):
         model(ids, attention_mask=mask, use_cache=True)
     mask[0, 5] = 0
-    with pytest.raises(ValueError, match="`attention_mask` must be padding on the left alone"):
+    with pytest.raises(ValueError, match="`attention_mask` must be padded only on the left"):
         logits(model, ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate(beams: int) -> None:
-    """With the cache, in a padded batch, as without either."""
+    """A padded batch with a cache generates the same as single sequences without."""
     model = extended(host_model(), BASE)
     ids = tokens(2, 30)
     mask = (torch.arange(30) >= torch.tensor([[0], [17]])).long()
@@ -207,12 +207,12 @@ def test_saved_and_loaded(host: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=1e-5, atol=1e-5)
 
 
-def test_bytes_of_the_cache() -> None:
+def test_cache_size() -> None:
     model = extended(host_model().bfloat16(), BASE)
     cache = ExtendedCache(model.config)
     with torch.no_grad():
         model(tokens(1, 1000), past_key_values=cache)
-    # Keys and values of 10 numbers of 2 bytes: five windows with their sink, four far heads, which grow by 64.
+    # Keys and values of 10 bfloat16 numbers: five heads with window and sink, four far heads with 64 spare tokens.
     slots = 5 * (9 + 2) + 4 * (12 + 1000 + 64)
     assert cache.nbytes == slots * 2 * 10 * 2
     held = [x for layer in cache.layers for buffer in layer.buffers for x in (buffer.keys, buffer.values)]
@@ -230,7 +230,7 @@ def test_crop() -> None:
         parts = [model(ids[:, 5:9], past_key_values=cache).logits, model(ids[:, 9:20], past_key_values=cache).logits]
     close(torch.cat(parts, 1), logits(model, ids[:, :20])[:, 5:])
     cache.crop(0)
-    with pytest.raises(ValueError, match="`crop` must be 0 once the cache is past its window, 9 tokens"):
+    with pytest.raises(ValueError, match="`crop` must be 0 once older keys than the window of 9 tokens are dropped"):
         cache.crop(-1)
     cache.reset()
     assert cache.get_seq_length() == cache.nbytes == 0
@@ -247,19 +247,19 @@ UNSUPPORTED_KWARGS: dict[str, tuple[dict[str, Any], str]] = {
     "another cache": ({"past_key_values": DynamicCache()}, "`past_key_values` must be None or an ExtendedCache"),
     "weights": ({"output_attentions": True}, "`output_attentions` must be False"),
     "documents": ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "`cu_seq_lens_q` must be None"),
-    "positions": ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, "`position_ids` must be one step"),
+    "positions": ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])}, "`position_ids` must be consecutive"),
     "4-D mask": ({"attention_mask": torch.ones(1, 1, 9, 9)}, "`attention_mask` must be 2-D"),
 }
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED_KWARGS)
-def test_what_a_call_asks_for_in_vain(case: str) -> None:
+def test_unsupported_in_forward(case: str) -> None:
     options, message = UNSUPPORTED_KWARGS[case]
     with pytest.raises(ValueError, match=message):
         extended(host_model(), BASE)(tokens(1, 9), **options)
 
 
-def test_what_generate_asks_for_in_vain() -> None:
+def test_unsupported_in_generate() -> None:
     model = extended(host_model(), BASE)
     with pytest.raises(ValueError, match="`cache_implementation` must be None"):
         model.generate(tokens(1, 9), cache_implementation="static", max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""Host models are saved as types of their own, which run no other attention, in this process and in others."""
+"""Host models are saved under our own model types, which run no other attention, also in other processes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def old_form(folder: Path) -> Path:
-    """As earlier versions saved it: the stock type, and the attention's name beside it."""
+def to_old_format(folder: Path) -> Path:
+    """As saved by earlier versions: the stock type with the attention's name."""
     config = saved_config(folder)
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     del config["auto_map"]
@@ -78,7 +78,7 @@ def old_form(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", HOSTS)
-def test_saved_under_a_type_of_its_own(family: str, tmp_path: Path) -> None:
+def test_saved_under_our_type(family: str, tmp_path: Path) -> None:
     model = small_model(family)
     model.save_pretrained(tmp_path)
     config = saved_config(tmp_path)
@@ -102,12 +102,12 @@ def test_no_other_attention(name: str, llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama)
     with pytest.raises(ValueError, match=message):
         model.set_attn_implementation(name)
-    with pytest.raises(ValueError, match=message):  # as engines do that wrap transformers' models
+    with pytest.raises(ValueError, match=message):  # as inference engines do
         AutoConfig.from_pretrained(llama)._attn_implementation = name
     assert model.config._attn_implementation == "lssar"
 
 
-def test_another_of_the_catalogue(llama: Path) -> None:
+def test_other_catalogue_attention(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="lssar-p3")
     assert model.config._attn_implementation == "lssar-p3"
     same = AutoModelForCausalLM.from_pretrained(llama)
@@ -119,7 +119,7 @@ def test_another_of_the_catalogue(llama: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": None}])
 def test_old_checkpoints(options: dict[str, Any], llama: Path) -> None:
     new = AutoModelForCausalLM.from_pretrained(llama)
-    model = AutoModelForCausalLM.from_pretrained(old_form(llama), **options)
+    model = AutoModelForCausalLM.from_pretrained(to_old_format(llama), **options)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert logits(model).equal(logits(new))
     model.save_pretrained(llama)
@@ -127,7 +127,7 @@ def test_old_checkpoints(options: dict[str, Any], llama: Path) -> None:
     assert saved_config(llama)["softplus_attention"] == {"power": 3}
 
 
-def test_loaded_by_the_class_of_the_host(llama: Path) -> None:
+def test_loaded_with_the_host_class(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama)
     assert model.config.model_type == "llama"
     assert model.config.architectures == ["LlamaForCausalLM"]
@@ -135,7 +135,7 @@ def test_loaded_by_the_class_of_the_host(llama: Path) -> None:
 
 
 def test_settings_of_a_config(llama: Path) -> None:
-    """A config alone: copied, pickled, from a dictionary, and made by hand."""
+    """A config that is copied, pickled, made from a dictionary, or made by its class."""
     config = AutoConfig.from_pretrained(llama)
     kind = type(config)
     same = copy.deepcopy(config), pickle.loads(pickle.dumps(config)), kind.from_dict(config.to_dict())
@@ -145,8 +145,8 @@ def test_settings_of_a_config(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-def test_elsewhere(family: str, tmp_path: Path) -> None:
-    """In a process that imports nothing of ours: our attention, or an error."""
+def test_process_that_does_not_import_us(family: str, tmp_path: Path) -> None:
+    """It gets our attention, or an error."""
     model = small_model(family)
     model.save_pretrained(tmp_path)
     torch.save(token_rows(1, 30), tmp_path / "ids.pt")
@@ -170,8 +170,8 @@ print([name for name in sys.modules if "modeling_mixtral" in name or "modeling_b
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_weights_that_a_host_renames(tmp_path: Path) -> None:
-    """Mixtral's experts are saved one by one and held as one tensor."""
+def test_weights_renamed_by_the_host(tmp_path: Path) -> None:
+    """Mixtral's experts are separate in the checkpoint and one tensor in the model."""
     size = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = MixtralConfig(**size, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
@@ -223,12 +223,12 @@ class TestCard:
         assert "| Power | 3 |" in card
         assert 'AutoModelForCausalLM.from_pretrained("llama")' in card
 
-    def test_one_that_is_there_stays(self, llama: Path) -> None:
+    def test_existing_card_is_kept(self, llama: Path) -> None:
         (llama / "README.md").write_text("mine")
         AutoModelForCausalLM.from_pretrained(llama).save_pretrained(llama)
         assert (llama / "README.md").read_text() == "mine"
 
-    def test_more_facts(self) -> None:
+    def test_contents(self) -> None:
         config = SoftplusGPTForCausalLM.config_class()
         card = model_card(config, "mine", about="About it.", base="some/model", facts={"Validation loss": "1.5000"})
         assert {"About it.", "| Made from | some/model |", "| Validation loss | 1.5000 |"} <= set(card.splitlines())
@@ -240,8 +240,8 @@ class TestCard:
         assert saved_config(tmp_path)["model_type"] == "llama"
 
 
-def test_the_text_model_of_a_composite_one_alone(tmp_path: Path) -> None:
-    """AutoModelForCausalLM loads it by the config of a part, to which the settings of the whole belong."""
+def test_text_model_of_a_composite_model(tmp_path: Path) -> None:
+    """AutoModelForCausalLM loads it from the part's config, which inherits the settings of the whole model."""
     text = {**SIZE, **IDS, **GROUPED, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 2}
     vision = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 256}
     vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 64}

@@ -1,4 +1,4 @@
-"""Any model by name: one text gives the same numbers however it reaches the model."""
+"""Any model by name: a text has the same logits however it is passed to the model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def model(request: pytest.FixtureRequest):
 
 
 def left_padded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two texts, the second shorter: ids, attention mask, positions."""
+    """Two sequences, the second shorter: ids, attention mask, positions."""
     ids, mask = token_rows(2, LONG), torch.ones(2, LONG, dtype=torch.long)
     ids[1, : LONG - SHORT], mask[1, : LONG - SHORT] = 0, 0
     return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
@@ -92,7 +92,7 @@ class TestSameText:
         mask[1, SHORT:] = 0
         padded = model(ids, attention_mask=mask).logits[1, :SHORT]
         torch.testing.assert_close(padded, model(ids[1:, :SHORT]).logits[0], **CLOSE)
-        # A token in the middle that nothing may see: the text without it, at the same positions.
+        # Masking a token in the middle equals leaving it out, at the same positions.
         mask = torch.ones(1, LONG, dtype=torch.long)
         mask[0, 20] = 0
         rest = torch.tensor([i for i in range(LONG) if i != 20])
@@ -112,14 +112,14 @@ class TestSameText:
         assert packed_difference(model) < 1e-4
 
     def test_inference_mode(self, model):
-        """Its tensors count no changes: what was found about the positions of one call is not kept for another."""
+        """Inference tensors have no version counter: documents found in one call must not be reused in another."""
         with torch.inference_mode():
             assert packed_difference(model) < 1e-4
             ids = token_rows(2, LONG)
             inferred = model(ids, use_cache=False).logits
         torch.testing.assert_close(inferred.clone(), model(ids.clone(), use_cache=False).logits)
 
-    def test_generation_is_the_same_in_every_way(self, model):
+    def test_generation_modes_agree(self, model):
         ids, mask, _ = left_padded()
         expected = model.generate(ids, attention_mask=mask, **GREEDY)
         for way in ({"use_cache": False}, {"cache_implementation": "static"}):
@@ -132,14 +132,14 @@ class TestSameText:
         assert model.generate(ids[:1], prompt_lookup_num_tokens=3, **GREEDY).equal(alone)
         assert alone.equal(expected[:1])
 
-    def test_without_the_mask_function_this_would_fail(self, model, monkeypatch):
-        """What the tests above are worth: without a mask, and without a look at positions, they fail."""
+    def test_above_tests_fail_without_masks(self, model, monkeypatch):
+        """Control: without the mask function and without packed positions, the differences above are large."""
         with no_mask_function("lssar"):
             monkeypatch.setattr("softplus_attention.huggingface.attention.documents_in_positions", lambda *_: None)
             assert padded_difference(model) > 1e-2
             assert packed_difference(model) > 1e-2
             static = StaticCache(config=model.config, max_cache_len=LONG + 24)
-            # A window of the model's own is known without a mask, and leaves out what a static cache has not filled.
+            # A host's window is applied even without a mask, and excludes the unfilled part of a static cache.
             assert getattr(model.config, "sliding_window", None) or cached_difference(model, static) > 1e-2
 
 
@@ -191,7 +191,7 @@ class TestMasks:
         assert mask[0, 0, 5].tolist() == [True, False, True, False, True, False, False, False]
 
     def test_bidirectional(self):
-        """config.is_causal = False: every token sees all that are not padding."""
+        """config.is_causal = False: every token sees all tokens but padding."""
         model = small_model("llama")
         model.config.is_causal = False
         for layer in model.model.layers:
@@ -208,10 +208,10 @@ class TestMasks:
         assert (changed[0, 0] - both[0, 0]).abs().max() > 1e-3
 
 
-class TestTheAttentionItself:
+class TestAttention:
     @pytest.mark.parametrize("name", ["lssar", "lssa", "softmax", "softmax-qknorm-logn"])
     def test_the_layer_runs_the_op(self, name):
-        """The first layer's attention, taken apart: projections, RoPE, then the op."""
+        """The first layer's attention, step by step: projections, RoPE, then the op."""
         from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
         from softplus_attention.catalog import attention
@@ -273,7 +273,7 @@ class TestTheAttentionItself:
             use_attention(swapped, "lssar")
             assert swapped(ids).logits.equal(built(ids).logits)
 
-    def test_score_scale_is_the_op_s(self):
+    def test_score_scale_matches_the_op(self):
         q, k, v = torch.randn(3, 1, 4, 10, 16).unbind(0)
         model = small_model("llama")
         model.config.softplus_attention = {"score_scale": 1.5, "power": 4}
@@ -329,7 +329,7 @@ class TestRefusals:
         model(token_rows(1, 8))
 
     def test_scaling_of_the_host(self):
-        """It is that of scores whose length counts; of cosines it changes nothing."""
+        """It must be the usual one for dot products; for cosines it has no effect."""
         model = small_model("llama", "sigmoid")
         model.model.layers[1].self_attn.scaling = 0.1
         with pytest.raises(ValueError, match=r"`scaling` must be head_dim \*\* -0.5 = 0.25.*got 0.1"):
@@ -352,7 +352,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("word", ["softcap", "s_aux", "position_bias", "cache", "block_indices"])
     @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-    def test_what_the_attention_does_not_have(self, word, family):
+    def test_unsupported_features(self, word, family):
         model = small_model(family)
         with pytest.raises(ValueError, match=f"`{word}` must be None"):
             model(token_rows(1, 8), **{word: torch.ones(1)}, use_cache=False)
@@ -379,7 +379,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="`attention_mask` must be None, 2-D"):
             small_model("llama")(token_rows(1, 8), attention_mask=torch.zeros(1, 1, 8, 8))
 
-    def test_settings_that_mean_nothing(self):
+    def test_invalid_settings(self):
         model = small_model("llama")
         model.config.softplus_attention = {"powr": 3}
         with pytest.raises(ValueError, match=r"config.softplus_attention.*powr"):
@@ -388,10 +388,10 @@ class TestRefusals:
         with pytest.raises(ValueError, match="`power` must be a number >= 1"):
             model(token_rows(1, 8))
 
-    def test_attention_with_parameters_of_its_own(self):
-        with pytest.raises(ValueError, match=r"ssmax.*learns parameters of its own.*SoftplusGPTConfig"):
+    def test_attentions_not_for_host_models(self):
+        with pytest.raises(ValueError, match=r"ssmax.*has learned parameters.*SoftplusGPTConfig"):
             small_model("llama", "ssmax")(token_rows(1, 8))
-        with pytest.raises(ValueError, match=r"softmax-nope.*goes without positions.*SoftplusGPTConfig"):
+        with pytest.raises(ValueError, match=r"softmax-nope.*has no positions.*SoftplusGPTConfig"):
             small_model("llama", "softmax-nope")(token_rows(1, 8))
 
     def test_power_of_a_model_without_one(self):
@@ -416,7 +416,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", [BloomConfig, CodeGenConfig])
     def test_a_model_without_the_attention_interface(self, kind):
-        """These would go on with softmax, and see the future besides, since to them no mask means no mask."""
+        """They would silently compute softmax, and without a mask they would also see later tokens."""
         size = {"vocab_size": 64, "hidden_size": 32, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}
         with pytest.raises(ValueError, match="does not use transformers' attention interface"):
             AutoModelForCausalLM.from_config(kind(**size), attn_implementation="lssar")
@@ -426,7 +426,7 @@ class TestRefusals:
             use_attention(model, "lssar", power=3)
         assert model.config.to_dict() == before
 
-    def test_window_of_a_model_that_sees_both_sides(self):
+    def test_window_in_a_bidirectional_model(self):
         from transformers import BertConfig, BertModel
 
         size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -1,4 +1,4 @@
-"""``softplus-attention convert`` and ``generate``, training with Trainer, and the retrofit."""
+"""``softplus-attention convert`` and ``generate``, training with Trainer, and retrofitting a softmax model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ POWERS = "`--power` must be a number >= 1, or log:FACTOR (FACTOR times the log o
 BYTES = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
 
 
-def llama(**words):
+def llama(**kwargs):
     torch.manual_seed(0)
     size = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    return AutoModelForCausalLM.from_config(LlamaConfig(**size, **BYTES, max_position_embeddings=64), **words)
+    return AutoModelForCausalLM.from_config(LlamaConfig(**size, **BYTES, max_position_embeddings=64), **kwargs)
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def saved(tmp_path: Path) -> Path:
 
 class TestConvert:
     def test_swaps_measures_and_saves(self, saved, capsys):
-        words = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "3", "--length", "64"]
-        assert main([*words, "--text", str(saved / "text.txt"), "--device", "cpu"]) == 0
+        arguments = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "3", "--length", "64"]
+        assert main([*arguments, "--text", str(saved / "text.txt"), "--device", "cpu"]) == 0
         out = capsys.readouterr().out
-        before, after = (float(x) for x in re.findall(r"(?:was|lssar) +([0-9.]+)", out))
+        before, after = (float(x) for x in re.findall(r"(?:before|lssar) +([0-9.]+)", out))
         config = json.loads((saved / "new" / "config.json").read_text())
         assert config["attn_implementation"] == "lssar"
         assert config["softplus_attention"] == {"power": 3}
@@ -74,7 +74,7 @@ class TestConvert:
             assert printed == pytest.approx(loss, abs=1e-4)
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("arguments", "message"),
         [
             (["{}/llama", "--output", "{}/llama"], "`--output` must be a folder that does not exist yet"),
             (["{}/llama", "--output", "{}/new", "--attention", "lsar"], "no attention is named 'lsar'"),
@@ -85,33 +85,33 @@ class TestConvert:
                 ["{}/llama", "--output", "{}/new", "--power", "log:0"],
                 POWERS + ", got 'log:0'",
             ),
-            (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "learns parameters of its own"),
+            (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "it has learned parameters"),
             (
                 ["{}/llama", "--output", "{}/new", "--device", "meta"],
                 "`--device` must be one that torch can use here, cpu",
             ),
-            (["{}/classifier", "--output", "{}/new"], "lacks 1 weights of LlamaForCausalLM, lm_head.weight the first"),
+            (["{}/classifier", "--output", "{}/new"], "1 missing weights for LlamaForCausalLM, such as lm_head.weight"),
         ],
     )
-    def test_bad_input(self, saved, capsys, words, message):
-        if "classifier" in words[0]:
+    def test_bad_input(self, saved, capsys, arguments, message):
+        if "classifier" in arguments[0]:
             LlamaForSequenceClassification(llama().config).save_pretrained(saved / "classifier")
-        assert main(["convert", "--device", "cpu", *(w.format(saved) for w in words)]) == 2
+        assert main(["convert", "--device", "cpu", *(w.format(saved) for w in arguments)]) == 2
         assert message in capsys.readouterr().err
         assert not (saved / "new").exists()
 
     def test_a_power_that_grows_with_the_length(self, saved):
-        words = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "log:0.6"]
-        assert main([*words, "--device", "cpu"]) == 0
+        arguments = ["convert", str(saved / "llama"), "--output", str(saved / "new"), "--power", "log:0.6"]
+        assert main([*arguments, "--device", "cpu"]) == 0
         config = AutoModelForCausalLM.from_pretrained(saved / "new").config
         assert attention_from_config(config, "lssar").spec.power == PowerByLength.log_n(0.6)
 
 
 @pytest.mark.parametrize(
-    "words", [["convert", "{}", "--output", "{}-new"], ["generate", "--model", "{}", "--prompt", "a"]]
+    "arguments", [["convert", "{}", "--output", "{}-new"], ["generate", "--model", "{}", "--prompt", "a"]]
 )
-def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """transformers loads BERT as a causal language model, and only warns."""
+def test_bidirectional_model_is_refused(arguments: list[str], saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers loads BERT as a causal language model with only a warning."""
     folder = saved / "bert"
     config = BertConfig(
         vocab_size=256, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
@@ -119,14 +119,14 @@ def test_a_model_that_sees_later_tokens(words: list[str], saved: Path, capsys: p
     )  # fmt: skip
     BertLMHeadModel(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-    assert main([*(word.format(folder) for word in words), "--device", "cpu"]) == 2
+    assert main([*(word.format(folder) for word in arguments), "--device", "cpu"]) == 2
     assert "BertLMHeadModel is not causal: later tokens change earlier logits" in capsys.readouterr().err
     assert not Path(f"{folder}-new").exists()
 
 
 @pytest.mark.parametrize(("leak", "refused"), [(0.0, False), (1e-6, False), (1e-3, True)])
-def test_rounding_is_no_foresight(leak: float, refused: bool) -> None:
-    """Experts of a causal model round anew where another token joins them: Mixtral by 1e-7 to 1e-6 of its logits."""
+def test_rounding_is_not_a_leak(leak: float, refused: bool) -> None:
+    """Experts of a causal model round differently with another token: in Mixtral by 1e-7 to 1e-6 of the logits."""
 
     class Leaking(torch.nn.Embedding):
         def get_input_embeddings(self) -> torch.nn.Embedding:
@@ -144,8 +144,8 @@ def test_rounding_is_no_foresight(leak: float, refused: bool) -> None:
 
 class TestGenerate:
     def test_streams_and_reports(self, saved, capsys):
-        words = ["generate", "--model", str(saved / "llama"), "--prompt", "The quick", "--max-new-tokens", "70"]
-        assert main([*words, "--temperature", "0", "--device", "cpu"]) == 0
+        arguments = ["generate", "--model", str(saved / "llama"), "--prompt", "The quick", "--max-new-tokens", "70"]
+        assert main([*arguments, "--temperature", "0", "--device", "cpu"]) == 0
         captured = capsys.readouterr()
         assert captured.out.startswith("The quick")
         assert re.search(r"70 new tokens after 9 of the prompt.*[0-9.]+ tokens/s; 1.2 times the training", captured.err)
@@ -163,67 +163,74 @@ class TestGenerate:
 
     @pytest.mark.parametrize("own", [15, "learned", "learned-log"])
     @pytest.mark.parametrize("power", ["3", "log:2"])
-    def test_another_power_as_evaluate_has_it(self, own, power, tmp_path, capsys):
+    def test_power_option_matches_evaluate(self, own, power, tmp_path, capsys):
         folder = saved_model(tmp_path, power=own)
-        words = ["generate", "--model", str(folder), "--prompt", "abcdefgh" * 4, "--temperature", "0"]
-        said = []
+        arguments = ["generate", "--model", str(folder), "--prompt", "abcdefgh" * 4, "--temperature", "0"]
+        outputs = []
         for more in ([], ["--power", power]):
-            assert main([*words, "--max-new-tokens", "12", "--device", "cpu", *more]) == 0
-            said.append(capsys.readouterr().out)
+            assert main([*arguments, "--max-new-tokens", "12", "--device", "cpu", *more]) == 0
+            outputs.append(capsys.readouterr().out)
         changed, tokenizer = open_saved(f"{folder}+power={power}").model, AutoTokenizer.from_pretrained(folder)
         inputs = tokenizer("abcdefgh" * 4, return_tensors="pt", return_token_type_ids=False)
         expected = changed.generate(**inputs, max_new_tokens=12, do_sample=False)
-        assert said[1].strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
-        assert said[0] != said[1]
+        assert outputs[1].strip() == tokenizer.decode(expected[0], skip_special_tokens=True).strip()
+        assert outputs[0] != outputs[1]
 
     def test_a_tokenizer_of_another_model(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES | {"vocab_size": 65})
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "few")
-        words = ["generate", "--model", str(saved / "few"), "--tokenizer", str(saved / "llama"), "--prompt", "az"]
-        assert main([*words, "--device", "cpu"]) == 2
+        arguments = ["generate", "--model", str(saved / "few"), "--tokenizer", str(saved / "llama"), "--prompt", "az"]
+        assert main([*arguments, "--device", "cpu"]) == 2
         captured = capsys.readouterr()
-        words = "the prompt has token 89, the model 65 tokens. Pass its own --tokenizer"
-        assert words in captured.err
+        assert "the prompt has token 89, the model 65 tokens. Pass its own --tokenizer" in captured.err
         assert captured.out == ""
 
     def test_beyond_learned_positions(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES)
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "gpt2")
-        words = ["generate", "--model", str(saved / "gpt2"), "--tokenizer", str(saved / "llama"), "--prompt", "a" * 30]
-        assert main([*words, "--device", "cpu"]) == 2
+        arguments = [
+            "generate",
+            "--model",
+            str(saved / "gpt2"),
+            "--tokenizer",
+            str(saved / "llama"),
+            "--prompt",
+            "a" * 30,
+        ]
+        assert main([*arguments, "--device", "cpu"]) == 2
         assert "are more than this model has learned positions" in capsys.readouterr().err
 
-    def test_weights_that_are_cut_off(self, saved, capsys):
+    def test_truncated_weights(self, saved, capsys):
         weights = saved / "llama" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
         assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "cpu"]) == 2
         assert "cut off or damaged" in capsys.readouterr().err
 
     @pytest.mark.parametrize("device", ["meta", "vulkan", "hpu", "opengl"])
-    def test_devices_that_are_not_there(self, device, saved, capsys):
+    def test_unavailable_devices(self, device, saved, capsys):
         assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", device]) == 2
         assert "`--device` must be one that torch can use here, cpu" in (err := capsys.readouterr().err)
         assert err.endswith(f"got {device!r}\n")
 
-    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="there is one")
+    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS is available")
     def test_no_mps(self, saved, capsys):
         assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "mps"]) == 2
         assert "`--device` must be one that torch can use here, cpu" in capsys.readouterr().err
 
     @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
-    def test_the_first_and_the_last_seed(self, seed, saved, capsys):
-        words = ["generate", "--model", str(saved / "llama"), "--prompt", "a", "--max-new-tokens", "1"]
-        assert main([*words, f"--seed={seed}", "--device", "cpu"]) == 0
+    def test_smallest_and_largest_seed(self, seed, saved, capsys):
+        arguments = ["generate", "--model", str(saved / "llama"), "--prompt", "a", "--max-new-tokens", "1"]
+        assert main([*arguments, f"--seed={seed}", "--device", "cpu"]) == 0
         assert capsys.readouterr().out.startswith("a")
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("arguments", "message"),
         [
             (["--model", "{}/llama", "--prompt", ""], "the prompt is empty. Give --prompt at least one token"),
             (["--model", "{}/none", "--prompt", "a"], "`model` must be a folder with config.json"),
             (["--model", "{}/run", "--prompt", "a"], "the model of this run is in {}/run/model"),
             (["--model", "{}/run/checkpoint-4", "--prompt", "a"], "the model of this run is in {}/run/model"),
-            (["--model", "{}/llama", "--prompt", "a", "--device", "cuda:99"], "`--device` must be one of those"),
+            (["--model", "{}/llama", "--prompt", "a", "--device", "cuda:99"], "`--device` must be available"),
             (["--model", "{}/llama", "--prompt-file", "{}/empty"], "the prompt is empty. Give --prompt-file"),
             (
                 ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
@@ -241,17 +248,17 @@ class TestGenerate:
             (["--model", "{}/llama", "--prompt", "a", "--power", "nan"], POWERS + ", got 'nan'"),
         ],
     )
-    def test_bad_input(self, saved, capsys, words, message):
+    def test_bad_input(self, saved, capsys, arguments, message):
         (saved / "run" / "model").mkdir(parents=True)
         (saved / "run" / "checkpoint-4").mkdir()
         (saved / "run" / "model" / "config.json").write_text("{}")
         (saved / "empty").write_text("")
-        assert main(["generate", "--device", "cpu", *(w.format(saved) for w in words)]) == 2
+        assert main(["generate", "--device", "cpu", *(w.format(saved) for w in arguments)]) == 2
         assert message.format(saved) in capsys.readouterr().err
 
 
 class Rows(torch.utils.data.Dataset):
-    """Sequences of the text's bytes, each at its own place."""
+    """Byte sequences from different places of the text."""
 
     def __init__(self, length: int = 64) -> None:
         self.tokens, self.length = torch.tensor(byte_tokenizer()(TEXT)["input_ids"]), length
@@ -267,9 +274,9 @@ class Rows(torch.utils.data.Dataset):
 
 def trained(model, folder: Path, steps: int, *callbacks: TrainerCallback) -> list[float]:
     """The logged losses of a short run with transformers' Trainer."""
-    words = {"per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 5, "report_to": "none"}
+    options = {"per_device_train_batch_size": 8, "learning_rate": 3e-3, "logging_steps": 5, "report_to": "none"}
     more = {"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "seed": 0, "lr_scheduler_type": "constant"}
-    arguments = TrainingArguments(str(folder), max_steps=steps, **words, **more)
+    arguments = TrainingArguments(str(folder), max_steps=steps, **options, **more)
     trainer = Trainer(model, arguments, train_dataset=Rows(), callbacks=list(callbacks))
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -294,7 +301,7 @@ class TestTrainer:
         assert model.config.power == 15
 
     def test_retrofit(self, tmp_path):
-        """A softmax model with LSSAR swapped in: worse at once, then fine-tuned with a rising power, nearly as good."""
+        """Swapping LSSAR into a softmax model raises the loss; fine-tuning with a rising power nearly restores it."""
         model = llama()
         learned = trained(model, tmp_path / "a", 60)[-1]
         rows = torch.stack([Rows()[i]["input_ids"] for i in range(16)])
@@ -351,14 +358,14 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     assert one[-1] < one[0]
 
 
-class TestGenerateThatIsCutShort:
+class TestInterruptedGenerate:
     @pytest.fixture
     def running(self, saved):
         command = [sys.executable, "-m", "softplus_attention", "generate", "--model", str(saved / "llama")]
         command += ["--prompt", "The quick", "--max-new-tokens", "5000", "--temperature", "1"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # Tests that run in the background of a shell ignore Ctrl-C, and hand that down.
+        # Background jobs of a shell ignore SIGINT, and their child processes inherit that.
         listening = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(command, **pipes, env=environment, preexec_fn=listening) as process:
             assert process.stdout is not None
@@ -366,14 +373,14 @@ class TestGenerateThatIsCutShort:
             yield process
             process.kill()
 
-    def test_by_who_reads_it(self, running):
+    def test_output_is_closed(self, running):
         running.stdout.close()
         running.stdout = None
         error = running.communicate(timeout=60)[1].decode()
         assert running.returncode == 141, error
         assert "Traceback" not in error
 
-    def test_by_the_keyboard(self, running):
+    def test_keyboard_interrupt(self, running):
         running.send_signal(signal.SIGINT)
         error = running.communicate(timeout=60)[1].decode()
         assert running.returncode == 130, error

@@ -1,4 +1,4 @@
-"""Host models that differ from the usual ones: what they need, and those that are refused in words."""
+"""Host models that need special handling, and those that raise an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENCODER_DECODER = {
     "vocab_size": 99, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "attention_dropout": 0.0,
 }  # fmt: skip
-# Their decoders say of themselves that they are not causal, or compute some attentions by themselves.
+# Their decoders declare themselves non-causal, or have some attentions outside the interface.
 HALF_CONVERTED: dict[str, dict[str, Any]] = {
     "NllbMoeForConditionalGeneration": {**ENCODER_DECODER, "num_experts": 2},
     "BigBirdPegasusForConditionalGeneration": ENCODER_DECODER,
@@ -31,7 +31,7 @@ HALF_CONVERTED: dict[str, dict[str, Any]] = {
 }
 
 
-def built(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
+def build(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
     model = getattr(transformers, name)
     torch.manual_seed(0)
     return model._from_config(model.config_class(**kwargs), **options).eval()
@@ -39,9 +39,9 @@ def built(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", HALF_CONVERTED)
 def test_a_partly_convertible_model_is_an_error(name: str) -> None:
-    built(name, HALF_CONVERTED[name])
+    build(name, HALF_CONVERTED[name])
     with pytest.raises(ValueError, match=f"attn_implementation='lssar': {name} does not support custom attention"):
-        built(name, HALF_CONVERTED[name], attn_implementation="lssar")
+        build(name, HALF_CONVERTED[name], attn_implementation="lssar")
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_a_partly_convertible_model_is_an_error(name: str) -> None:
         ("StableLmForCausalLM", {"num_key_value_heads": 4}),
     ],
 )
-def test_no_row_sees_what_comes_after_it(name: str, kwargs: dict[str, Any]) -> None:
-    model = built(name, {**TEXT, **kwargs}, attn_implementation="lssar")
+def test_no_row_sees_later_tokens(name: str, kwargs: dict[str, Any]) -> None:
+    model = build(name, {**TEXT, **kwargs}, attn_implementation="lssar")
     tokens = torch.arange(2, 14)[None]
     others = tokens.clone()
     others[:, 8:] += 20
@@ -62,8 +62,8 @@ def test_no_row_sees_what_comes_after_it(name: str, kwargs: dict[str, Any]) -> N
     torch.testing.assert_close(before, after)
 
 
-def test_masks_that_a_model_joins_are_dense() -> None:
-    """T5Gemma2 puts the masks of itself and of the encoder side by side."""
+def test_concatenated_masks_are_dense() -> None:
+    """T5Gemma2 concatenates the masks of the decoder and the encoder."""
     part = {**TEXT, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": None}
     picture = {**PICTURE, "model_type": "siglip_vision_model"}
     config = transformers.T5Gemma2Config(encoder={"text_config": part, "vision_config": picture}, decoder=part)
@@ -89,7 +89,7 @@ print(MyLlama._from_config(LlamaConfig(**size), attn_implementation="lssar").con
     assert done.stdout == "lssar\n", done.stderr
 
 
-def test_a_config_that_is_looked_at_before_it_is_made() -> None:
+def test_to_dict_before_super_init() -> None:
     class Bare(PreTrainedConfig):
         model_type = "bare"
 
@@ -141,9 +141,9 @@ def test_a_part_of_a_part_comes_back(tmp_path: Path) -> None:
     kwargs = {"image_token_index": 98, "projection_dim": 32}
     whole = transformers.PaliGemmaConfig(text_config=text, vision_config=picture, **kwargs)
     config = transformers.ColPaliConfig(vlm_config=whole, embedding_dim=16)
-    asked = {"vlm_config": {"text_config": "lssar"}}
+    requested = {"vlm_config": {"text_config": "lssar"}}
     torch.manual_seed(0)
-    model = transformers.ColPaliForRetrieval._from_config(config, attn_implementation=asked).eval()
+    model = transformers.ColPaliForRetrieval._from_config(config, attn_implementation=requested).eval()
     model.save_pretrained(tmp_path)
     loaded = transformers.ColPaliForRetrieval.from_pretrained(tmp_path).eval()
     assert names(loaded.config.vlm_config) == names(model.config.vlm_config)

@@ -1,4 +1,4 @@
-"""Saved models: whether they generate with their cache."""
+"""Saved models generate with a key-value cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tiny(**kwargs: Any) -> SoftplusGPTForCausalLM:
 
 
 def rows_per_step(model: Any, **kwargs: Any) -> list[int]:
-    """How many rows of hidden states each call of the model computes for a prompt of 5 tokens and 4 new ones."""
+    """How many rows each forward pass computes, for a prompt of 5 tokens and 4 new ones."""
     rows: list[int] = []
     handle = model.get_decoder().norm.register_forward_hook(lambda module, args, out: rows.append(args[0].shape[1]))
     model.generate(token_rows(1, 5), max_new_tokens=4, min_new_tokens=4, do_sample=False, **kwargs)
@@ -44,7 +44,7 @@ class TestUseCache:
         assert json.loads((SHIPPED / "generation_config.json").read_text())["use_cache"]
 
     @pytest.mark.parametrize("host", ["softplus_gpt", "llama"])
-    def test_a_model_that_trainer_trained(self, host: str, tmp_path: Path) -> None:
+    def test_model_trained_by_trainer(self, host: str, tmp_path: Path) -> None:
         model = tiny() if host == "softplus_gpt" else use_attention(small_model("llama"), "lssar")
         data = [{"input_ids": row, "labels": row} for row in token_rows(2, 8)]
         arguments = TrainingArguments(
@@ -52,19 +52,19 @@ class TestUseCache:
         )
         Trainer(model=model, args=arguments, train_dataset=data).train()
         assert not model.config.use_cache
-        model.generation_config.use_cache = False  # as it is where the model was made from the trainer's config
+        model.generation_config.use_cache = False  # as for a model made from the trainer's config
         save_trained(model, tmp_path / "model")
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         assert saved.config.use_cache
         assert rows_per_step(saved) == CACHED
 
-    def test_a_folder_that_an_earlier_version_saved(self, tmp_path: Path) -> None:
+    def test_folder_of_an_earlier_version(self, tmp_path: Path) -> None:
         tiny().save_pretrained(tmp_path)
         edit(tmp_path / "generation_config.json", use_cache=False)
         assert json.loads((tmp_path / "generation_config.json").read_text())["_from_model_config"]
         assert rows_per_step(AutoModelForCausalLM.from_pretrained(tmp_path)) == CACHED
 
-    def test_choices_of_the_user_stay(self, tmp_path: Path) -> None:
+    def test_user_choices_are_kept(self, tmp_path: Path) -> None:
         """In the generation config, in the model's config, at loading, and in the call."""
         model = tiny()
         model.generation_config.use_cache = False
@@ -78,7 +78,7 @@ class TestUseCache:
         assert rows_per_step(AutoModelForCausalLM.from_pretrained(plain, generation_config=without)) == WHOLE
         assert rows_per_step(AutoModelForCausalLM.from_pretrained(plain), use_cache=False) == WHOLE
 
-    def test_the_rest_of_a_generation_config_stays(self, tmp_path: Path) -> None:
+    def test_generation_config_is_kept(self, tmp_path: Path) -> None:
         model = tiny()
         model.generation_config.update(use_cache=False, do_sample=True, temperature=0.5)
         model.save_pretrained(tmp_path)

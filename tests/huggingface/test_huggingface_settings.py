@@ -1,4 +1,4 @@
-"""Settings of an attention in the config of a host model: whole and parts, what is saved, and packing arguments."""
+"""Attention settings in the config of a host model: composite models, saving, and packing arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 class TestComposite:
-    """A model of parts: the attention and its settings reach the part, and come back with it."""
+    """The attention and its settings apply to the parts of a composite model, and are saved."""
 
     @staticmethod
     def llava(**kwargs):
@@ -32,7 +32,7 @@ class TestComposite:
         )
         return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **kwargs)
 
-    def test_one_part_alone_comes_back(self, tmp_path):
+    def test_attention_of_one_part_is_saved(self, tmp_path):
         from transformers import LlavaForConditionalGeneration
 
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ class TestComposite:
         with torch.no_grad():
             torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
 
-    def test_settings_at_the_top_reach_the_part(self):
+    def test_settings_at_the_top_apply_to_parts(self):
         from transformers import LlavaForConditionalGeneration
 
         ids, logits = token_rows(1, 12) % 60, []
@@ -61,7 +61,7 @@ class TestComposite:
         assert (logits[0] - logits[1]).abs().max() > 1e-4
 
     def changed_at_the_top(self):
-        """A model whose power is changed after it was made, and its logits before and after."""
+        """A model whose power is changed at the top level after it was built, and its logits before and after."""
         from transformers import LlavaForConditionalGeneration
 
         torch.manual_seed(0)
@@ -74,7 +74,7 @@ class TestComposite:
             model.config.softplus_attention = {"power": 2}
             return model, ids, before, model(ids).logits
 
-    def test_later_changes_of_settings_reach_the_parts(self, tmp_path):
+    def test_later_changes_apply_to_parts(self, tmp_path):
         from transformers import LlavaForConditionalGeneration
 
         model, ids, before, after = self.changed_at_the_top()
@@ -89,7 +89,7 @@ class TestComposite:
         assert "softplus_attention" not in part
         assert json.loads(model.config.text_config.to_json_string())["softplus_attention"] == {"power": 2}
 
-    def test_a_part_with_settings_of_its_own_keeps_them(self):
+    def test_part_keeps_its_own_settings(self):
         model, ids, before, _ = self.changed_at_the_top()
         model.config.text_config.softplus_attention = {"power": 15}
         with torch.no_grad():
@@ -111,14 +111,14 @@ class TestComposite:
             set_power(model.model.language_model, 15)
             torch.testing.assert_close(model(ids).logits, before)
 
-    def test_a_copy_has_settings_of_its_own(self):
+    def test_copied_config_is_independent(self):
         model, *_ = self.changed_at_the_top()
         config = copy.deepcopy(model.config)
         config.softplus_attention = {"power": 5}
         assert dict(config.text_config.softplus_attention) == {"power": 5}
         assert dict(model.config.text_config.softplus_attention) == {"power": 2}
 
-    def test_a_copied_model_keeps_its_own_settings(self):
+    def test_copied_model_is_independent(self):
         model, ids, before, after = self.changed_at_the_top()
         twin = copy.deepcopy(model)
         set_power(model, 15)
@@ -139,7 +139,7 @@ class TestComposite:
             with torch.no_grad():
                 torch.testing.assert_close(again(ids).logits, before)
 
-    def test_a_part_that_is_used_again(self):
+    def test_part_config_is_reused(self):
         from transformers import LlavaConfig, LlavaForConditionalGeneration
 
         model, *_ = self.changed_at_the_top()
@@ -152,7 +152,7 @@ class TestComposite:
 
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
 def test_scale_limit_in_padded_and_packed_rows(family: str) -> None:
-    """30 log 8 is below 80, and 30 log 40 is not."""
+    """Scores must stay below 80: 30 log 8 is below it, 30 log 40 is not."""
     if family == "llama":
         model = small_model(family)
         model.config.softplus_attention = {"window": 8, "score_scale": 30.0}
@@ -191,7 +191,7 @@ def test_settings_with_a_power_by_length_are_saved(tmp_path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "softplus-gpt"])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packing_arguments_of_the_flattening_collator(family: str, use_cache: bool) -> None:
-    """Documents that the mask functions of transformers do not see, with a cache, where positions may count on."""
+    """transformers' mask functions ignore these documents; with a cache it does not look at positions either."""
     model = small_model(family).eval()
     documents = [token_rows(1, 9)[0].tolist(), token_rows(1, 14, seed=1)[0].tolist()]
     collated = DataCollatorWithFlattening(return_flash_attn_kwargs=True)([{"input_ids": x} for x in documents])
@@ -202,7 +202,7 @@ def test_packing_arguments_of_the_flattening_collator(family: str, use_cache: bo
     torch.testing.assert_close(found, torch.cat(apart), rtol=1e-4, atol=1e-4)
 
 
-def test_packing_arguments_that_do_not_fit() -> None:
+def test_invalid_packing_arguments() -> None:
     model, ids = small_model("llama").eval(), token_rows(2, 8)
     bounds = torch.tensor([0, 5, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"`cu_seq_lens_q` must be .*packed into a batch of 1, got a batch of 2"):
@@ -214,15 +214,15 @@ def test_packing_arguments_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("score_scale", [-1, 0, float("nan"), "log"])
-def test_errors_name_score_scale_as_the_config_does(score_scale: object) -> None:
+def test_errors_name_score_scale(score_scale: object) -> None:
     config = LlamaConfig()
     config.softplus_attention = {"score_scale": score_scale}
     with pytest.raises((ValueError, TypeError), match="`score_scale` must be"):
         attention_from_config(config, "lssar")
 
 
-def test_settings_are_looked_at_again_when_they_change() -> None:
-    """An attention is made once for settings that stay equal, also where somebody changes them in place."""
+def test_changed_settings_are_noticed() -> None:
+    """An attention is reused while settings stay equal; changes in place are noticed too."""
     config = LlamaConfig()
     assert attention_from_config(config, "lssar") is attention_from_config(LlamaConfig(), "lssar")
     config.softplus_attention = {"power": {"base": 3, "slope": 1, "n0": 8}}

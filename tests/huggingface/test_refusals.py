@@ -1,4 +1,4 @@
-"""Ways in which a model of ours would compute something else in silence: they raise, or they are right."""
+"""Setups in which our models could silently compute something else: they raise, or they are exact."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ OPS = {"lssar": softplus_attention, "sigmoid": attention("sigmoid"), "softmax": 
 
 @pytest.mark.parametrize("attend", OPS.values(), ids=OPS)
 @pytest.mark.usefixtures("one_process")
-def test_torch_context_parallel_of_an_op(attend: Any) -> None:
+def test_torch_context_parallel_around_the_op(attend: Any) -> None:
     rows = torch.randn(1, 2, 8, 16)
     inside = context_parallel(init_device_mesh("cpu", (1,)), buffers=[rows], buffer_seq_dims=[2])
     with inside, pytest.raises(RuntimeError, match="context_parallel each rank"):
@@ -80,7 +80,7 @@ def test_torch_context_parallel_of_an_op(attend: Any) -> None:
     attend(rows, rows, rows, is_causal=True)
 
 
-def test_deepspeed_sequence_parallel_of_our_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_sequence_parallel_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = types.SimpleNamespace(_SEQUENCE_PARALLEL_GROUP=object())
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.sequence_parallel.parallel_state_sp", groups)
     with pytest.raises(RuntimeError, match="DeepSpeed's sequence parallel"):
@@ -105,7 +105,7 @@ def test_deepspeed_ulysses(family: str, text: str) -> None:
 
 @pytest.mark.parametrize("processes", [3, 4])
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-def test_heads_that_cannot_be_divided(family: str, processes: int, tmp_path: Path) -> None:
+def test_indivisible_heads(family: str, processes: int, tmp_path: Path) -> None:
     small_model(family).save_pretrained(tmp_path)
     kind = type(AutoModelForCausalLM.from_pretrained(tmp_path))
     word = "num_attention_heads" if processes == 3 else "num_key_value_heads"
@@ -115,32 +115,32 @@ def test_heads_that_cannot_be_divided(family: str, processes: int, tmp_path: Pat
 
 @pytest.mark.skipif(continuous.ATTN_TYPE_TO_ALLOCATOR is not None, reason="transformers 5.22 has the paged cache")
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-def test_generate_batch_of_an_older_transformers(family: str) -> None:
-    """It would put softmax over pages in place of ours."""
-    with pytest.raises(ValueError, match=r"generate_batch: transformers [\d.]+ hands attentions no paged cache"):
+def test_generate_batch_before_5_22(family: str) -> None:
+    """It would replace our attention by softmax over pages."""
+    with pytest.raises(ValueError, match=r"generate_batch: transformers [\d.]+ passes attentions no paged cache"):
         small_model(family).generate_batch([[1, 2, 3]], max_new_tokens=3)
 
 
-def test_slopes_of_all_heads() -> None:
+def test_tensor_parallel_with_alibi() -> None:
     model = small_model("softplus-gpt", attention="softmax-alibi")
     with pytest.raises(ValueError, match="ALiBi's slopes"):
         type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2), None)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "extended"])
-def test_no_plan_to_divide_by(family: str, tmp_path: Path) -> None:
-    """Where transformers would load the whole model into each process, or divide what cannot be divided."""
+def test_no_tensor_parallel_plan(family: str, tmp_path: Path) -> None:
+    """transformers would load the whole model into each process, or divide heads wrongly."""
     if family == "extended":
         model = extended(
             small_model("llama", attention="sdpa"),
             Extension(trained=32, length=64, far_heads=[[0], [1]], window=9, near=12, group=5),
         )
-        said = "the heads of an extended model are not divided"
+        message = "the heads of an extended model are not divided"
     else:
         small_model(family).save_pretrained(tmp_path)
         model = AutoModelForCausalLM.from_pretrained(tmp_path)
-        said = "has no tensor parallel plan"
-    with pytest.raises(ValueError, match=said):
+        message = "has no tensor parallel plan"
+    with pytest.raises(ValueError, match=message):
         type(model).maybe_distribute_model(model, DistributedConfig(tp_size=2), None)
 
 
@@ -154,7 +154,7 @@ class TestSharedConfig:
         other = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa")
         assert (model.config._attn_implementation, other.config._attn_implementation) == ("lssar", "sdpa")
 
-    def test_not_where_the_model_is_gone(self) -> None:
+    def test_allowed_once_the_model_is_gone(self) -> None:
         config = LlamaConfig(vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
         AutoModelForCausalLM.from_config(config, attn_implementation="lssar")
         assert (
@@ -163,7 +163,7 @@ class TestSharedConfig:
 
 
 class TestWithoutMask:
-    """What a wrapper that drops the mask, such as DeepSpeed's, still hands on."""
+    """What still works if a wrapper, such as DeepSpeed's, drops the mask."""
 
     def attend(self, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         torch.manual_seed(0)
@@ -198,7 +198,7 @@ class TestWithoutMask:
             torch.testing.assert_close(out, softplus_attention(*qkv, is_causal=True))
 
     def test_packed_text_in_a_model_with_a_cache(self) -> None:
-        """transformers itself looks at the positions only with use_cache=False."""
+        """transformers itself reads the positions only with use_cache=False."""
         model, rows = small_model("llama"), token_rows(1, 20)
         positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
         packed = model(rows, position_ids=positions, use_cache=True).logits

@@ -1,4 +1,4 @@
-"""Our own GPT, and what is kept when models are saved."""
+"""SoftplusGPT, and what saved models keep."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from softplus_attention.huggingface import (
 )
 
 
-def tiny(**words) -> SoftplusGPTForCausalLM:
+def tiny(**kwargs) -> SoftplusGPTForCausalLM:
     torch.manual_seed(0)
-    return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **words})).eval()
+    return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})).eval()
 
 
 def logits(model, ids=None) -> torch.Tensor:
@@ -77,9 +77,9 @@ class TestModel:
         assert (raw.norm(dim=-1) - 1).abs().max() > 0.1
 
     @pytest.mark.parametrize("name", ["ssmax", "softmax-window", "softmax-alibi", "softmax-nope", "sigmoid"])
-    def test_baselines_decode_as_they_prefill(self, name):
-        words = {"window": 7} if name == "softmax-window" else {}
-        model, ids = tiny(attention=name, **words), token_rows(2, 24)
+    def test_decode_matches_prefill(self, name):
+        kwargs = {"window": 7} if name == "softmax-window" else {}
+        model, ids = tiny(attention=name, **kwargs), token_rows(2, 24)
         with torch.no_grad():
             first = model(ids[:, :15], use_cache=True)
             second = model(ids[:, 15:], past_key_values=first.past_key_values, use_cache=True)
@@ -87,7 +87,7 @@ class TestModel:
         torch.testing.assert_close(both, logits(model, ids), atol=1e-5, rtol=1e-4)
 
     def test_window_over_padding_with_a_hole(self):
-        """A dense mask and the window apply together."""
+        """A dense mask and the window both apply."""
         model, ids, mask = tiny(window=5), token_rows(1, 20), torch.ones(1, 20, dtype=torch.long)
         mask[0, 9] = 0
         with torch.no_grad():
@@ -103,7 +103,7 @@ class TestModel:
         model.save_pretrained(tmp_path)
         assert AutoModelForCausalLM.from_pretrained(tmp_path).config.output_attentions
 
-    def test_a_window_hides_what_is_older(self):
+    def test_window_hides_older_tokens(self):
         model, ids = tiny(num_hidden_layers=1, window=5), token_rows(1, 30)
         other = ids.clone()
         other[0, 3] = (other[0, 3] - 2) % 125 + 3
@@ -131,8 +131,8 @@ class TestModel:
         model = tiny(attention="softmax-window", window=3, global_every=2)
         assert [layer.self_attn.attention.window(None) for layer in model.model.layers] == [3, None]
 
-    def test_gradients_with_a_key_that_is_zero(self):
-        """A padding token's embedding is zero, and so is its key in the first layer; with a cache it is normalised."""
+    def test_gradients_with_a_zero_key(self):
+        """The padding token's embedding is 0, and so is its key in the first layer, which a cache normalises."""
         model = tiny(pad_token_id=0).train()
         ids = token_rows(1, 12)
         ids[0, 5] = 0
@@ -195,18 +195,18 @@ class TestModel:
         assert not draws[0].equal(draws[2])
 
 
-class TestAsProgram:
-    def test_drafts_by_the_first_layers(self):
-        """transformers lowers num_hidden_layers for them, and raises it again."""
+class TestPrograms:
+    def test_early_exit_drafts(self):
+        """transformers lowers num_hidden_layers while it drafts."""
         model, ids = tiny(num_hidden_layers=3, eos_token_id=None).eval(), token_rows(1, 9)
         greedy = model.generate(ids, max_new_tokens=6, do_sample=False)
         drafted = model.generate(ids, max_new_tokens=6, do_sample=False, assistant_early_exit=1)
         assert torch.equal(greedy, drafted)
         assert torch.equal(greedy, model.generate(ids, max_new_tokens=6, do_sample=False))
 
-    @pytest.mark.parametrize("shown", [14, 30])
-    def test_exported_for_every_length(self, shown):
-        """Whatever the length that it was shown: a decode kernel takes up to 16 rows, which must not become a rule."""
+    @pytest.mark.parametrize("example_length", [14, 30])
+    def test_exported_for_every_length(self, example_length):
+        """The decode kernel takes up to 16 rows; the export must not specialise on that."""
         model = tiny().eval()
 
         class Logits(torch.nn.Module):
@@ -219,7 +219,7 @@ class TestAsProgram:
 
         lengths = {"ids": {1: torch.export.Dim("length", min=2, max=4096)}}
         with torch.no_grad():
-            program = torch.export.export(Logits(), (token_rows(2, shown),), dynamic_shapes=lengths).module()
+            program = torch.export.export(Logits(), (token_rows(2, example_length),), dynamic_shapes=lengths).module()
             for length in (5, 16, 17, 40):
                 ids = token_rows(2, length)
                 torch.testing.assert_close(program(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
@@ -261,25 +261,25 @@ class TestRope:
         assert model.config.rope_parameters["rope_type"] == "linear"
 
     def test_million_positions(self):
-        """Angles in float64: a shift by a million positions leaves scores as they are."""
+        """With angles in float64 scores do not change if all positions shift by a million."""
         rope = tiny().model.rotary_emb
         near = rope(torch.zeros(1, 1, 64), torch.tensor([[0, 5]]))
         far = rope(torch.zeros(1, 1, 64), torch.tensor([[1_000_000, 1_000_005]]))
-        turn = [cos[..., 0, :] * cos[..., 1, :] + sin[..., 0, :] * sin[..., 1, :] for cos, sin in (near, far)]
-        torch.testing.assert_close(turn[0], turn[1], atol=1e-6, rtol=0)
+        scores = [cos[..., 0, :] * cos[..., 1, :] + sin[..., 0, :] * sin[..., 1, :] for cos, sin in (near, far)]
+        torch.testing.assert_close(scores[0], scores[1], atol=1e-6, rtol=0)
 
 
 class TestSaved:
-    WORDS = (
+    KWARGS = (
         {"attention": "lssar", "power": {"base": 9, "slope": 2, "n0": 16}},
         {"attention": "ssmax"},
         {"power": "learned"},
         {"power": "learned-log", "window": 6, "global_every": 2},
     )
 
-    @pytest.mark.parametrize("words", WORDS, ids=str)
-    def test_round_trip(self, words, tmp_path):
-        model = tiny(**words)
+    @pytest.mark.parametrize("kwargs", KWARGS, ids=str)
+    def test_round_trip(self, kwargs, tmp_path):
+        model = tiny(**kwargs)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.01 * torch.randn_like(parameter))
@@ -287,7 +287,7 @@ class TestSaved:
         assert (tmp_path / "model.safetensors").exists()
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert isinstance(again, SoftplusGPTForCausalLM)
-        assert again.config._attn_implementation == words.get("attention", "lssar")
+        assert again.config._attn_implementation == kwargs.get("attention", "lssar")
         torch.testing.assert_close(logits(again), logits(model))
         assert isinstance(AutoModel.from_pretrained(tmp_path), SoftplusGPTModel)
         saved, own = (config.to_dict() for config in (AutoConfig.from_pretrained(tmp_path), model.config))
@@ -311,19 +311,19 @@ class TestSaved:
         meant = AutoModelForCausalLM.from_pretrained(tmp_path, attention="lssa")
         torch.testing.assert_close(logits(meant), logits(tiny(attention="lssa")))
 
-    def test_stock_model_comes_back_as_it_was(self, tmp_path):
+    def test_stock_model_is_restored(self, tmp_path):
         model = small_model("llama")
         use_attention(model, "lssar", power=7)
         model.save_pretrained(tmp_path)
-        words = json.loads((tmp_path / "config.json").read_text())
-        assert words["attn_implementation"] == "lssar"
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["attn_implementation"] == "lssar"
         again = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert again.config._attn_implementation == "lssar"
         torch.testing.assert_close(logits(again), logits(model))
         with pytest.raises(ValueError, match="softplus_llama runs no other attention, got 'sdpa'"):
             LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
 
-    def test_built_by_name_and_saved_at_once(self, tmp_path):
+    def test_built_by_name_and_saved(self, tmp_path):
         config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
         AutoModelForCausalLM.from_config(config, attn_implementation="lssa").save_pretrained(tmp_path)
         assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "lssa"
@@ -336,7 +336,7 @@ def in_fresh_process(program: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, **pipes, text=True, env=environment)
 
 
-# Each way in a process of its own, forked where torch and transformers are imported and nothing of ours is.
+# Runs in a process that imports nothing of ours.
 AGAIN = """
     import sys
     from transformers import AutoModelForCausalLM
@@ -351,45 +351,45 @@ AGAIN = """
 
 
 class TestGlobalEvery:
-    """Local layers with positions, and every n-th layer global without them."""
+    """Local layers with positions; every n-th layer is global, without positions."""
 
-    WORDS: ClassVar = {"num_hidden_layers": 4, "window": 4, "global_every": 2}
+    KWARGS: ClassVar = {"num_hidden_layers": 4, "window": 4, "global_every": 2}
 
     def test_layers(self):
-        model = tiny(**self.WORDS, local_attention="softmax")
+        model = tiny(**self.KWARGS, local_attention="softmax")
         found = [layer.self_attn.attention.spec for layer in model.model.layers]
         assert found[0] == found[2] == attention("softmax", window=4).spec
         assert found[1] == found[3] == attention("lssar", positions="none").spec
         model.set_power(7)
         assert model.model.layers[1].self_attn.attention.spec.sharpening == 7
         assert model.model.layers[0].self_attn.attention.spec == found[0]
-        same = tiny(**self.WORDS, power=3)
+        same = tiny(**self.KWARGS, power=3)
         assert same.model.layers[0].self_attn.attention.spec == attention("lssar", power=3, window=4).spec
 
     def test_only_global_layers_see_far(self):
         ids = token_rows(1, 30)
         other = ids.clone()
         other[0, 0] = (ids[0, 0] + 1) % SIZE["vocab_size"]
-        # Three local layers reach 3 * 3 tokens back, the global one all.
+        # Three local layers reach 3 * 3 tokens back, a global layer all.
         local = tiny(num_hidden_layers=3, window=4)
         assert torch.equal(logits(local, ids)[0, 10:], logits(local, other)[0, 10:])
-        mixed = tiny(**self.WORDS)
+        mixed = tiny(**self.KWARGS)
         assert not torch.allclose(logits(mixed, ids)[0, -1], logits(mixed, other)[0, -1])
 
     def test_global_layers_have_no_positions(self):
         model = tiny(num_hidden_layers=2, window=1, global_every=2)
         ids = token_rows(1, 12)
         turned = torch.cat([ids[:, :-1].flip(1), ids[:, -1:]], 1)
-        # With a window of one token nothing but the global layer mixes them, and it knows no order.
+        # With a window of one token only the global layer mixes tokens, and it ignores their order.
         torch.testing.assert_close(logits(model, ids)[0, -1], logits(model, turned)[0, -1])
 
     @pytest.mark.parametrize(
-        "words",
+        "kwargs",
         [{}, {"local_attention": "softmax-qknorm-logn"}, {"power": "learned-log"}],
         ids=["same", "local", "log"],
     )
-    def test_cache_and_saving(self, words, tmp_path):
-        model = tiny(**self.WORDS, **words)
+    def test_cache_and_saving(self, kwargs, tmp_path):
+        model = tiny(**self.KWARGS, **kwargs)
         ids = token_rows(2, 20)
         whole = logits(model, ids)
         with torch.no_grad():
@@ -403,32 +403,32 @@ class TestGlobalEvery:
         assert torch.equal(logits(loaded, ids), whole)
 
     def test_learned_power_only_where_there_is_one(self):
-        model = tiny(**self.WORDS, local_attention="softmax", power="learned")
+        model = tiny(**self.KWARGS, local_attention="softmax", power="learned")
         assert [hasattr(layer.self_attn, "raw_power") for layer in model.model.layers] == [False, True, False, True]
 
     @pytest.mark.parametrize("local", [None, "softmax", "softmax-nope"])
     @pytest.mark.parametrize("positions", ["rope", "none"])
-    def test_positions_are_those_of_every_local_layer(self, positions, local):
+    def test_positions_apply_to_local_layers(self, positions, local):
         model = tiny(num_hidden_layers=3, window=4, global_every=3, positions=positions, local_attention=local)
         assert model.model.uses_rope == [positions == "rope"] * 2 + [False]
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("kwargs", "message"),
         [
-            ({"global_every": 2}, "`window` must be a number of tokens where `global_every` is given"),
+            ({"global_every": 2}, "`window` must be a number of tokens if `global_every` is given"),
             ({"global_every": 1, "window": 4}, "`global_every` must be from 2 to the number of layers"),
             ({"global_every": 9, "window": 4}, "`global_every` must be from 2 to the number of layers"),
             ({"local_attention": "softmax"}, "`local_attention` must be None without `global_every`"),
             ({"global_every": 2, "window": 4, "local_attention": "sofmax"}, "did you mean 'softmax'"),
             (
                 {"global_every": 2, "window": 4, "local_attention": "lssa", "score_scale": 2.0},
-                "`score_scale` must be None where `local_attention` is given",
+                "`score_scale` must be None if `local_attention` is given",
             ),
         ],
     )
-    def test_bad_input(self, words, message):
+    def test_bad_input(self, kwargs, message):
         with pytest.raises(Exception, match=re.escape(message)):
-            SoftplusGPTConfig(**{**SIZE, **IDS, **words})
+            SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})
 
 
 @pytest.mark.slow
@@ -443,7 +443,7 @@ def test_loaded_with_its_code_and_saved_again(family, tmp_path):
 
 class TestPipeline:
     def test_no_warning_beyond_the_training_length(self, caplog):
-        """Its own warning is transformers', for models whose positions end there."""
+        """transformers warns for models whose positions end there."""
         torch.manual_seed(0)
         model = SoftplusGPTForCausalLM(
             SoftplusGPTConfig(
@@ -472,7 +472,7 @@ class TestPipeline:
 
 class TestBadConfigs:
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("kwargs", "message"),
         [
             ({"attention": "lssarr"}, "no attention is named 'lssarr'; did you mean 'lssar'"),
             ({"power": 0.5}, "`power` must be a number >= 1"),
@@ -495,11 +495,11 @@ class TestBadConfigs:
             ({"softplus_attention": {"power": 2}}, "`softplus_attention` must be left out"),
         ],
     )
-    def test_error(self, words, message):
+    def test_error(self, kwargs, message):
         with pytest.raises(Exception, match="(?s)" + message.replace("(", r"\(")):
-            SoftplusGPTConfig(**{**SIZE, **IDS, **words})
+            SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})
 
-    def test_a_checkpoint_of_another_shape(self, tmp_path):
+    def test_checkpoint_of_another_shape(self, tmp_path):
         tiny().save_pretrained(tmp_path)
         with pytest.raises(RuntimeError, match="mismatch"):
             AutoModelForCausalLM.from_pretrained(tmp_path, hidden_size=32, head_dim=8)
@@ -510,7 +510,7 @@ def test_own_model_cannot_be_swapped():
         use_attention(tiny(), "softmax")
 
 
-def test_names_of_the_catalogue_are_the_model_s():
+def test_catalogue_names_in_the_config():
     assert SoftplusGPTConfig(**SIZE, **IDS, attention="lssar-p3").chosen_attention().spec == attention("lssar-p3").spec
 
 
@@ -525,7 +525,7 @@ class TestSavedConfigs:
     def test_another_attention_without_a_power(self, tmp_path):
         tiny(power=15).save_pretrained(tmp_path)
         with pytest.raises(
-            ValueError, match=r"`power` must be None: 'lssa' has no second stage, and so no power, got 15"
+            ValueError, match=r"`power` must be None: 'lssa' has no second stage and so no power, got 15"
         ):
             SoftplusGPTForCausalLM.from_pretrained(tmp_path, attention="lssa")
         again = SoftplusGPTForCausalLM.from_pretrained(tmp_path, attention="lssa", power=None)

@@ -1,4 +1,4 @@
-"""``transformers serve`` on a folder that we saved, as a process of its own: it answers with our attention."""
+"""``transformers serve`` of a folder that we saved, in a separate process, answers with our attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = "Hello there, how are you today?"
 
 
 def save(folder: Path, family: str) -> str:
-    """The text that greedy generation adds to the prompt."""
+    """Save a model; returns its greedy continuation of the prompt."""
     torch.manual_seed(0)
     if family == "llama":
         config = LlamaConfig(**SIZE, **IDS, num_key_value_heads=2)

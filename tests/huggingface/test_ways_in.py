@@ -1,7 +1,7 @@
-"""Every way in which a model of ours is loaded, changed and run gives its own numbers, or an error that says why not.
+"""Every way to load, change and run one of our models gives the model's own numbers, or an error that says why not.
 
-Before these models had types of their own most of them gave softmax's, in silence. Servers have this test in
-tests/serving and test_transformers_serve.py, tensor parallel models in tests/distributed.
+Before these models had their own types, most ways silently gave softmax. Servers are tested in tests/serving and
+test_transformers_serve.py, tensor parallel models in tests/distributed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def log_probabilities(model: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``new`` as it is saved today, ``old`` as it was before there were types of our own, ``softmax`` without us."""
+    """``new`` as saved now, ``old`` as saved before our model types, ``softmax`` without our attention."""
     folder = tmp_path_factory.mktemp("ways")
     for name in ("new", "old"):
         llama().save_pretrained(folder / name)
@@ -110,24 +110,24 @@ def dispatched(folder: Path) -> Any:
 
 
 def trained(folder: Path, place: Path) -> Any:
-    """Two steps, and a third by another Trainer from the checkpoint of the second; nothing is learned."""
+    """Two steps, and a third by another Trainer from the second's checkpoint, with a learning rate of 0."""
     data = [{"input_ids": row, "labels": row} for row in token_rows(4, 16)]
-    words = {"output_dir": str(place), "save_steps": 1, "report_to": "none", "use_cpu": True, "learning_rate": 0.0}
+    options = {"output_dir": str(place), "save_steps": 1, "report_to": "none", "use_cpu": True, "learning_rate": 0.0}
     for steps, source in ((2, folder), (3, place / "checkpoint-2")):
-        arguments = TrainingArguments(**words, max_steps=steps, per_device_train_batch_size=2)
+        arguments = TrainingArguments(**options, max_steps=steps, per_device_train_batch_size=2)
         trainer = Trainer(model=load(source), args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=steps == 3)
     return load(place / "checkpoint-3")
 
 
 def by_trl(folder: Path, place: Path) -> Any:
-    """TRL's own script, which passes ``attn_implementation=None``."""
+    """TRL's script, which passes ``attn_implementation=None``."""
     sft = pytest.importorskip("trl.scripts.sft")
     (place / "data").mkdir()
     (place / "data" / "train.jsonl").write_text('{"text": "abcabcabc"}\n' * 4)
-    words = {"model_name_or_path": folder, "dataset_name": place / "data", "output_dir": place / "out"}
-    words |= {"max_steps": 1, "learning_rate": 0, "report_to": "none", "use_cpu": True, "bf16": False}
-    arguments = [text for word, value in words.items() for text in (f"--{word}", str(value))]
+    options = {"model_name_or_path": folder, "dataset_name": place / "data", "output_dir": place / "out"}
+    options |= {"max_steps": 1, "learning_rate": 0, "report_to": "none", "use_cpu": True, "bf16": False}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     parsed = sft.make_parser().parse_args_and_config(arguments)[:4]
     assert parsed[2].attn_implementation is None
     sft.main(*parsed)
@@ -135,11 +135,11 @@ def by_trl(folder: Path, place: Path) -> Any:
 
 
 def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(task_type="CAUSAL_LM", **options)  # its weights begin as no change at all
+    return LoraConfig(task_type="CAUSAL_LM", **options)  # starts as the identity
 
 
 def adapted(saved: Path, base: str, place: Path) -> Any:
-    """An adapter over ``base``, whose attention was changed after loading, and loaded over ``base`` again."""
+    """Save an adapter of ``base``, with its attention changed after loading; load it over ``base``."""
     model = load(saved / base)
     if base == "softmax":
         use_attention(model, "lssar", **SETTINGS)
@@ -149,7 +149,7 @@ def adapted(saved: Path, base: str, place: Path) -> Any:
     return PeftModel.from_pretrained(load(saved / base), place)
 
 
-def of_other_power(saved: Path, place: Path) -> Path:
+def save_with_other_power(saved: Path, place: Path) -> Path:
     model = load(saved / "new")
     set_power(model, 2)
     model.save_pretrained(place / "other")
@@ -173,7 +173,7 @@ def onnx(saved: Path, place: Path) -> torch.Tensor:
 
 
 Way = Callable[[Path, Path], Any]
-# By name: what is done with the saved models, in a folder of its own. A model or its log-probabilities.
+# Each returns a model or its log-probabilities, from the saved models and an empty folder.
 ANSWERS: dict[str, Way] = {
     "from_pretrained": lambda saved, here: load(saved / "new"),
     "attn_implementation=None": lambda saved, here: load(saved / "new", attn_implementation=None),
@@ -215,7 +215,7 @@ ANSWERS: dict[str, Way] = {
     "Trainer, resumed": lambda saved, here: trained(saved / "new", here),
     "trl sft": lambda saved, here: by_trl(saved / "new", here),
     "LoRA over use_attention": lambda saved, here: adapted(saved, "softmax", here),
-    "LoRA after set_power": lambda saved, here: adapted(of_other_power(saved, here / "base"), "other", here),
+    "LoRA after set_power": lambda saved, here: adapted(save_with_other_power(saved, here / "base"), "other", here),
     "LoRA by its class": lambda saved, here: (
         adapted(saved, "new", here) and AutoPeftModelForCausalLM.from_pretrained(here)
     ),
@@ -226,12 +226,12 @@ ANSWERS: dict[str, Way] = {
 }
 
 
-def test_softmax_has_other_numbers(saved: Path) -> None:
-    """The control of all tests here; so has each setting that could be lost."""
+def test_softmax_and_lost_settings_differ(saved: Path) -> None:
+    """Control: softmax, and the model with any one setting lost, give other numbers."""
     own = log_probabilities(llama())
     assert (log_probabilities(load(saved / "softmax")) - own).abs().max() > 0.1
-    for word in SETTINGS:
-        rest = {key: value for key, value in SETTINGS.items() if key != word}
+    for lost in SETTINGS:
+        rest = {key: value for key, value in SETTINGS.items() if key != lost}
         assert (log_probabilities(use_attention(llama("sdpa"), **rest)) - own).abs().max() > 0.01
 
 
@@ -242,8 +242,8 @@ def test_gives_its_own_numbers(way: str, saved: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(found, log_probabilities(llama()), rtol=0, atol=1e-4)
 
 
-def test_onnx_has_operators_of_torch_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its exporter is given; the exporter itself is above, where its packages are."""
+def test_onnx_export_has_only_torch_operators(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program that the exporter gets; "ONNX" above runs the exporter, if its packages are installed."""
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     program = torch.export.export(load(saved / "new").eval(), (), {"input_ids": ROWS, "use_cache": False})
     assert not [node for node in program.graph.nodes if "softplus_attention" in str(node.target)]
@@ -260,7 +260,7 @@ def batched(model: Any) -> list[int]:
     return answer.generated_tokens
 
 
-# The tokens that these give are those of ``generate``.
+# Each must give the tokens of ``generate``.
 GENERATED: dict[str, Callable[[Any, Path], list[int]]] = {
     "generate_batch": lambda model, saved: batched(model),
     "generate_batch with flash-attn": lambda model, saved: batched(model),
@@ -275,12 +275,14 @@ GENERATED: dict[str, Callable[[Any, Path], list[int]]] = {
 
 @pytest.mark.parametrize("way", GENERATED)
 def test_generates_its_own_tokens(way: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "flash-attn" in way:  # transformers would change to it, with a line in the log
+    if "flash-attn" in way:  # unpatched transformers would switch to it
         monkeypatch.setattr(continuous_api, "is_flash_attn_2_available", lambda **_: True)
     found = GENERATED[way](load(saved / "new").eval(), saved)
     whole = torch.cat([ROWS[0], torch.tensor(found)])[None]
     with torch.no_grad():
-        wanted, softmax = (one(whole, use_cache=False).logits[0, 39:-1].argmax(-1) for one in (llama(), llama("sdpa")))
+        wanted, softmax = (
+            model(whole, use_cache=False).logits[0, 39:-1].argmax(-1) for model in (llama(), llama("sdpa"))
+        )
     assert found == wanted.tolist() != softmax.tolist()
 
 
@@ -289,7 +291,7 @@ def set_name(config: Any, name: str) -> None:
 
 
 def llava(place: Path) -> Any:
-    """As vLLM's own wrapper of transformers' models does it: the name goes into the config of a part."""
+    """The config of a part, into which vLLM's wrapper of transformers models writes the name."""
     torch.manual_seed(0)
     vision = CLIPVisionConfig(**SIZE, image_size=8, patch_size=4, projection_dim=64)
     config = LlavaConfig(text_config=LlamaConfig(**CONFIG), vision_config=vision, image_token_index=256)
@@ -311,7 +313,7 @@ def in_context_parallel(model: Any, place: Path) -> Any:
 
 
 ONLY_OURS = "`attn_implementation` must be None or a name of softplus_attention.catalog"
-# By name: what is done, and what the error says.
+# What is done, and the error.
 REFUSED: dict[str, tuple[Way, str]] = {
     **{
         f"attn_implementation={name!r}": (
@@ -367,8 +369,8 @@ REFUSED: dict[str, tuple[Way, str]] = {
 
 @pytest.mark.parametrize("way", REFUSED)
 def test_raises(way: str, saved: Path, tmp_path: Path) -> None:
-    act, words = REFUSED[way]
-    with pytest.raises((ValueError, RuntimeError), match=words):
+    act, message = REFUSED[way]
+    with pytest.raises((ValueError, RuntimeError), match=message):
         act(saved, tmp_path)
 
 
@@ -397,7 +399,7 @@ for name, way in ways.items():
         found[name] = f"ERROR {error}"
 print(json.dumps(found))
 """
-SAID = {
+ERRORS = {
     "auto": "trust_remote_code=True",
     "auto, None": "trust_remote_code=True",
     "auto, sdpa": "trust_remote_code=True",
@@ -415,7 +417,7 @@ def test_without_this_package(saved: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() == SAID.keys()
-    for way, words in SAID.items():
+    assert found.keys() == ERRORS.keys()
+    for way, message in ERRORS.items():
         assert found[way].startswith("ERROR"), way
-        assert words in found[way], way
+        assert message in found[way], way

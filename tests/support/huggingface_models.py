@@ -1,4 +1,4 @@
-"""Small random models of the families that the Hugging Face tests run, and a byte tokenizer."""
+"""Small random models for the Hugging Face tests, and a byte tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def small_model(family: str, attention: str = "lssar", layers: int = 2) -> PreTr
         model = AutoModelForCausalLM.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    # Larger weights than at the start of training: attention must matter for the tests to see it.
+    # Larger weights than usual initial ones, so that attention has a visible effect.
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() == 2 and "embed" not in name and "wpe" not in name:
@@ -54,7 +54,7 @@ def token_rows(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, and an end of text."""
+    """One token per byte, and an end-of-text token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

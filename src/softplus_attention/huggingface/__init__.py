@@ -1,12 +1,12 @@
-"""Hugging Face transformers: every attention by its name on any model, and a GPT of our own.
+"""Hugging Face transformers: the attentions of the catalogue by name in any model, and SoftplusGPT.
 
-Importing this registers, under each name of the catalogue, the attention function and the mask function that belongs to
-it, and SoftplusGPT with the Auto classes.
+Importing this package registers an attention function and a mask function under each name of the catalogue, and
+SoftplusGPT with the Auto classes.
 """
 
 from __future__ import annotations
 
-import transformers  # noqa: F401  first, so that it is what a command names where all of it is missing
+import transformers  # noqa: F401  first, so that a missing extra is reported as missing transformers
 
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel

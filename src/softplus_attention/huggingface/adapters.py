@@ -1,9 +1,9 @@
-"""PEFT adapters that remember the attention they were trained over.
+"""PEFT adapters that record the attention they were trained with.
 
-adapter_config.json names the base model, which often is the softmax model that ``use_attention`` or ``set_power``
-changed. Adapters over a model with an attention of ours record it there, and loading puts it back. Their ``peft_type``
-is one that PEFT alone does not know, and their ``init_lora_weights`` one that vLLM does not: where this package is
-not imported, loading raises.
+adapter_config.json names the base model as it is on disk, often with softmax, before ``use_attention`` or ``set_power``
+changed it. An adapter of a model with an attention of the catalogue therefore records the attention, and loading
+restores it. It is saved with a ``peft_type`` that PEFT does not know and an ``init_lora_weights`` that vLLM does not
+know, so loading it raises where this package is not imported.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from softplus_attention.huggingface.hosts import PREFIX
 from softplus_attention.huggingface.retrofit import set_power, use_attention
 
 MARK = " adapter over {}: import softplus_attention.huggingface before loading it"
-INIT = "init_lora_weights"  # counts where an adapter begins, and not where it is loaded
-_saving: ContextVar[dict[str, Any] | None] = ContextVar("the attention of the model whose adapter is saved")
+INIT = "init_lora_weights"  # used when an adapter is created, not when it is loaded
+_saving: ContextVar[dict[str, Any] | None] = ContextVar("the attention record of the adapter that is being saved")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel | None:
@@ -38,7 +38,7 @@ def base_model(model: nn.Module) -> PreTrainedModel | None:
 
 
 def attention_record(model: nn.Module) -> dict[str, Any] | None:
-    """The attention of a model and its settings as JSON; None where it is none of ours."""
+    """The attention of a model and its settings as JSON; None if it is not of the catalogue."""
     base = base_model(model)
     return None if base is None else record_of_config(base.config)
 
@@ -46,17 +46,17 @@ def attention_record(model: nn.Module) -> dict[str, Any] | None:
 def record_of_config(config: PreTrainedConfig) -> dict[str, Any] | None:
     saved = config.to_dict()
     if isinstance(config, SoftplusGPTConfig):
-        return {word: saved[word] for word in ("attention", "power", "score_scale")}
+        return {name: saved[name] for name in ("attention", "power", "score_scale")}
     if "attn_implementation" not in saved:
         return None
-    given = {word: value for word, value in (saved.get(SETTINGS) or {}).items() if value is not None}
-    record = {"attention": saved["attn_implementation"], **given}
+    settings = {name: value for name, value in (saved.get(SETTINGS) or {}).items() if value is not None}
+    record = {"attention": saved["attn_implementation"], **settings}
     parts = {key: saved[key][SETTINGS] for key in config.sub_configs if SETTINGS in (saved.get(key) or {})}
     return {**record, "parts": parts} if parts else record
 
 
 def mark(saved: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """adapter_config.json of an adapter over the attention of ``record``, as those read it who do not know us."""
+    """adapter_config.json with the attention's record, and with values that make other readers fail."""
     text = MARK.format(record["attention"])
     init = {INIT: json.dumps(saved[INIT]) + text} if INIT in saved else {}
     return {**saved, SETTINGS: dict(record), "peft_type": str(saved["peft_type"].value) + text, **init}
@@ -64,27 +64,27 @@ def mark(saved: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
 
 def unmark(saved: Mapping[str, Any]) -> dict[str, Any]:
     found = {**saved, "peft_type": saved["peft_type"].partition(" ")[0]}
-    if isinstance(saved.get(INIT), str) and " " in saved[INIT]:  # earlier versions marked the type alone
+    if isinstance(saved.get(INIT), str) and " " in saved[INIT]:  # earlier versions marked only the type
         found[INIT] = json.loads(saved[INIT].partition(" ")[0])
     return found
 
 
 def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) -> None:
-    """Give a model the attention that an adapter was trained over, or raise."""
-    base, now = base_model(model), attention_record(model)
-    if now == record:
+    """Give a model the attention that an adapter was trained with, or raise."""
+    base, current = base_model(model), attention_record(model)
+    if current == record:
         return
     parts = record.get("parts", {}) if isinstance(record, Mapping) else None
     if not isinstance(parts, Mapping) or (base is not None and not set(parts) <= set(base.config.sub_configs)):
-        check.fail("adapter", "one whose attention is an object, with parts of this model", repr(record))
+        check.fail("adapter", "one whose attention record is a dictionary, with parts of this model", repr(record))
     if base is None or not only_adapter:
-        expected = f"trained over this model's attention, {now}; one model runs adapters of one attention"
+        expected = f"trained with this model's attention, {current}; all adapters of a model share its attention"
         check.fail("adapter", expected, dict(record))
-    settings = {word: value for word, value in record.items() if word not in ("attention", "parts")}
+    settings = {key: value for key, value in record.items() if key not in ("attention", "parts")}
     name = record.get("attention")
     if isinstance(base.config, SoftplusGPTConfig):
-        if {**(now or {}), "power": record.get("power")} != record or isinstance(record.get("power"), str):
-            check.fail("adapter", f"trained over this model's attention, {now}", dict(record))
+        if {**(current or {}), "power": record.get("power")} != record or isinstance(record.get("power"), str):
+            check.fail("adapter", f"trained with this model's attention, {current}", dict(record))
         set_power(base, power_from_json(record["power"]))
     elif isinstance(name, str) and name in KNOWN:
         use_attention(base, name, **{**settings, "power": power_from_json(settings.get("power"))})
@@ -93,15 +93,15 @@ def restore(model: nn.Module, record: Mapping[str, Any], *, only_adapter: bool) 
         base.set_attn_implementation(dict(name))
         propagate_settings(base.config)
     else:
-        check.fail("adapter", "trained over an attention that this version of softplus_attention has", repr(name))
-    for key, own in parts.items():
-        setattr(getattr(base.config, key), SETTINGS, dict(own))
+        check.fail("adapter", "trained with an attention that this version of softplus_attention has", repr(name))
+    for key, part_settings in parts.items():
+        setattr(getattr(base.config, key), SETTINGS, dict(part_settings))
     if attention_record(base) != record:
-        check.fail("adapter", f"one whose attention {type(base).__name__} can have", dict(record))
+        check.fail("adapter", f"one with an attention that {type(base).__name__} supports", dict(record))
 
 
 @contextlib.contextmanager
-def saving_over(model: nn.Module) -> Iterator[None]:
+def record_attention(model: nn.Module) -> Iterator[None]:
     token = _saving.set(attention_record(model))
     try:
         yield
@@ -109,17 +109,17 @@ def saving_over(model: nn.Module) -> Iterator[None]:
         _saving.reset(token)
 
 
-def save_within(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+def recording_attention(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_pretrained)
     def save_with_attention(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with saving_over(self):
+        with record_attention(self):
             return save_pretrained(self, *args, **kwargs)
 
     return save_with_attention
 
 
 def wrap_peft(_: ModuleType) -> None:
-    """Wrap PEFT's readers and writers of adapter_config.json, and what puts an adapter into a model."""
+    """Wrap PEFT's reading and writing of adapter_config.json, and its ways to add an adapter to a model."""
     from peft import PeftConfig, PeftModel
     from peft.config import PeftConfigMixin
     from peft.tuners.tuners_utils import BaseTuner
@@ -157,59 +157,59 @@ def wrap_peft(_: ModuleType) -> None:
 
     @functools.wraps(load)
     def load_adapter(self: Any, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        # Read again: the adapter's config may come from the caller, or be that of a run that is continued.
+        # Read the saved config: the one in use may come from the caller or from a run that is resumed.
         saved = PeftConfig.from_pretrained(model_id, **self._split_kwargs(kwargs)[0])
         restore_from(saved, self, self.peft_config, adapter_name)
         return load(self, model_id, adapter_name, *args, **kwargs)
 
-    share_targets()
+    copy_default_targets()
     PeftConfigMixin.to_dict = to_dict_with_attention
     PeftConfigMixin.from_json_file = classmethod(from_json_file)  # type: ignore[arg-type]
     PeftConfigMixin.from_peft_type = classmethod(from_peft_type)  # type: ignore[arg-type]
     BaseTuner.inject_adapter = inject_adapter
     PeftModel.load_adapter = load_adapter
-    PeftModel.save_pretrained = save_within(PeftModel.save_pretrained)
-    PreTrainedModel.save_pretrained = save_within(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
+    PeftModel.save_pretrained = recording_attention(PeftModel.save_pretrained)
+    PreTrainedModel.save_pretrained = recording_attention(PreTrainedModel.save_pretrained)  # type: ignore[method-assign]
 
 
-def share_targets() -> None:
-    """PEFT's default ``target_modules`` of a host are those of its type here too."""
+def copy_default_targets() -> None:
+    """Give our model types PEFT's default ``target_modules`` of their hosts."""
     from peft.utils import constants
 
     for name, targets in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(targets, dict):
-            for host, found in list(targets.items()):
-                targets.setdefault(PREFIX + host, found)
+            for host, modules in list(targets.items()):
+                targets.setdefault(PREFIX + host, modules)
             targets.setdefault("softplus_gpt", targets.get("llama"))
 
 
 class AfterImport(MetaPathFinder):
-    """Runs ``then(module)`` after the first import of ``name``, which nobody may ever import."""
+    """Calls ``callback(module)`` after the first import of ``name``, if it is ever imported."""
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self.name, self.then = name, then
+    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
+        self.name, self.callback = name, callback
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name != self.name:
             return None
         finders = (finder for finder in sys.meta_path if finder is not self)
-        spec = next((found for finder in finders if (found := finder.find_spec(name, path, target))), None)
+        spec = next((spec for finder in finders if (spec := finder.find_spec(name, path, target))), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
-            def execute_then(module: ModuleType) -> None:
+            def execute_with_callback(module: ModuleType) -> None:
                 execute(module)
-                self.then(module)
+                self.callback(module)
 
-            spec.loader.exec_module = execute_then  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_with_callback  # type: ignore[method-assign]
         return spec
 
 
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+def after_import(name: str, callback: Callable[[ModuleType], None]) -> None:
     if name in sys.modules:
-        then(sys.modules[name])
+        callback(sys.modules[name])
     else:
-        sys.meta_path.insert(0, AfterImport(name, then))
+        sys.meta_path.insert(0, AfterImport(name, callback))
 
 
 def watch_peft() -> None:

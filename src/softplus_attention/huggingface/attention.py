@@ -1,8 +1,8 @@
-"""The attention function that transformers calls, under the name of each attention of the catalogue.
+"""The attention functions that transformers calls, one for each name of the catalogue.
 
-What the attention is made of comes from the model's config, in one dictionary that is saved with the model:
+The settings are a dictionary in the model's config, saved with the model:
 ``config.softplus_attention = {"power": 15, "score_scale": None}``. A power that grows with the number of visible keys
-is ``{"base": 15, "slope": 4, "n0": 1024}``. A window is one more, beside that of the host model's masks.
+is ``{"base": 15, "slope": 4, "n0": 1024}``. ``window`` applies in addition to the window in the host model's masks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from softplus_attention.power import PowerByLength
 from softplus_attention.visibility import Visibility
 
 SETTINGS = "softplus_attention"
-WORDS = ("power", "score_scale", "window")
-_last_asked: dict[str, tuple[str, Attention]] = {}  # by name: the settings, and what came of them
-# Keyword arguments by which a host model asks for something that this attention does not have.
+SETTING_NAMES = ("power", "score_scale", "window")
+_last_attention: dict[str, tuple[str, Attention]] = {}  # by name: repr of the settings, and the attention made of them
+# Keyword arguments with which a host model asks for an unsupported feature.
 UNSUPPORTED_KWARGS = {
     "softcap": "soft-capping of the scores",
     "logits_soft_cap": "soft-capping of the scores",
@@ -42,39 +42,37 @@ UNSUPPORTED_KWARGS = {
 
 
 class InheritedSettings(Mapping[str, Any]):
-    """In the config of a part of a composite model (text, vision): the settings of the whole, whatever they are when
-    they are looked at."""
+    """Settings of a part (text, vision) of a composite model: a view of the current settings of the parent config."""
 
-    def __init__(self, whole: Any) -> None:
-        self.whole = whole
+    def __init__(self, parent: Any) -> None:
+        self.parent = parent
 
-    def now(self) -> Any:
-        found = vars(self.whole).get(SETTINGS)
-        return found.now() if isinstance(found, InheritedSettings) else found
+    def current(self) -> Any:
+        found = vars(self.parent).get(SETTINGS)
+        return found.current() if isinstance(found, InheritedSettings) else found
 
-    def __getitem__(self, word: str) -> Any:
-        return (self.now() or {})[word]
+    def __getitem__(self, name: str) -> Any:
+        return (self.current() or {})[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.now() or {})
+        return iter(self.current() or {})
 
     def __len__(self) -> int:
-        return len(self.now() or {})
+        return len(self.current() or {})
 
     def __repr__(self) -> str:
-        return repr(self.now() or {})
+        return repr(self.current() or {})
 
     def __deepcopy__(self, copies: dict[int, Any]) -> InheritedSettings:
-        """Of the whole's copy. transformers' ``to_dict`` copies the __dict__ of a config and not the config itself:
-        there the whole is no part of what is made."""
-        if id(vars(self.whole)) in copies and id(self.whole) not in copies:
-            return InheritedSettings(self.whole)
-        return InheritedSettings(copy.deepcopy(self.whole, copies))
+        """Refers to the parent's copy. transformers' ``to_dict`` copies the __dict__ of a config, not the config:
+        then there is no copy, and the parent stays the original."""
+        if id(vars(self.parent)) in copies and id(self.parent) not in copies:
+            return InheritedSettings(self.parent)
+        return InheritedSettings(copy.deepcopy(self.parent, copies))
 
 
 def propagate_settings(config: PreTrainedConfig) -> None:
-    """The settings of a composite model are those of its parts, also where they change later, unless a part has others
-    of its own."""
+    """The parts of a composite model inherit its settings, also later changes, unless a part has its own."""
     settings = vars(config).get(SETTINGS)
     for key in config.sub_configs:
         part = getattr(config, key, None)
@@ -86,7 +84,7 @@ def propagate_settings(config: PreTrainedConfig) -> None:
 
 
 def power_from_json(power: Any) -> Any:
-    """A power as a config holds it: a number, or the words of a ``PowerByLength``."""
+    """The power in a config: a number, or the fields of a ``PowerByLength``."""
     if isinstance(power, Mapping):
         unknown = set(power) - {"base", "slope", "n0"}
         if unknown:
@@ -104,39 +102,38 @@ def power_to_json(power: Any) -> Any:
 
 
 def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As a config is saved with them."""
     power = settings.get("power")
     return {**settings, "power": power_to_json(power)} if isinstance(power, PowerByLength) else dict(settings)
 
 
 def read_settings(config: Any) -> dict[str, Any]:
-    # A config of transformers takes microseconds to answer getattr, in every layer of every step; a compiler notices a
-    # change of what it gives, and not one of vars.
+    # getattr on a transformers config takes microseconds, in every layer of every step. Under dynamo it is needed all
+    # the same: a change of the attribute recompiles, a change seen through vars() does not.
     compiling = torch.compiler.is_compiling()
     found = getattr(config, SETTINGS, None) if compiling else vars(config).get(SETTINGS)
     while isinstance(found, InheritedSettings):
-        found = getattr(found.whole, SETTINGS, None) if compiling else vars(found.whole).get(SETTINGS)
+        found = getattr(found.parent, SETTINGS, None) if compiling else vars(found.parent).get(SETTINGS)
     settings = found or {}
     if not isinstance(settings, Mapping):
-        check.fail(f"config.{SETTINGS}", f"a dictionary of {WORDS}", repr(settings), TypeError)
-    unknown = set(settings) - set(WORDS)
+        check.fail(f"config.{SETTINGS}", f"a dictionary of {SETTING_NAMES}", repr(settings), TypeError)
+    unknown = set(settings) - set(SETTING_NAMES)
     if unknown:
-        check.fail(f"config.{SETTINGS}", f"a dictionary of {WORDS}", f"also {sorted(unknown)}")
+        check.fail(f"config.{SETTINGS}", f"a dictionary of {SETTING_NAMES}", f"also {sorted(unknown)}")
     return dict(settings)
 
 
 def attention_from_config(config: Any, name: str) -> Attention:
-    """The attention of that name, with the power and the scale that the config asks for.
+    """The attention ``name`` with the config's settings.
 
-    That of the last call, where the settings are equal: every layer of a model asks, for every token.
+    The last one is reused if the settings are equal: every layer of a model asks for it, for every token.
     """
     if torch.compiler.is_compiling():
         return attention_from_settings(name, read_settings(config))
     found = vars(config).get(SETTINGS)
-    words = "" if found is None else repr(found)  # in which 1, 1.0 and True differ, as they do to the checks
-    last = _last_asked.get(name)
-    if last is None or last[0] != words:
-        last = _last_asked[name] = (words, attention_from_settings(name, read_settings(config)))
+    key = "" if found is None else repr(found)  # distinguishes 1, 1.0 and True, as the checks do
+    last = _last_attention.get(name)
+    if last is None or last[0] != key:
+        last = _last_attention[name] = (key, attention_from_settings(name, read_settings(config)))
     return last[1]
 
 
@@ -153,7 +150,7 @@ def attention_from_settings(name: str, settings: Mapping[str, Any]) -> Attention
 
 
 def checked_score_scale(score_scale: Any) -> float:
-    """As an attention of the catalogue takes it, under the name that configs have for it."""
+    """``score_scale`` as the catalogue's ``scale``; errors use the name in the config."""
     check.check_score_scale(score_scale, head_dim=2, bounds=(1,))
     if not score_scale:
         check.fail("score_scale", "None or a number above 0", score_scale)
@@ -161,7 +158,7 @@ def checked_score_scale(score_scale: Any) -> float:
 
 
 def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What ``AttentionInterface`` holds under this name."""
+    """The function that ``AttentionInterface`` has under ``name``."""
 
     def attend_host(
         module: nn.Module,
@@ -173,90 +170,90 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         scaling: float | None = None,
         is_causal: bool | None = None,
         output_attentions: bool = False,
-        **others: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         chosen = attention_from_config(module.config, name)
-        if is_paged(others):
-            check_host_arguments(chosen, query, dropout, scaling, {**others, "cache": None})
-            window = others.get("sliding_window")
-            out = attend_paged(chosen, module.layer_idx, query, key, value, others, window=window)  # type: ignore[arg-type]
+        if is_paged(kwargs):
+            check_host_arguments(chosen, query, dropout, scaling, {**kwargs, "cache": None})
+            window = kwargs.get("sliding_window")
+            out = attend_paged(chosen, module.layer_idx, query, key, value, kwargs, window=window)  # type: ignore[arg-type]
             return out.transpose(1, 2).contiguous(), None
-        check_host_arguments(chosen, query, dropout, scaling, others)
+        check_host_arguments(chosen, query, dropout, scaling, kwargs)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-        wanted = output_attentions or attentions_are_recorded()
+        needs_weights = output_attentions or attentions_are_recorded()
         if distributed.active() is not None:
-            window = others.get("sliding_window")
-            out = attend_sharded(chosen, query, key, value, causal, window=window, recorded=wanted)
+            window = kwargs.get("sliding_window")
+            out = attend_sharded(chosen, query, key, value, causal, window=window, needs_weights=needs_weights)
             return out.transpose(1, 2).contiguous(), None
         sizes = (query.shape[0], query.shape[2], key.shape[2])
-        if attention_mask is None and causal:  # whoever made it None: DeepSpeed's sequence parallel drops any mask
-            chosen = with_window(chosen, others.get("sliding_window"), sizes[2])
+        if attention_mask is None and causal:  # also if a wrapper dropped it, as DeepSpeed's sequence parallel does
+            chosen = with_window(chosen, kwargs.get("sliding_window"), sizes[2])
             if sizes[1] == sizes[2] > 1:
-                attention_mask = documents_in_positions(others.get("position_ids"), sizes[2])
+                attention_mask = documents_in_positions(kwargs.get("position_ids"), sizes[2])
                 attention_mask = None if attention_mask is None else attention_mask.expand(sizes[0], -1, -1, -1)
-        attention_mask = with_documents(attention_mask, others, sizes, causal, query.device)
+        attention_mask = with_documents(attention_mask, kwargs, sizes, causal, query.device)
         out = attend(chosen, query, key, value, attention_mask, causal)
-        seen = weights(chosen, query, key, attention_mask, causal) if wanted else None
-        return out.transpose(1, 2).contiguous(), seen  # it mostly is; JetMoe takes a view of it
+        dense = weights(chosen, query, key, attention_mask, causal) if needs_weights else None
+        return out.transpose(1, 2).contiguous(), dense  # contiguous, since JetMoe calls view; mostly it is already
 
     attend_host.__name__ = attend_host.__qualname__ = f"attend_{name.replace('-', '_')}"
     return attend_host
 
 
 def with_window(chosen: Attention, window: int | None, keys: int) -> Attention:
-    """With the window of the host's layer too, where it is shorter than the keys."""
+    """Add the window of the host's layer, if it is shorter than the keys and than the attention's own."""
     if window is None or keys <= window or ((own := chosen.window(None)) is not None and own <= window):
         return chosen
     return chosen.but(window=window)
 
 
 def attentions_are_recorded() -> bool:
-    """Some models (GPT-2) do not pass ``output_attentions`` on: transformers then only records what comes back."""
+    """Whether transformers records returned weights; some models (GPT-2) do not pass ``output_attentions`` on."""
     recorded = output_capturing._active_collector.get()
     return recorded is not None and "attentions" in recorded
 
 
 def check_host_arguments(
-    chosen: Attention, query: Tensor, dropout: float | None, scaling: float | None, others: Mapping[str, Any]
+    chosen: Attention, query: Tensor, dropout: float | None, scaling: float | None, kwargs: Mapping[str, Any]
 ) -> None:
-    """Whatever the host model asks for that would otherwise be passed over in silence."""
+    """Raise for whatever the host model asks for that would otherwise be ignored silently."""
     if dropout:
         expected = (
             f"0 with attn_implementation={chosen.name!r}, which has no dropout (attention_dropout, attn_pdrop or "
-            "attention_probs_dropout_prob of the config)"
+            "attention_probs_dropout_prob in the config)"
         )
         check.fail("dropout of the attention weights", expected, dropout)
     usual = query.shape[-1] ** -0.5
     if scaling is not None and chosen.spec.qk_norm:
-        if not scaling > 0:  # any other changes nothing: the length of q does not count
+        if not scaling > 0:  # a positive one has no effect, since q is normalised
             check.fail("scaling", f"above 0 with attn_implementation={chosen.name!r}", scaling)
     elif scaling is not None and abs(scaling - usual) > 1e-6 * usual:
         expected = f"head_dim ** -0.5 = {usual:.6g} with attn_implementation={chosen.name!r}, which has its own scale"
         check.fail("scaling", expected, scaling)
-    refuse_options(chosen.name, others)
+    refuse_options(chosen.name, kwargs)
     if chosen.spec.learned_scale or chosen.spec.positions != "rope":
-        positions = {"alibi": "adds positions of its own", "none": "goes without positions"}
-        what = "learns parameters of its own" if chosen.spec.learned_scale else positions[chosen.spec.positions]
+        positions = {"alibi": "it adds ALiBi", "none": "it has no positions"}
+        reason = "it has learned parameters" if chosen.spec.learned_scale else positions[chosen.spec.positions]
         raise ValueError(
-            f"attn_implementation={chosen.name!r} {what}, for which a host model has no place; use SoftplusGPTConfig("
+            f"attn_implementation={chosen.name!r} is not supported in a host model: {reason}; use SoftplusGPTConfig("
             f"attention={chosen.name!r})"
         )
 
 
 def refuse_options(name: str, options: Mapping[str, Any]) -> None:
-    for word, what in UNSUPPORTED_KWARGS.items():
-        if options.get(word) is not None:
-            check.fail(word, f"None: the attention {name!r} does not have {what}", type(options[word]).__name__)
+    for option, feature in UNSUPPORTED_KWARGS.items():
+        if options.get(option) is not None:
+            check.fail(option, f"None: the attention {name!r} does not have {feature}", type(options[option]).__name__)
 
 
 def build_visibility(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, window: int | None
 ) -> Visibility:
-    """The mask of ``masks.range_mask``, or a boolean one that a user passed, as the op's visibility."""
+    """The op's visibility from None, a mask of ``masks.range_mask``, or a user's boolean mask."""
     batch, heads, t_q, _ = query.shape
     t_k = key.shape[2]
     if mask is None:
-        refuse_window_to_both_sides(window, is_causal)
+        check_window_is_causal(window, is_causal)
         return Visibility(
             t_q,
             t_k,
@@ -268,7 +265,7 @@ def build_visibility(
     if mask.dim() == 4 and mask.dtype == torch.int32 and mask.shape[2:] == (t_q, 2):
         start, end = mask[:, 0, :, 0], mask[:, 0, :, 1]
         if window is not None:
-            refuse_window_to_both_sides(window, is_causal)
+            check_window_is_causal(window, is_causal)
             start = torch.maximum(start, end - window)
         return Visibility(
             t_q,
@@ -278,22 +275,22 @@ def build_visibility(
             key_end=end,
             query_key_index=end - 1,
             applied_window=window,
-            is_cache=t_q == 1 and t_q < t_k,  # several rows may have ranges that no cache has
+            is_cache=t_q == 1 and t_q < t_k,  # several rows may have ranges unlike a cache's
         )
     if mask.dtype != torch.bool:
         expected = "None, 2-D (tokens that are padding) or boolean: an additive mask is not supported"
         check.fail("attention_mask", expected, check.describe_tensor(mask))
     dense = check.check_mask(mask[..., :t_k], (batch, heads, t_q, t_k), query.device)
     if window is not None and dense is not None:
-        refuse_window_to_both_sides(window, is_causal)
-        # A causal row stands on the last key that it sees.
+        check_window_is_causal(window, is_causal)
+        # The position of a causal row is that of the last key it sees.
         key = torch.arange(t_k, device=query.device)
         own = torch.where(dense, key, -1).amax(-1, keepdim=True)
         dense = dense & (key > own - window)
     return Visibility(t_q, t_k, query.device, mask=dense, applied_window=window)
 
 
-def refuse_window_to_both_sides(window: int | None, is_causal: bool) -> None:
+def check_window_is_causal(window: int | None, is_causal: bool) -> None:
     if window is not None and not is_causal:
         check.fail("window", "None in a model that is not causal", window)
 
@@ -309,7 +306,7 @@ def attend(
     parameters: Mapping[str, Tensor] | None = None,
     normalized_keys: bool = False,
 ) -> Tensor:
-    """(B, H, T_q, D_v). Shapes come from a model: they are checked all the same, in one place."""
+    """Returns (B, H, T_q, D_v)."""
     if distributed.active() is not None:
         return attend_sharded(chosen, query, key, value, is_causal, parameters=parameters)
     visibility = build_visibility(query, key, mask, is_causal, chosen.window(None))
@@ -327,15 +324,15 @@ def attend_sharded(
     *,
     parameters: Mapping[str, Tensor] | None = None,
     window: int | None = None,
-    recorded: bool = False,
+    needs_weights: bool = False,
 ) -> Tensor:
-    """Inside ``distributed.sharded``: rows of one process. What they see is in the record, whatever mask was made."""
+    """This process's rows inside ``distributed.sharded``. The record says what they see; masks are not used."""
     record = distributed.active()
     assert record is not None
     if key.shape[2] != record.rows:
-        rows = f"{record.rows} tokens of the record on this process"
-        raise ValueError(f"context parallel goes over the {rows} alone, got {key.shape[2]} keys: pass use_cache=False")
-    if recorded:
+        expected = f"keys for the {record.rows} tokens of this process"
+        raise ValueError(f"context parallel expects {expected}, got {key.shape[2]} keys: pass use_cache=False")
+    if needs_weights:
         raise ValueError("no attention weights under context parallel: output_attentions must be False")
     windows = [one for one in (window, chosen.window(None)) if one is not None]
     return distributed.context_parallel_attention(

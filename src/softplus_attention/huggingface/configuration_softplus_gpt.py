@@ -14,7 +14,7 @@ from softplus_attention.attentions.catalog import Attention, attention
 from softplus_attention.huggingface.attention import checked_score_scale, power_from_json, power_to_json
 from softplus_attention.power import RAW_NAMES, PowerByLength, is_learned
 
-# What other models' configs call things that this one does not have, or has under another name.
+# Options of other models' configs that this one does not have, or has under another name.
 FOREIGN = {
     "attention_dropout": "0: this model has no dropout",
     "attn_pdrop": "0: this model has no dropout",
@@ -37,27 +37,26 @@ FOREIGN = {
 
 @strict
 class SoftplusGPTConfig(PreTrainedConfig):
-    r"""A GPT-2 with rotary positions and any attention of the catalogue. The defaults are GPT-2 small: 124M parameters.
+    r"""GPT-2 with rotary positions and any attention of the catalogue. The defaults are GPT-2 small, 124M parameters.
 
     Args:
         vocab_size: GPT-2's 50257 tokens, padded to a multiple of 64.
-        hidden_size, num_hidden_layers, num_attention_heads: the size. ``intermediate_size`` is four times the width,
-            ``head_dim`` the width over the heads and ``num_key_value_heads`` as many as the heads, where not given.
+        hidden_size, num_hidden_layers, num_attention_heads: the size. By default ``intermediate_size`` is
+            4 * hidden_size, ``head_dim`` hidden_size / heads, and ``num_key_value_heads`` the number of heads.
         attention: a name of ``softplus_attention.catalog`` ("lssar", "lssa", "softmax", "softmax-qknorm-logn", ...).
         power: replaces the attention's sharpening power: a number >= 1, ``{"base": 15, "slope": 4, "n0": 1024}`` for
-            one that grows with the number of visible keys, "learned", one per head and layer, or "learned-log", one
-            factor of log N per head and layer.
+            one that grows with the number of visible keys, "learned" (one per head and layer) or "learned-log" (one
+            factor of log N per head and layer).
         score_scale: replaces log(head_dim) in the scores.
-        window: each token sees itself and the ``window - 1`` before it.
-        global_every: every n-th layer sees all tokens and has no rotary positions, the others keep to the window. Only
-            layers without positions then meet distances that training did not show them.
-        local_attention: the attention of the layers that keep to the window, where it is another one.
-        positions: "rope" or "none", where it is not to be the attention's own choice.
-        rope_parameters: transformers' own dictionary: ``rope_theta``, and ``rope_type`` "default", "linear", "dynamic"
+        window: each token sees itself and the ``window - 1`` tokens before it.
+        global_every: every n-th layer sees all tokens and has no rotary positions; the others use the window. Then only
+            layers without positions see distances beyond those of training.
+        local_attention: the attention of the layers with the window, if it differs.
+        positions: "rope" or "none", to override the attention's own choice.
+        rope_parameters: transformers' dictionary: ``rope_theta``, and ``rope_type`` "default", "linear", "dynamic"
             (NTK), "yarn", ...
-        max_position_embeddings: the length that the model is trained at. Nothing is limited by it; the scaling types of
-            RoPE start from it.
-        bias: whether the linear layers and the norms have one.
+        max_position_embeddings: the training length. It limits nothing; RoPE scaling types start from it.
+        bias: whether linear layers and norms have a bias.
     """
 
     model_type = "softplus_gpt"
@@ -90,9 +89,9 @@ class SoftplusGPTConfig(PreTrainedConfig):
     positions: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for word, expected in FOREIGN.items():
-            if kwargs.get(word):
-                check.fail(word, expected, kwargs[word])
+        for name, expected in FOREIGN.items():
+            if kwargs.get(name):
+                check.fail(name, expected, kwargs[name])
         if isinstance(self.power, PowerByLength):
             self.power = power_to_json(self.power)
         if self.num_attention_heads < 1:
@@ -106,7 +105,7 @@ class SoftplusGPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def tensor_parallel_plan(self) -> dict[str, str]:
-        """Heads are divided, with what each of them learns; transformers takes the plan from here."""
+        """The plan that transformers reads: heads are divided, with their learned parameters."""
         layers = [self.attention_of_layer(layer) for layer in range(self.num_hidden_layers)]
         learned = {name for chosen in layers for name in chosen.learned_parameters(1)}
         if is_learned(self.power):
@@ -117,7 +116,7 @@ class SoftplusGPTConfig(PreTrainedConfig):
         return {f"layers.*.{name}": style for name, style in plan.items()}
 
     def validate_architecture(self) -> None:
-        """Called by ``@strict``: whatever the model could not be built from."""
+        """Called by ``@strict``."""
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if self.head_dim * heads != self.hidden_size and self.hidden_size % heads:
             check.fail("hidden_size", f"a multiple of `num_attention_heads`, {heads}", self.hidden_size)
@@ -145,19 +144,19 @@ class SoftplusGPTConfig(PreTrainedConfig):
         if not 2 <= every <= self.num_hidden_layers:
             check.fail("global_every", f"from 2 to the number of layers, {self.num_hidden_layers}", every)
         if self.window is None:
-            check.fail("window", "a number of tokens where `global_every` is given", None)
+            check.fail("window", "a number of tokens if `global_every` is given", None)
         if self.local_attention is not None and self.score_scale is not None:
-            expected = "None where `local_attention` is given: the two attentions have scores of their own"
+            expected = "None if `local_attention` is given: each of the two attentions has its own scale"
             check.fail("score_scale", expected, self.score_scale)
 
     def validate_output_attentions(self) -> None:
-        """transformers would ask for "eager" here; every attention of this model can give its weights."""
+        """transformers would require "eager" here; every attention of this model can return its weights."""
 
     def is_global(self, layer: int) -> bool:
         return self.global_every is None or (layer + 1) % self.global_every == 0
 
     def attention_of_layer(self, layer: int) -> Attention:
-        """What the layer, counted from 0, runs."""
+        """The attention of the layer, counted from 0."""
         chosen = self.chosen_attention()
         if self.global_every is None:
             return chosen
@@ -168,17 +167,17 @@ class SoftplusGPTConfig(PreTrainedConfig):
         return local.but(window=self.window, **positions)
 
     def chosen_attention(self) -> Attention:
-        """What all layers run, or the global ones where only every n-th is global."""
+        """The attention of all layers, or with ``global_every`` of the global ones."""
         window = self.window if self.global_every is None else None
         scale = None if self.score_scale is None else checked_score_scale(self.score_scale)
         overrides: dict[str, Any] = {"scale": scale, "window": window, "positions": self.positions}
-        changes = {word: value for word, value in overrides.items() if value is not None}
+        changes = {name: value for name, value in overrides.items() if value is not None}
         if isinstance(self.power, str) and not is_learned(self.power):
             forms = "a number >= 1, {'base': ..., 'slope': ..., 'n0': ...}, 'learned' or 'learned-log'"
             check.fail("power", forms, repr(self.power))
         chosen = attention(self.attention, **changes)
         if self.power is not None and chosen.spec.second_stage == "none":
-            expected = f"None: {self.attention!r} has no second stage, and so no power"
+            expected = f"None: {self.attention!r} has no second stage and so no power"
             check.fail("power", expected, repr(self.power))
         if self.power is None or is_learned(self.power):
             return chosen

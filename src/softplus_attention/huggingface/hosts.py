@@ -1,8 +1,8 @@
-"""Host models with an attention of the catalogue as model types of their own: ``softplus_llama`` and so on.
+"""Model types for host models with an attention of the catalogue: ``softplus_llama`` and so on.
 
 Engines that know ``llama`` run softmax whatever else config.json says. So a host model is saved under a type that they
-do not know, and its classes run no other attention. The classes are made when they are first asked for, from
-transformers' tables of names: no model is imported before it is needed.
+do not know, and the classes of this type run only attentions of the catalogue. The classes are made on first access
+from transformers' tables of names, so that no model is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from softplus_attention.distributed import has_slopes
 
 PREFIX, CLASS_PREFIX = "softplus_", "Softplus"
 INTERNAL = "_attn_implementation_internal"
-USUAL = ("AutoModel", "AutoModelForCausalLM")
-FIRST = (*USUAL, "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText")  # of several that find the same class
-_hosts: dict[str, tuple[str, str]] = {}  # by the name of a class: the host's model type and the name of its class
-_own_types: set[str] = set()
-_own_modules: dict[str, str] = {}  # by the name of a class that has no host
+ALWAYS_LISTED = ("AutoModel", "AutoModelForCausalLM")
+PREFERRED = (*ALWAYS_LISTED, "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText")  # if several find the same class
+_hosts: dict[str, tuple[str, str]] = {}  # our class name -> the host's model type and class name
+_own_types: set[str] = set()  # types of this package that have no host
+_own_modules: dict[str, str] = {}  # class name of such a type -> module
 
 
 class HostConfig:
-    """Mixed into a host's config."""
+    """Mixin for a host's config."""
 
     @property
     def _attn_implementation(self) -> str:
@@ -45,7 +45,7 @@ class HostConfig:
 
 
 class HostModel:
-    """Mixed into a host's model."""
+    """Mixin for a host's model."""
 
     config: Any
 
@@ -55,19 +55,19 @@ class HostModel:
             check_own(type(self).__name__, requested_attention)
         return super().get_correct_attn_implementation(requested_attention or own, is_init_check)  # type: ignore[misc]
 
-    def set_attn_implementation(self, attn_implementation: Any, *options: Any, **named: Any) -> None:
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = attention_names(self.config)
         if isinstance(attn_implementation, str):
             check_own(type(self).__name__, attn_implementation)
-        super().set_attn_implementation(attn_implementation, *options, **named)  # type: ignore[misc]
+        super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
         if not has_own(after := attention_names(self.config)):
-            super().set_attn_implementation(before, *options, **named)  # type: ignore[misc]
+            super().set_attn_implementation(before, *args, **kwargs)  # type: ignore[misc]
             check_own(type(self).__name__, after)
 
     @classmethod
-    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
         check_tensor_parallel(model, distributed_config)
-        return super().maybe_distribute_model(model, distributed_config, *rest)  # type: ignore[misc]
+        return super().maybe_distribute_model(model, distributed_config, *args)  # type: ignore[misc]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -75,24 +75,24 @@ class HostModel:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """The code is the host's: its weights are initialised and renamed as the host's are."""
+        """False, so that weights are initialised and renamed like the host's."""
         return False
 
 
 def check_tensor_parallel(model: Any, distributed_config: Any) -> None:
-    """transformers divides the heads: what it cannot divide would be replicated or wrong."""
+    """Raise if transformers cannot divide the model: it would replicate it or give wrong results."""
     processes = getattr(distributed_config, "tp_size", 1) or 1
     config, plan = model.config.get_text_config(), getattr(distributed_config, "tp_plan", None)
     plan = plan if isinstance(plan, Mapping) else getattr(model, "tp_plan", {})
-    if processes > 1 and not any("*" in name for name in plan):  # of each layer
-        what = f"1: {type(model).__name__} has no tensor parallel plan, so each process would hold all of it"
-        check.fail("tp_size", what, processes)
-    if processes > 1 and any(has_slopes(one.attention) for one in model.modules() if hasattr(one, "learned_kind")):
+    if processes > 1 and not any("*" in name for name in plan):  # entries for layers have a "*"
+        expected = f"1: {type(model).__name__} has no tensor parallel plan, so each process would hold the whole model"
+        check.fail("tp_size", expected, processes)
+    if processes > 1 and any(has_slopes(x.attention) for x in model.modules() if hasattr(x, "learned_kind")):
         check.fail("tp_size", "1: ALiBi's slopes depend on all heads", processes)
-    for word in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        number = getattr(config, word, None)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        number = getattr(config, name, None)
         if isinstance(number, int) and number % processes:
-            check.fail("tp_size", f"a divisor of `{word}`, {number}", processes)
+            check.fail("tp_size", f"a divisor of `{name}`, {number}", processes)
 
 
 def host_class(kind: type) -> Any:
@@ -100,10 +100,10 @@ def host_class(kind: type) -> Any:
 
 
 def attention_names(config: PreTrainedConfig) -> dict[str, Any]:
-    """The attention of a config under "", and those of its parts, as ``attn_implementation`` takes them: at loading the
-    top decides for its parts, so that all are named there. Those that were never set are left out."""
+    """The attention of a config under "" and those of its parts, in the form of ``attn_implementation``. All parts are
+    named, because at loading the top's name applies to them otherwise. Names that were never set are left out."""
     own = config._attn_implementation if isinstance(config, HostConfig) else vars(config).get(INTERNAL)
-    if config.model_type in _own_types:  # their attention is in settings of their own
+    if config.model_type in _own_types:  # their configs have another field for the attention
         own = None
     found: dict[str, Any] = {} if own is None else {"": own}
     for key in config.sub_configs:
@@ -128,14 +128,14 @@ def check_own(name: str, attention: str | Mapping[str, Any] | None) -> None:
 
 
 def prefixed(names: Any) -> Any:
-    """The names of our classes for those of a host's."""
+    """The names of our classes for a host's class names."""
     if isinstance(names, str):
         return CLASS_PREFIX + names
     return tuple(map(prefixed, names)) if isinstance(names, tuple | list) else names
 
 
 def host_names(names: Iterable[str] | None) -> list[str] | None:
-    """The names of a host's classes for those of ours."""
+    """The host's class names for the names of our classes."""
     return [_hosts[name][1] if name in _hosts else name for name in names or ()] or None
 
 
@@ -144,9 +144,9 @@ def auto_mappings(module: Any) -> Iterable[Any]:
 
 
 def register_hosts(own: Mapping[str, tuple[Any, ...]]) -> None:
-    """Enter a type for each host in transformers' tables of names; ``own`` are classes by type that have no host.
+    """Add a type for each host to transformers' tables of names; ``own`` has the classes of types without a host.
 
-    The tables, and not ``AutoModel.register``: Trainer, pipelines and lm-eval look there, and nothing is imported.
+    ``AutoModel.register`` would import the models, and Trainer, pipelines and lm-eval read the tables.
     """
     here = sys.modules[__name__]
     configs = configuration_auto.CONFIG_MAPPING_NAMES
@@ -154,7 +154,7 @@ def register_hosts(own: Mapping[str, tuple[Any, ...]]) -> None:
     mappings = [*auto_mappings(modeling_auto), *auto_mappings(tokenization_auto)]
     for host, name in hosts.items():
         _hosts[CLASS_PREFIX + name] = host, name
-        enter(configs, PREFIX + host, CLASS_PREFIX + name, [configuration_auto.CONFIG_MAPPING], here)
+        add_entry(configs, PREFIX + host, CLASS_PREFIX + name, [configuration_auto.CONFIG_MAPPING], here)
     for mapping in mappings:
         names = mapping._model_mapping
         is_model = names is not tokenization_auto.TOKENIZER_MAPPING_NAMES
@@ -163,47 +163,47 @@ def register_hosts(own: Mapping[str, tuple[Any, ...]]) -> None:
             if host not in names:
                 continue
             found = names[host]
-            enter(names, PREFIX + host, prefixed(found) if is_model else found, [mapping], here)
-            for one in [found] if isinstance(found, str) else found if is_model else ():
-                _hosts.setdefault(CLASS_PREFIX + one, (host, one))
+            add_entry(names, PREFIX + host, prefixed(found) if is_model else found, [mapping], here)
+            for class_name in [found] if isinstance(found, str) else found if is_model else ():
+                _hosts.setdefault(CLASS_PREFIX + class_name, (host, class_name))
     tables = modeling_auto.MODEL_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     for model_type, (config, *models) in own.items():
         _own_types.add(model_type)
         _own_modules.update({kind.__name__: kind.__module__ for kind in (config, *models)})
         module = sys.modules[config.__module__]
-        enter(configs, model_type, config.__name__, [configuration_auto.CONFIG_MAPPING], module)
+        add_entry(configs, model_type, config.__name__, [configuration_auto.CONFIG_MAPPING], module)
         for mapping in mappings:
             mapping._reverse_config_mapping[config.__name__] = model_type
         for names, kind in zip(tables, models, strict=True):
             users = [mapping for mapping in mappings if mapping._model_mapping is names]
-            enter(names, model_type, kind.__name__, users, sys.modules[kind.__module__])
-    offer_in_transformers()
+            add_entry(names, model_type, kind.__name__, users, sys.modules[kind.__module__])
+    patch_transformers_getattr()
 
 
-def offer_in_transformers() -> None:
-    """``transformers serve`` and pipelines look for the class that config.json names in transformers itself."""
-    kind = type(transformers)
-    find = getattr(kind, "__getattr__", None)
-    if find is None:
+def patch_transformers_getattr() -> None:
+    """``transformers serve`` and pipelines look up the class that config.json names in the transformers module."""
+    module_type = type(transformers)
+    getattr_of_module = getattr(module_type, "__getattr__", None)
+    if getattr_of_module is None:
         return
 
-    @functools.wraps(find)
-    def find_ours(self: Any, name: str) -> Any:
+    @functools.wraps(getattr_of_module)
+    def getattr_with_ours(self: Any, name: str) -> Any:
         if self.__name__ == "transformers" and (name in _hosts or name in _own_modules):
             return getattr(sys.modules[module_for(name)], name)
-        return find(self, name)
+        return getattr_of_module(self, name)
 
-    setattr(kind, "__getattr__", find_ours)  # noqa: B010  a method of the class of a module
+    setattr(module_type, "__getattr__", getattr_with_ours)  # noqa: B010  a method of the module's class
 
 
-def enter(names: Any, model_type: str, name: Any, mappings: Iterable[Any], module: Any) -> None:
+def add_entry(names: Any, model_type: str, name: Any, mappings: Iterable[Any], module: Any) -> None:
     names[model_type] = name
     for mapping in mappings:
         mapping._modules[configuration_auto.model_type_to_module_name(model_type)] = module
 
 
 def __getattr__(name: str) -> Any:
-    """The class of that name, made from the host's."""
+    """Make the class ``name`` from the host's."""
     if name not in _hosts:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     host, host_name = _hosts[name]
@@ -215,10 +215,10 @@ def __getattr__(name: str) -> Any:
     else:
         base = modeling_auto.MODEL_MAPPING._load_attr_from_module(host, host_name)
         bases, own, whole = (HostModel, base), base.config_class, configuration_auto.CONFIG_MAPPING[host]
-        # AutoModelForCausalLM loads the text model of a composite one by this: then the part's config is the host's.
+        # AutoModelForCausalLM loads the text model of a composite model by this class: the part has the host's config.
         is_part = own is whole.sub_configs.get("text_config")
         body["config_class"] = own if is_part else configuration_auto.CONFIG_MAPPING[PREFIX + own.model_type]
-    # Weights of the host's checkpoints are renamed by its type or by the name of a class.
+    # transformers finds the renaming of a host's weights by its type or by a class name.
     renamed = conversion_mapping.get_checkpoint_conversion_mapping(host if is_config else host_name)
     if renamed is not None:
         ours = PREFIX + host if is_config else name
@@ -227,13 +227,13 @@ def __getattr__(name: str) -> Any:
 
 
 def has_type(config: PreTrainedConfig) -> bool:
-    """Whether a config is of a host with a type of its own here: one of transformers' classes, under its own type."""
+    """Whether a config is of a host that has a type here: exactly transformers' class for its model type."""
     name = configuration_auto.CONFIG_MAPPING_NAMES.get(config.model_type)
     return name == type(config).__name__ and CLASS_PREFIX + name in _hosts
 
 
 def own_type(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """A config with an attention of ours as it is saved, of a type that runs no other; None for every other config."""
+    """The config to save, with our type, if the attention is of the catalogue; None for other configs."""
     if isinstance(config, HostConfig) or config.model_type in _own_types:
         return config
     if not has_type(config) or not has_own(attention_names(config)):
@@ -246,12 +246,13 @@ def own_type(config: PreTrainedConfig) -> PreTrainedConfig | None:
 
 
 def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
-    """The class names of a config of our types, by the Auto classes that look for them."""
+    """The class names for a config of our types, with Auto classes as keys."""
     found = {"AutoConfig": type(config).__name__}
     kinds = {key: kind for key, kind in vars(modeling_auto).items() if key.startswith("AutoModel")}
-    for auto in sorted(kinds, key=lambda key: (FIRST.index(key) if key in FIRST else len(FIRST), key)):
+    for auto in sorted(kinds, key=lambda key: (PREFERRED.index(key) if key in PREFERRED else len(PREFERRED), key)):
         name = kinds[auto]._model_mapping._model_mapping.get(config.model_type)
-        if isinstance(name, str) and (auto in USUAL or name in {*(config.architectures or ())} - {*found.values()}):
+        unlisted = {*(config.architectures or ())} - {*found.values()}
+        if isinstance(name, str) and (auto in ALWAYS_LISTED or name in unlisted):
             found[auto] = name
     return found
 

@@ -1,4 +1,4 @@
-"""Models and tokenizers for the commands: from a folder or the hub, with errors that say what was looked for."""
+"""Load models and tokenizers for the commands, from a folder or the Hub, with one-line errors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from softplus_attention.utils import untrusted
 from softplus_attention.utils.device import resolve_device
 from softplus_attention.utils.files import is_disk_full
 
-ROUNDING = 1e-4  # of the largest logit; a token that is seen changes more
+ROUNDING = 1e-4  # of the largest logit; a visible token changes logits by more
 WITHOUT_CODE = "auto_map in its JSON; read that code, then pass --trust-remote-code to run it"
 LONGEST_REASON = 300
 LARGEST_JSON = 256 * untrusted.MIB
-MIN_TENSOR = 64  # bytes that its name, type and shape take
+MIN_TENSOR = 64  # bytes of a tensor's name, type and shape
 LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_decoder_layers", "decoder_layers")
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def silence_transformers() -> None:
-    """Without transformers' warnings and progress bars: commands have their own messages."""
+    """Turn off transformers' warnings and progress bars; commands print their own messages."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -40,71 +40,70 @@ def load_model(
     source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode."""
-    where = resolve_device(device)
+    resolved = resolve_device(device)
     check_model_path("model", source, "config.json")
-    return load_weights("model", source, dtype, trust_remote_code=trust_remote_code).to(where).eval()
+    return load_weights("model", source, dtype, trust_remote_code=trust_remote_code).to(resolved).eval()
 
 
 def load_weights(
     argument: str, source: str, dtype: str, *, trust_remote_code: bool = False, **config: Any
 ) -> PreTrainedModel:
-    """A causal language model, all of its weights and no others; ``config`` replaces words of its config. Errors call
-    it ``argument``."""
+    """A causal language model whose checkpoint has exactly its weights. ``config`` overrides config fields;
+    ``argument`` names the model in errors."""
     kwargs = {"dtype": DTYPES[dtype], "output_loading_info": True, **config}
     model, report = load(AutoModelForCausalLM, argument, source, trust_remote_code, **kwargs)
-    for which, what in (("missing_keys", "lacks"), ("unexpected_keys", "also holds")):
+    for which, problem in (("missing_keys", "missing"), ("unexpected_keys", "unexpected")):
         keys = sorted(map(str, report[which]))
         if keys:
-            raise ValueError(
-                f"{argument} {source}: it {what} {len(keys)} weights of {type(model).__name__}, {keys[0]} the first"
-            )
+            kind = type(model).__name__
+            raise ValueError(f"{argument} {source}: {len(keys)} {problem} weights for {kind}, such as {keys[0]}")
     return model
 
 
 def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **kwargs: Any) -> Any:
-    """By one of transformers' Auto classes. Its own code runs only where the user says so: else transformers would ask,
-    and a `y` in a pipe would be the answer."""
+    """Load with one of transformers' Auto classes. ``trust_remote_code`` is always passed: without it transformers
+    would prompt, and accept a `y` from a pipe."""
     check_model_folder(argument, source, trust_remote_code)
     try:
         found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **kwargs)
         if isinstance(found, tuple):
-            check_end(found[0].generation_config)
+            check_eos_token(found[0].generation_config)
             found[0].config.return_dict = True
         if kind is AutoTokenizer and not isinstance(found, PreTrainedTokenizerBase):
             raise ValueError(f"tokenizer_class in its tokenizer_config.json is {type(found).__name__}")
         return found
-    # The folder of a stranger can fail in any way; torch, tokenizers and safetensors have errors of their own.
+    # An untrusted folder can fail in any way; torch, tokenizers and safetensors raise errors of their own.
     except BaseException as error:
         if is_disk_full(error) or not (isinstance(error, Exception) or untrusted.is_tokenizer_error(error)):
             raise
         cause = error.__cause__ if isinstance(error, StrictDataclassClassValidationError) else None
         reason = " ".join(str(cause or error).split())
         if not trust_remote_code and "custom code" in reason:
-            reason = f"it needs code of its own ({WITHOUT_CODE})"
+            reason = f"it needs its own code ({WITHOUT_CODE})"
         elif not Path(source).exists():
             reason = reason.partition(". ")[0]
-            reason = f"no such folder, and the Hugging Face Hub did not give a model of that name ({reason})"
+            reason = f"no such folder, and loading it from the Hugging Face Hub failed ({reason})"
         elif isinstance(error, SafetensorError):
             reason = f"its weights are cut off or damaged ({reason})"
         elif isinstance(error, UnpicklingError):
-            reason = "its weights are no file of tensors, and pickles of anything else are not read"
+            reason = "its weights are not a file of tensors, and other pickles are not loaded"
         elif "ignore_mismatched_sizes" in reason:
-            reason = "its weights have other sizes than its config.json says"
+            reason = "the sizes of its weights do not match its config.json"
         elif not isinstance(error, OSError | ValueError | RuntimeError):
             reason = f"{type(error).__name__}: {reason}"
         raise ValueError(f"{argument} {source}: {reason[:LONGEST_REASON]}") from error
 
 
-def check_end(generation: Any) -> None:
-    """transformers takes whatever generation_config.json holds."""
-    ends = generation.eos_token_id if generation is not None else None
-    if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
-        raise ValueError(f"eos_token_id in its generation_config.json is {ends!r}")
+def check_eos_token(generation: Any) -> None:
+    """transformers accepts anything in generation_config.json."""
+    ids = generation.eos_token_id if generation is not None else None
+    if not all(isinstance(token, int | None) for token in (ids if isinstance(ids, list) else [ids])):
+        raise ValueError(f"eos_token_id in its generation_config.json is {ids!r}")
 
 
 def check_model_folder(argument: str, source: str, trust_remote_code: bool = False) -> None:
-    """Before transformers reads it: regular files, JSON of reasonable size and depth, weights in this folder, no more
-    layers than there are weights, which would be built one by one, and no kernels from the hub."""
+    """Before transformers reads the folder: only regular files, JSON of reasonable size and depth, weights in this
+    folder, no more layers than tensors (each layer would be built), and no kernels from the Hub."""
     folder = Path(source)
     if not folder.is_dir():
         return
@@ -132,7 +131,7 @@ def check_model_folder(argument: str, source: str, trust_remote_code: bool = Fal
 
 
 def tensors_in(path: Path) -> int:
-    """The tensors of a file of weights; of a format that does not list them no fewer than there can be."""
+    """The number of tensors in a file of weights, or an upper bound for formats without a list of them."""
     if path.suffix != ".safetensors":
         return path.stat().st_size // MIN_TENSOR
     try:
@@ -145,14 +144,14 @@ def tensors_in(path: Path) -> int:
 def check_layers(path: Path, config: Any, tensors: int) -> None:
     for name, value in config.items() if isinstance(config, dict) else ():
         if name in LAYERS and isinstance(value, int) and value > tensors:
-            raise untrusted.UntrustedFileError(path, f"{name} is {value}, and the weights are {tensors} tensors")
+            raise untrusted.UntrustedFileError(path, f"{name} is {value}, but there are only {tensors} weight tensors")
         check_layers(path, value, tensors)
 
 
 def check_kernels(path: Path, config: Any, is_name: bool = False) -> None:
-    """``attn_implementation`` and the like may name a repository of the hub, whose compiled code would be loaded."""
+    """``attn_implementation`` and similar fields may name a Hub repository, whose compiled code would be loaded."""
     if is_name and isinstance(config, str) and "/" in config:
-        reason = f"its attention is {untrusted.short(config)}, code of a hub; to run it pass --trust-remote-code"
+        reason = f"its attention is {untrusted.short(config)}, code from the Hub; to run it pass --trust-remote-code"
         raise untrusted.UntrustedFileError(path, reason)
     for name, value in config.items() if isinstance(config, dict) else ():
         check_kernels(path, value, is_name or "_implementation" in name)
@@ -160,7 +159,7 @@ def check_kernels(path: Path, config: Any, is_name: bool = False) -> None:
 
 @torch.no_grad()
 def check_is_causal(argument: str, model: Any, ids: Tensor) -> None:
-    """A bidirectional model sees the tokens that it is measured on, and cannot continue text."""
+    """Raise for a bidirectional model: it sees the tokens that it should predict, and cannot continue text."""
     if ids.shape[1] < 2:
         return
     other = ids.clone()
@@ -168,7 +167,7 @@ def check_is_causal(argument: str, model: Any, ids: Tensor) -> None:
     before, after = (model(input_ids=x, use_cache=False).logits[:, :-1] for x in (ids, other))
     if not bool(before.isfinite().all()):
         check.fail(argument, "a model with finite logits", f"{type(model).__name__}, whose logits are NaN or infinite")
-    # The same numbers in a causal model, up to rounding: experts share their sums with other tokens, and round anew.
+    # Equal in a causal model up to rounding: experts share their sums with other tokens, and round differently.
     rounding = max(4 * torch.finfo(before.dtype).eps, ROUNDING) * before.abs().max().item()
     if not torch.allclose(before, after, rtol=0, atol=rounding):
         raise ValueError(f"{argument}: {type(model).__name__} is not causal: later tokens change earlier logits")
@@ -179,18 +178,18 @@ def load_tokenizer(source: str, trust_remote_code: bool = False) -> PreTrainedTo
 
 
 def check_model_path(name: str, source: str, file: str) -> None:
-    """A path that exists must hold the file: else transformers would look for the path's name on the hub."""
+    """An existing path must contain the file: otherwise transformers would look for its name on the Hub."""
     looks_like_path = source.startswith((".", "/", "~")) or Path(source).exists()
     if looks_like_path and not (Path(source) / file).is_file():
         expected = f"a folder with {file}"
-        found = "has none" if Path(source).is_dir() else "is no folder"
-        near = (Path(source) / "model", Path(source).parent / "model")  # of a run, or of one of its checkpoints
-        of_run = next((f"; the model of this run is in {place}" for place in near if (place / file).is_file()), "")
-        check.fail(name, expected, f"{source!r}, which {found}{of_run}")
+        found = "has none" if Path(source).is_dir() else "is not a folder"
+        run_models = (Path(source) / "model", Path(source).parent / "model")  # source is a run or its checkpoint
+        hint = next((f"; the model of this run is in {x}" for x in run_models if (x / file).is_file()), "")
+        check.fail(name, expected, f"{source!r}, which {found}{hint}")
     parent = Path(source).parent
     if not looks_like_path and len(parent.parts) and parent.is_dir():
-        # Perhaps a slip, and perhaps a name on the hub like that of a folder here.
+        # A typo, or a Hub name similar to a folder here.
         folders = sorted(x.parent.name for x in parent.glob(f"*/{file}"))
         for folder in get_close_matches(Path(source).name, folders, n=1):
-            note = f"there is no folder {source} here, but {parent / folder}; looking for {source} on the hub"
+            note = f"no folder {source}; did you mean {parent / folder}? Looking for {source} on the Hub"
             print(note, file=sys.stderr, flush=True)

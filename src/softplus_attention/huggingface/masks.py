@@ -1,8 +1,8 @@
 """The mask function that transformers calls for our attentions: a range of keys per row instead of a dense mask.
 
 Causal, windowed, padded, packed and cached attention all give each row one range of keys, so the mask is an int32
-tensor (B, 1, T_q, 2) of [start, end), or None where it is plainly causal with the last row on the last key. Whatever
-has another form (a padding mask with holes, blockwise or custom patterns) becomes transformers' own boolean mask.
+tensor (B, 1, T_q, 2) of [start, end), or None for plain causal attention aligned bottom-right. Any other pattern (a
+padding mask with holes, blockwise or custom patterns) becomes transformers' boolean mask.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transformers import masking_utils
 from softplus_attention import validation as check
 from softplus_attention.visibility import Visibility
 
-# Of the tensor of positions looked at last: itself, its version, and the ranges of its documents.
+# The last position_ids: the tensor, its version, and the ranges of its documents.
 _last_positions: tuple[Callable[[], Tensor | None], int | None, Tensor | None] = (lambda: None, 0, None)
-# Where documents end, as transformers' flattening collator says it.
+# Document boundaries, as passed by transformers' flattening collator.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is known of a transformers mask function: which of the forms that leave a row one range of keys it joins."""
+    """The parts of a transformers mask function that leaves each row one range of keys."""
 
     causal: bool = False
     window: int | None = None
@@ -35,14 +35,14 @@ class Pattern:
 
 
 def recognize_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
-    """The pattern a mask function was built from; None where it is none of those that give ranges."""
+    """The pattern of a mask function; None if it does not give ranges."""
     if mask_function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
         return Pattern()
     if torch.compiler.is_compiling():
         return None
-    # transformers builds the others as closures, named by the function that made them.
+    # transformers builds the kwargs as closures; their qualname starts with the function that made them.
     maker = mask_function.__qualname__.partition(".")[0]
     closure = dict(
         zip(mask_function.__code__.co_freevars, (c.cell_contents for c in mask_function.__closure__ or ()), strict=True)
@@ -64,7 +64,7 @@ def recognize_pattern(mask_function: Callable[..., Any]) -> Pattern | None:
             joined = replace(joined, window=found.window)
         if found.documents is not None:
             joined = replace(joined, documents=found.documents)
-    # A window that is not causal reaches to both sides: not the one meant here.
+    # A window that is not causal extends to both sides, unlike ours.
     return joined if joined.causal or joined.window is None else None
 
 
@@ -77,24 +77,24 @@ def range_mask(
     mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **others: Any,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """None, an int32 (B, 1, T_q, 2) tensor of ranges, or a boolean (B, 1, T_q, T_k) mask; see the module."""
+    """None, an int32 (B, 1, T_q, 2) tensor of ranges, or a boolean (B, 1, T_q, T_k) mask."""
     pattern = None if isinstance(kv_offset, Tensor) else recognize_pattern(mask_function)
     padding = padding_range(attention_mask, kv_length, kv_offset)
     sizes = (batch_size, q_length, kv_length, q_offset, kv_offset)
-    if pattern is None and torch.compiler.is_compiling() and attention_mask is None and not others.get("use_vmap"):
+    if pattern is None and torch.compiler.is_compiling() and attention_mask is None and not kwargs.get("use_vmap"):
         return traced_ranges(masking_utils.sdpa_mask(*sizes, mask_function, allow_is_causal_skip=False, device=device))
     ends_together = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
-    if pattern is None or padding is None or asked_for_dense(pattern, ends_together, others):
-        others |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, device=device, **others)
+    if pattern is None or padding is None or needs_dense_mask(pattern, ends_together, kwargs):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return masking_utils.sdpa_mask(*sizes, mask_function, attention_mask, device=device, **kwargs)
 
     within = pattern.window is None or kv_length <= pattern.window
     if pattern.causal and within and pattern.documents is None and padding == (None, None) and ends_together:
         return None
 
-    # Absolute positions first, those of the keys that came in last.
+    # In absolute positions, up to the return.
     row = torch.arange(q_length, device=device)[None] + q_offset
     start, end = torch.zeros_like(row), torch.full_like(row, int(kv_offset) + kv_length)
     if pattern.causal:
@@ -114,19 +114,19 @@ def range_mask(
     return ranges[:, None].expand(batch_size, 1, q_length, 2)
 
 
-def asked_for_dense(pattern: Pattern, ends_together: bool, others: Mapping[str, Any]) -> bool:
-    """Whether the model itself asks for a mask that is there: T5Gemma2 puts two of them side by side. For packed
-    documents, and causal rows that do not end with the keys, transformers asks for it too, and ranges serve."""
+def needs_dense_mask(pattern: Pattern, ends_together: bool, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model forbids skipping the mask: T5Gemma2 concatenates two masks. transformers forbids it also for
+    packed documents and for causal rows that do not end with the keys, but there ranges suffice."""
     if pattern.documents is not None or (pattern.causal and not ends_together):
         return False
-    return others.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip") is False
+    return kwargs.get("allow_is_causal_skip" if pattern.causal else "allow_is_bidirectional_skip") is False
 
 
 def traced_ranges(visible: Tensor) -> Tensor:
     """The ranges (B, 1, T_q, 2) of a dense mask, inside a compiled graph.
 
-    There the closures of transformers cannot be looked into, but the mask is one expression with its reductions and is
-    never stored. Masks that transformers builds itself leave every row one range; the assertion stands for it.
+    transformers' closures cannot be inspected there, but the compiler fuses the mask into the reductions and never
+    stores it. The masks that transformers builds leave every row one range, which is asserted.
     """
     key = torch.arange(visible.shape[-1], device=visible.device)
     start = torch.where(visible, key, visible.shape[-1]).amin(-1)
@@ -140,10 +140,10 @@ def traced_ranges(visible: Tensor) -> Tensor:
 def padding_range(
     attention_mask: Tensor | None, kv_length: int, kv_offset: int | Tensor
 ) -> tuple[Tensor | None, Tensor | None] | None:
-    """The first and the end (B,) of the real tokens; (None, None) where all are; None where they are not one range.
+    """Start and end (B,) of the real tokens; (None, None) if there is no padding; None if they are not one range.
 
-    The values of the mask decide, so this waits for the device, as transformers' own mask functions do; inside a
-    compiled graph it cannot, and the mask stays dense.
+    This reads the mask and so waits for the device, as transformers' mask functions do. A compiled graph cannot, so
+    there the mask stays dense.
     """
     if attention_mask is None:
         return None, None
@@ -162,7 +162,7 @@ def padding_range(
 
 
 def first_of_document(documents: Tensor) -> Tensor:
-    """(B, T): where the document of each position starts, for document numbers (B, T) that never come back."""
+    """(B, T): the start of each position's document, for document numbers (B, T) that do not recur."""
     return documents.shape[-1] - end_of_document(documents.flip(-1)).flip(-1)
 
 
@@ -177,22 +177,21 @@ def end_of_document(documents: Tensor) -> Tensor:
 
 
 def documents_in_positions(position_ids: Any, length: int) -> Tensor | None:
-    """The ranges (B, 1, T, 2) of packed documents whose positions begin at 0 again and count on by one; None for any
-    other positions. It waits for the device once for each tensor of positions."""
+    """The ranges (B, 1, T, 2) of packed documents, whose positions restart at 0 and grow by one; None for other
+    positions. It waits for the device once for each tensor of positions."""
     global _last_positions
     if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or position_ids.shape[1] != length:
         return None
     if torch.compiler.is_compiling() or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    # Tensors of inference mode do not count their changes: they are looked at each time.
+    # Inference tensors have no version counter, so they are read every time.
     version = None if position_ids.is_inference() else position_ids._version
     last, last_version, found = _last_positions
     if last() is not position_ids or version is None or version != last_version:
-        begins = position_ids == 0
-        begins[:, 0] = False
-        packed_ids = begins.any() & (begins[:, 1:] | (position_ids.diff(dim=1) == 1)).all()
+        restarts = position_ids == 0
+        restarts[:, 0] = False
         found = None
-        if packed_ids:
+        if restarts.any() & (restarts[:, 1:] | (position_ids.diff(dim=1) == 1)).all():
             row = torch.arange(length, device=position_ids.device)[None]
             start = (row - position_ids).clamp(min=0)
             found = torch.stack([start, (row + 1).expand_as(start)], -1).to(torch.int32)[:, None]
@@ -203,22 +202,22 @@ def documents_in_positions(position_ids: Any, length: int) -> Tensor | None:
 def with_documents(
     mask: Tensor | None, options: Mapping[str, Any], sizes: tuple[int, int, int], is_causal: bool, device: torch.device
 ) -> Tensor | None:
-    """The mask, cut where the options of PACKING say that a document ends, of which transformers' own mask functions
-    do not know. ``sizes`` are (B, T_q, T_k)."""
+    """The mask restricted to documents by the options in PACKING, which transformers' mask functions ignore.
+    ``sizes`` are (B, T_q, T_k)."""
     batch, t_q, t_k = sizes
     rows: Any
     keys: Any
-    rows, keys = (options.get(word) for word in PACKING)
+    rows, keys = (options.get(name) for name in PACKING)
     if rows is None and keys is None:
         return mask
     if batch > 1:
-        check.fail("cu_seq_lens_q", "None, or of documents packed into a batch of 1", f"a batch of {batch}")
-    for word, bounds, total in zip(PACKING, (rows, keys), (t_q, t_k), strict=True):
-        check.check_cu_seqlens(word, bounds, total, total, device, False)
+        check.fail("cu_seq_lens_q", "None, or for documents packed into a batch of 1", f"a batch of {batch}")
+    for name, bounds, total in zip(PACKING, (rows, keys), (t_q, t_k), strict=True):
+        check.check_cu_seqlens(name, bounds, total, total, device, False)
     if rows.numel() == 2:
         return mask
-    own = Visibility.from_documents(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()
-    start, end = (bound[:, None] for bound in own)  # (1, 1, T_q)
+    ranges = Visibility.from_documents(rows, keys, t_q, t_k, is_causal=is_causal, window=None).ranges()
+    start, end = (bound[:, None] for bound in ranges)  # (1, 1, T_q)
     if mask is not None and mask.dtype == torch.bool:
         key = torch.arange(t_k, device=device)
         return mask[..., :t_k] & (key >= start[..., None]) & (key < end[..., None])

@@ -1,4 +1,4 @@
-"""SoftplusGPT: GPT-2 with rotary positions and any attention of the catalogue, as a transformers model."""
+"""SoftplusGPT: a transformers model, GPT-2 with rotary positions and any attention of the catalogue."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from softplus_attention.reference import compute_dtype
 
 
 class SoftplusGPTRotaryEmbedding(nn.Module):
-    """Rotary positions of every ``rope_type`` that transformers knows, without a length limit.
+    """Rotary positions of every ``rope_type`` of transformers, without a length limit.
 
-    The frequencies are transformers'; the angles are float64 where the device has it, since in float32 the angle of
-    position 1e6 is wrong by several hundredths.
+    The frequencies are transformers'. Angles are float64 where the device supports it: in float32 the angle of
+    position 1e6 is off by several hundredths.
     """
 
     def __init__(self, config: SoftplusGPTConfig) -> None:
@@ -68,10 +68,10 @@ class SoftplusGPTRotaryEmbedding(nn.Module):
         return (config.rope_parameters["rope_theta"] ** -exponent).float(), 1.0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """``model.bfloat16()`` moves the frequencies and leaves them float32: rounded, they are other positions."""
-        kept = dict(self.named_buffers(recurse=False))
+        """Keeps the frequencies float32 in ``model.bfloat16()``: rounded, they would encode other positions."""
+        buffers = dict(self.named_buffers(recurse=False))
         super()._apply(fn, recurse)
-        for name, before in kept.items():
+        for name, before in buffers.items():
             after = getattr(self, name)
             if after.dtype != before.dtype:
                 setattr(self, name, before.to(after.device))
@@ -123,8 +123,8 @@ class SoftplusGPTAttention(LearnedParameters):
         v = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if position_embeddings is not None:
             q, k = rotate(q, *position_embeddings), rotate(k, *position_embeddings)
-        # Unit keys in the cache: a decode step then normalises one key, not all of them. Without a cache the op does it
-        # in float32, which keeps more digits.
+        # Cache unit keys, so that a decode step normalises one key, not all. Without a cache the op normalises in
+        # float32, which keeps more digits.
         normalized = (past_key_values is not None or paged is not None) and self.attention.spec.qk_norm
         if normalized:
             k = unit_keys(k)
@@ -132,21 +132,21 @@ class SoftplusGPTAttention(LearnedParameters):
             k, v = past_key_values.update(k, v, self.layer_idx)
         parameters = self.attention_parameters()
         if paged is not None:
-            own: dict[str, Any] = {"parameters": parameters, "normalized_keys": normalized}
-            out = attend_paged(self.attention, self.layer_idx, q, k, v, paged, **own)
+            kwargs: dict[str, Any] = {"parameters": parameters, "normalized_keys": normalized}
+            out = attend_paged(self.attention, self.layer_idx, q, k, v, paged, **kwargs)
             return self.o_proj(out.transpose(1, 2).flatten(2)), None
-        sight = attention_mask, self.is_causal
-        out = attend(self.attention, q, k, v, *sight, parameters=parameters, normalized_keys=normalized)
+        masking = attention_mask, self.is_causal
+        out = attend(self.attention, q, k, v, *masking, parameters=parameters, normalized_keys=normalized)
         if output_attentions and distributed.active() is not None:
             raise ValueError("no attention weights under context parallel: output_attentions must be False")
-        seen = weights(self.attention, q, k, *sight, parameters) if output_attentions else None
-        return self.o_proj(out.transpose(1, 2).flatten(2)), seen
+        dense = weights(self.attention, q, k, *masking, parameters) if output_attentions else None
+        return self.o_proj(out.transpose(1, 2).flatten(2)), dense
 
 
 def residual_projection(width: int, config: SoftplusGPTConfig) -> nn.Linear:
-    """A projection onto the residual stream; GPT-2 starts it smaller, by the number of those in the model."""
+    """A projection to the residual stream; as in GPT-2 its initial weights shrink with the number of layers."""
     projection = nn.Linear(width, config.hidden_size, bias=config.bias)
-    # The flag sits on the leaf: transformers does not pass modules without parameters of their own to _init_weights.
+    # Set on the leaf module: transformers calls _init_weights only for modules with direct parameters.
     projection.starts_smaller_by = math.sqrt(2 * config.num_hidden_layers)  # type: ignore[assignment]
     return projection
 
@@ -203,26 +203,26 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": SoftplusGPTBlock, "attentions": SoftplusGPTAttention}  # noqa: RUF012
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The attention is part of the model: what is asked for beside it may only confirm it."""
+        """The attention is part of the config; only its own name is accepted."""
         own = self.config.attention
         if requested_attention not in (None, own):
             check.fail(
                 "attn_implementation",
-                f"None or {own!r}, the attention in this model's config; another one is "
+                f"None or {own!r}, the attention in this model's config; for another one use "
                 f"SoftplusGPTConfig(attention=...), or from_pretrained(..., attention=...) for the same weights",
                 repr(requested_attention),
             )
         return own
 
-    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *options: Any, **named: Any) -> None:
-        """As at loading: what is asked for may only confirm the model's own."""
-        asked = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
-        self.get_correct_attn_implementation(asked)
+    def set_attn_implementation(self, attn_implementation: str | dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As at loading, only the model's own attention is accepted."""
+        requested = attn_implementation.get("") if isinstance(attn_implementation, dict) else attn_implementation
+        self.get_correct_attn_implementation(requested)
 
     @classmethod
-    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *rest: Any) -> Any:
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
         check_tensor_parallel(model, distributed_config)
-        return super().maybe_distribute_model(model, distributed_config, *rest)
+        return super().maybe_distribute_model(model, distributed_config, *args)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -237,7 +237,7 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
     def set_power(self, power: float | PowerByLength) -> None:
-        """Another sharpening power from here on, in the config too: a schedule, or a sharper one at inference."""
+        """Set the sharpening power, in the config too: for a schedule, or a sharper attention at inference."""
         if is_learned(self.config.power):
             raise ValueError("`power` is learned in this model and cannot be set")
         before, self.config.power = self.config.power, power_to_json(power)
@@ -252,11 +252,11 @@ class SoftplusGPTPreTrainedModel(PreTrainedModel):
 
 
 def refuse_sequence_parallel() -> None:
-    """DeepSpeed wraps the attention functions of transformers, and this model does not call them."""
+    """DeepSpeed wraps transformers' attention functions, which this model does not call."""
     groups = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if getattr(groups, "_SEQUENCE_PARALLEL_GROUP", None) is not None and not distributed.active():
         raise RuntimeError(
-            "under DeepSpeed's sequence parallel each rank of a SoftplusGPT would attend to its own tokens alone; use "
+            "under DeepSpeed's sequence parallel each rank of a SoftplusGPT would attend only to its own tokens; use "
             "softplus_attention.distributed, or `softplus-attention train --context-parallel`"
         )
 
@@ -294,14 +294,14 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        # Positions that count on from the cache cannot be packed documents: only given ones are looked at.
+        # Only position_ids that were passed can be packed documents; default ones continue from the cache.
         mask = None
         if paged is None:
             mask = create_causal_mask(
                 self.config, hidden_states, attention_mask, past_key_values=past_key_values, position_ids=position_ids
             )
         packed = paged is None and any(word in options for word in PACKING)
-        if packed or position_ids is None:  # some caches count by looking at every key
+        if packed or position_ids is None:  # only if needed: some caches scan every key to get the length
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if packed:
             batch, length = hidden_states.shape[:2]
@@ -309,9 +309,9 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
         if position_ids is None:
             position_ids = (torch.arange(hidden_states.shape[1], device=hidden_states.device) + seen)[None]
         positions = None if self.rotary_emb is None else self.rotary_emb(hidden_states, position_ids)
-        # Asked here and not in the layers: their graphs would break where it is looked up.
+        # Not in the layers: the lookup would break their graphs.
         output_attentions = output_attentions or attentions_are_recorded()
-        # Fewer than there are where generation drafts with the first of them (assistant_early_exit).
+        # Fewer than all layers if generation drafts with the first ones (assistant_early_exit).
         for layer, uses_rope in zip(self.layers[: self.config.num_hidden_layers], self.uses_rope, strict=False):
             hidden_states = layer(
                 hidden_states,
@@ -327,7 +327,7 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
 class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  transformers' own form
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
-    # Set in training: the loss of (hidden states, head weight, labels), and no logits are made or returned.
+    # Set in training: computes the loss from (hidden states, head weight, labels) without logits.
     linear_loss: Callable[..., Tensor] | None = None
 
     def __init__(self, config: SoftplusGPTConfig) -> None:
@@ -337,25 +337,25 @@ class SoftplusGPTForCausalLM(SoftplusGPTPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *options: Any, **named: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         generation = self.generation_config
         if generation.use_cache is not self.config.use_cache:
-            generation._from_model_config = None  # a choice of its own: see adjust_generation_fn
-        super().save_pretrained(save_directory, *options, **named)
+            generation._from_model_config = None  # set by the user: see adjust_generation_fn
+        super().save_pretrained(save_directory, *args, **kwargs)
 
-    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *options: Any, **named: Any) -> None:
-        """Called by ``from_pretrained``. A saved generation config that says it was made from the model's config has
-        the model's ``use_cache``: earlier versions saved trained models with the cache off in that file alone."""
-        super().adjust_generation_fn(generation_config, *options, **named)
+    def adjust_generation_fn(self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any) -> None:
+        """Called by ``from_pretrained``. A generation config derived from the model's config takes ``use_cache`` from
+        it: earlier versions saved trained models with the cache off in generation_config.json only."""
+        super().adjust_generation_fn(generation_config, *args, **kwargs)
         if generation_config is None and self.generation_config._from_model_config:
             self.generation_config.use_cache = self.config.use_cache
 
-    def _get_stopping_criteria(self, *given: Any, **named: Any) -> StoppingCriteriaList:
-        """transformers' own, without its warning beyond ``max_position_embeddings``, which limits nothing here."""
-        criteria = super()._get_stopping_criteria(*given, **named)
-        for one in criteria:
-            if isinstance(one, MaxLengthCriteria):
-                one.max_position_embeddings = None
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> StoppingCriteriaList:
+        """Without the warning beyond ``max_position_embeddings``, which limits nothing here."""
+        criteria = super()._get_stopping_criteria(*args, **kwargs)
+        for criterion in criteria:
+            if isinstance(criterion, MaxLengthCriteria):
+                criterion.max_position_embeddings = None
         return criteria
 
     @can_return_tuple

@@ -1,7 +1,7 @@
-"""What ``import softplus_attention.huggingface`` tells transformers.
+"""What ``import softplus_attention.huggingface`` registers and patches in transformers.
 
-Beyond the public registrations two methods of transformers are wrapped, because without that a name of ours could be
-lost or ignored in silence; tests fail where transformers stops calling them.
+Methods of transformers are wrapped where an attention's name would otherwise be lost or ignored silently. Tests fail if
+transformers stops calling them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from softplus_attention.huggingface.attention import (
     settings_to_json,
 )
 from softplus_attention.huggingface.configuration_softplus_gpt import SoftplusGPTConfig
-from softplus_attention.huggingface.continuous import keep_attention
+from softplus_attention.huggingface.continuous import patch_continuous_batching
 from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDED
 from softplus_attention.huggingface.hosts import (
     PREFIX,
@@ -42,14 +42,14 @@ from softplus_attention.huggingface.masks import range_mask
 from softplus_attention.huggingface.modeling_softplus_gpt import SoftplusGPTForCausalLM, SoftplusGPTModel
 from softplus_attention.huggingface.saving import wrap_saving
 
-ENGINES = ("vllm", "vllm_mla", "sglang", "tgi")  # what they call their own softmax in transformers' models
+ENGINES = ("vllm", "vllm_mla", "sglang", "tgi")  # names of inference engines' softmax in transformers models
 _models_by_config: WeakValueDictionary[int, PreTrainedModel] = WeakValueDictionary()
 
 
 def register() -> None:
     for name in KNOWN:
         AttentionInterface.register(name, attention_function(name))
-        # Without its mask function transformers passes no mask at all, and padding would be attended to in silence.
+        # Without a mask function transformers passes no mask, and rows would silently attend to padding.
         AttentionMaskInterface.register(name, range_mask)
     own = {SoftplusGPTConfig.model_type: (SoftplusGPTConfig, SoftplusGPTModel, SoftplusGPTForCausalLM)}
     own |= {config.model_type: (config, *models) for config, *models in EXTENDED.values()}
@@ -64,14 +64,13 @@ def register() -> None:
         wrap_saving()
         refuse_models_without_the_interface()
         refuse_shared_configs()
-        keep_attention()
+        patch_continuous_batching()
         watch_peft()
 
 
 def save_attention_names() -> None:
-    """transformers leaves ``attn_implementation`` out of config.json, so a model trained with LSSAR would come back as
-    one with softmax and say nothing. Ours are written; where this package is missing, loading such a model then fails.
-    """
+    """Write catalogue names into config.json. transformers leaves ``attn_implementation`` out, so a model trained with
+    LSSAR would silently load with softmax. With the name, loading fails where this package is missing."""
     to_dict = PreTrainedConfig.to_dict
 
     @functools.wraps(to_dict)
@@ -81,12 +80,11 @@ def save_attention_names() -> None:
             saved[SETTINGS] = settings_to_json(settings)
             if not settings and isinstance(settings, InheritedSettings):
                 del saved[SETTINGS]
-        for key in self.sub_configs:  # at loading they are shared again, whatever the whole then has
+        for key in self.sub_configs:  # parts inherit the settings again when they are loaded
             part = getattr(self, key, None)
             settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
-            if isinstance(settings, InheritedSettings) and vars(settings.whole).get(SETTINGS) is vars(self).get(
-                SETTINGS
-            ):
+            inherited = isinstance(settings, InheritedSettings)
+            if inherited and vars(settings.parent).get(SETTINGS) is vars(self).get(SETTINGS):
                 saved[key].pop(SETTINGS, None)
         if has_own(tree := attention_names(self)):
             saved["attn_implementation"] = tree[""] if "" in tree and len(names_in(tree)) == 1 else tree
@@ -97,9 +95,9 @@ def save_attention_names() -> None:
 
 
 def keep_attention_names() -> None:
-    """``attn_implementation=None``, which many programs pass, would replace the name in a config by softmax's."""
+    """Keep a config's name if ``attn_implementation=None`` is passed, as many programs do: it would select softmax."""
     from_dict, get_dict = PreTrainedConfig.from_dict.__func__, PreTrainedConfig.get_config_dict.__func__
-    name = PreTrainedConfig._attn_implementation
+    implementation = PreTrainedConfig._attn_implementation
 
     @functools.wraps(from_dict)
     def from_dict_keeping_name(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -107,21 +105,21 @@ def keep_attention_names() -> None:
             del kwargs["attn_implementation"]
         found = from_dict(cls, config_dict, **kwargs)
         config = found[0] if isinstance(found, tuple) else found
-        if SETTINGS in vars(config):  # a part may be all that is loaded of a composite model
+        if SETTINGS in vars(config):  # here too, since only a part of a composite model may be loaded
             propagate_settings(config)
         return found
 
     def set_unless_none(self: PreTrainedConfig, value: Any) -> None:
         if value is None and has_own(attention_names(self)):
             return
-        engines = {one for one in names_in(value) if isinstance(one, str)} & set(ENGINES)
-        if engines and has_own(attention_names(self)):  # of a part of a composite model, say
+        engines = {name for name in names_in(value) if isinstance(name, str)} & set(ENGINES)
+        if engines and has_own(attention_names(self)):  # for example in a part of a composite model
             check_own(self.model_type, engines.pop())
-        name.fset(self, value)
+        implementation.fset(self, value)
 
     @functools.wraps(get_dict)
     def get_dict_of_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Where a host's own class loads what is saved as ours, as users of that class write it."""
+        """Let a host's class (``LlamaForCausalLM``) load what was saved under our type (``softplus_llama``)."""
         found, others = get_dict(cls, *args, **kwargs)
         if cls.model_type and found.get("model_type") == PREFIX + cls.model_type:
             if kwargs.get("attn_implementation") is not None:
@@ -132,49 +130,49 @@ def keep_attention_names() -> None:
 
     PreTrainedConfig.get_config_dict = classmethod(get_dict_of_class)  # type: ignore[assignment]
     PreTrainedConfig.from_dict = classmethod(from_dict_keeping_name)  # type: ignore[arg-type, assignment]
-    PreTrainedConfig._attn_implementation = property(name.fget, set_unless_none)
+    PreTrainedConfig._attn_implementation = property(implementation.fget, set_unless_none)
 
 
 def refuse_shared_configs() -> None:
-    """``from_config(config, attn_implementation="sdpa")`` writes the name into the config itself: a model of ours that
-    was made from the same object would go on with softmax."""
+    """``from_config(config, attn_implementation="sdpa")`` writes the name into the config object itself. A model that
+    shares this object would silently continue with softmax."""
     from_config = PreTrainedModel._from_config.__func__
 
     @functools.wraps(from_config)
-    def from_config_of_its_own(cls: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
+    def from_unshared_config(cls: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
         own, name = attention_names(config), kwargs.get("attn_implementation")
         other = _models_by_config.get(id(config))
         if other is not None and has_own(own) and name is not None and names_in(name) != names_in(own):
-            found = f"the config object of a {type(other).__name__} whose attention it would change too"
+            found = f"the config object of a {type(other).__name__}, whose attention would change too"
             check.fail("config", f"a copy, copy.deepcopy(config), with attn_implementation={name!r}", found)
         return from_config(cls, config, **kwargs)
 
-    PreTrainedModel._from_config = classmethod(from_config_of_its_own)  # type: ignore[arg-type, method-assign]
+    PreTrainedModel._from_config = classmethod(from_unshared_config)  # type: ignore[arg-type, method-assign]
 
 
 def uses_the_interface(model: PreTrainedModel) -> bool:
-    """transformers reads the source of a class to know, and says no where it cannot, as in a notebook: then the classes
-    that it is made from are asked too."""
+    """Whether transformers' attention interface is used. transformers reads the class's source, which fails in a
+    notebook, so the base classes are asked too."""
     kinds = (kind for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel)
     return any(kind._can_set_attn_implementation() for kind in kinds)  # type: ignore[attr-defined]
 
 
 def refuse_models_without_the_interface() -> None:
-    """A model that computes its attention by itself would take our name and go on with softmax; some (Bloom, CodeGen)
-    would also read "no mask" as "everything is visible"."""
+    """A model with its own attention code would accept a catalogue name and still compute softmax. Some (Bloom,
+    CodeGen) would also treat "no mask" as "everything is visible"."""
     get_correct = PreTrainedModel.get_correct_attn_implementation
 
     @functools.wraps(get_correct)
-    def get_correct_or_refuse(self: PreTrainedModel, requested_attention: str | None, *others: Any, **more: Any) -> str:
+    def get_correct_or_refuse(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         if requested_attention in KNOWN:
             if not uses_the_interface(self):
                 raise ValueError(
                     f"attn_implementation={requested_attention!r}: {type(self).__name__} does not use transformers' "
-                    "attention interface, so another attention cannot be put into it"
+                    "attention interface, so its attention cannot be replaced"
                 )
             if not (self._supports_sdpa or self._supports_attention_backend):
-                # Some of its attentions may compute by themselves, or say of themselves that they are not causal where
-                # they are: without a mask they would see what comes after a token.
+                # Some layers may have their own attention code, or declare themselves non-causal although they are
+                # causal: without a mask they would see later tokens.
                 raise ValueError(
                     f"attn_implementation={requested_attention!r}: {type(self).__name__} does not support custom "
                     "attention functions in every layer"
@@ -182,6 +180,6 @@ def refuse_models_without_the_interface() -> None:
             propagate_settings(self.config)
             attention_from_config(self.config, requested_attention)
             _models_by_config[id(self.config)] = self
-        return get_correct(self, requested_attention, *others, **more)
+        return get_correct(self, requested_attention, *args, **kwargs)
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_or_refuse  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The module in a saved model's folder, by which ``trust_remote_code=True`` finds this package."""
+"""The module in a saved model's folder with which ``trust_remote_code=True`` finds this package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from softplus_attention.huggingface.hosts import module_for
 
 MODULE = "softplus_attention_model"
-# Subclasses, so that transformers marks these as coming with the model and not the classes of everybody.
+# Subclasses, so that transformers marks these as remote code, not the package's own classes.
 CODE = '''"""Loads this model by the package softplus-attention, which has its attention."""
 
 try:
@@ -28,7 +28,7 @@ class {model}({model}):
 
 
 def remote_code_for(classes: Mapping[str, str]) -> str:
-    """The code of the classes that ``auto_map`` names, by the Auto classes that look for them."""
+    """The module's code, for ``auto_map`` with Auto classes as keys and class names as values."""
     config, *models = dict.fromkeys(classes.values())
     imports = "\n".join(f"    from {module_for(name)} import {name}" for name in (config, *models))
     return CODE.format(imports=imports, config=config) + "".join(MODEL.format(model=x, config=config) for x in models)

@@ -1,4 +1,4 @@
-"""Another attention in a model that exists: swapped in by name, its power raised step by step."""
+"""Replace the attention of an existing model by name, and set its power."""
 
 from __future__ import annotations
 
@@ -30,40 +30,43 @@ def use_attention(
     score_scale: float | None = None,
     window: int | None = None,
 ) -> PreTrainedModel:
-    """The same weights with the attention ``name`` in every layer. Returns the model, which is changed in place.
+    """Replace the attention of every layer by ``name``, in place, and return the model. The weights stay.
 
-    ``power``, ``score_scale`` and ``window`` are the attention's own where not given, whatever they were before. A
-    model trained with softmax must be fine-tuned after it: see docs/huggingface.md for what the swap alone costs.
+    ``power``, ``score_scale`` and ``window`` default to the attention's own, not to the previous settings. A model
+    trained with softmax must be fine-tuned afterwards: docs/huggingface.md has the loss before and after.
     """
     if isinstance(model.config, SoftplusGPTConfig):
         raise ValueError(
-            "`model` is a SoftplusGPT, whose attention is part of its config: load its weights with "
+            "`model` is a SoftplusGPT, whose attention is part of its config: load it with "
             f"from_pretrained(..., attention={name!r})"
         )
     settings: dict[str, Any] = {} if power is None else {"power": power_to_json(power)}
     settings |= {} if score_scale is None else {"score_scale": score_scale}
     settings |= {} if window is None else {"window": window}
-    attention_from_settings(name, settings)  # refused before anything is changed
+    attention_from_settings(name, settings)  # raises before anything is changed
     configs = collect_configs(model)
     before = [getattr(config, SETTINGS, None) for config in configs]
     for config in configs:
         setattr(config, SETTINGS, dict(settings))
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
-        for config, former in zip(configs, before, strict=True):
-            delattr(config, SETTINGS) if former is None else setattr(config, SETTINGS, former)
-        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface: its attention stays")
+        for config, previous in zip(configs, before, strict=True):
+            delattr(config, SETTINGS) if previous is None else setattr(config, SETTINGS, previous)
+        raise ValueError(
+            f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot be "
+            "replaced"
+        )
     for config in configs:
         propagate_settings(config)
     return model
 
 
 def set_power(model: nn.Module, power: float | PowerByLength) -> None:
-    """Another sharpening power from here on, saved with the config: a schedule, or a sharper one at inference.
+    """Set the sharpening power, in the config too: for a schedule in training, or a sharper attention at inference.
 
     ``model`` is a SoftplusGPT or any model with ``attn_implementation="lssar"``, also inside a wrapper such as DDP.
     """
-    words = power_to_json(power)
+    power_json = power_to_json(power)
     changed: list[Any] = []
     for module in model.modules():
         if isinstance(module, SoftplusGPTPreTrainedModel):
@@ -71,9 +74,9 @@ def set_power(model: nn.Module, power: float | PowerByLength) -> None:
             changed.append(module.config)
         elif isinstance(module, PreTrainedModel) and module.config._attn_implementation in KNOWN:
             found = vars(module.config).get(SETTINGS)
-            if isinstance(found, InheritedSettings) and any(found.whole is config for config in changed):
+            if isinstance(found, InheritedSettings) and any(found.parent is config for config in changed):
                 continue
-            settings = {**read_settings(module.config), "power": words}
+            settings = {**read_settings(module.config), "power": power_json}
             attention_from_settings(module.config._attn_implementation, settings)
             setattr(module.config, SETTINGS, settings)
             changed.append(module.config)

@@ -1,7 +1,7 @@
-"""Models as they are saved: under a type that runs no other attention, with a card, and with code that loads them.
+"""Saved models: a model type that runs no other attention, a model card, and code that loads the model.
 
-``save_pretrained`` of a model with an attention of ours writes, beside the weights, config.json with our model type,
-a module for ``trust_remote_code=True``, and README.md where the folder has none.
+For a model with an attention of the catalogue ``save_pretrained`` writes config.json with our model type, a module for
+``trust_remote_code=True``, and README.md unless the folder has one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ library_name: transformers
 |---|---|
 {table}
 
-Its attention is in a package, `pip install 'softplus-attention[huggingface]'`, and no other attention will do.
+It needs the package with its attention, `pip install 'softplus-attention[huggingface]'`, and works with no other.
 
 ```python
 import softplus_attention.huggingface  # or trust_remote_code=True in the next call
@@ -49,10 +49,10 @@ model = {auto}.from_pretrained("{name}")
 def save_trained(
     model: PreTrainedModel, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> None:
-    """``model.save_pretrained(directory)`` with the key-value cache on, and the tokenizer beside it.
+    """``model.save_pretrained(directory)`` with ``use_cache=True``, and the tokenizer.
 
-    Trainer and gradient checkpointing switch ``use_cache`` off; saved like that, every generated token would run the
-    whole sequence again.
+    Trainer and gradient checkpointing switch ``use_cache`` off. Saved like that, the model would compute the whole
+    sequence again for every generated token.
     """
     model.config.use_cache = True
     if model.can_generate():
@@ -68,7 +68,7 @@ def save_with_code(model: PreTrainedModel, directory: str | Path, **options: Any
 
 
 def wrap_saving() -> None:
-    """Wrap ``save_pretrained`` of configs and of models."""
+    """Wrap ``save_pretrained`` of configs and models."""
     save_config, save_model = PreTrainedConfig.save_pretrained, PreTrainedModel.save_pretrained
 
     @functools.wraps(save_config)
@@ -102,15 +102,15 @@ def model_card(
 ) -> str:
     """README.md of a saved model: what it is, its attention and power, how to load it.
 
-    ``about`` is a sentence or two after the title, ``base`` the model that it was made from, ``facts`` further rows of
-    its table (losses, tokens seen, ...).
+    ``about`` is a sentence or two below the title, ``base`` the model it was made from, ``facts`` more rows of the
+    table (losses, tokens seen, ...).
     """
     config = own_type(config) or config
     kinds = auto_classes(config)
     own = [key for key, name in kinds.items() if name in (config.architectures or ())]
     auto = next((key for key in own if key != "AutoModel"), "AutoModelForCausalLM" if not own else "AutoModel")
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
-    rows = {word.replace("_", " ").capitalize(): value for word, value in attention_settings(config).items()}
+    rows = {name.replace("_", " ").capitalize(): value for name, value in attention_settings(config).items()}
     rows |= {"Context length": length, "Made from": base, **facts}
     table = "\n".join(f"| {what} | {value} |" for what, value in rows.items() if value is not None)
     task = "pipeline_tag: text-generation\n" if auto == "AutoModelForCausalLM" else ""
@@ -123,5 +123,5 @@ def attention_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if isinstance(config, HostConfig):
         names = attention_names(config)
         return {"attention": names[""] if list(names) == [""] else names, **(saved.get(SETTINGS) or {})}
-    words = ("attention", "power", "score_scale", "window", "global_every", "local_attention")
-    return {word: saved.get(word) for word in words if word in saved}
+    names = ("attention", "power", "score_scale", "window", "global_every", "local_attention")
+    return {name: saved[name] for name in names if name in saved}

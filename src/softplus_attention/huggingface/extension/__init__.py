@@ -1,1 +1,1 @@
-"""Extension of pretrained models: most key heads see a window, a few see everything, by positions that they know."""
+"""Context extension of pretrained models: most key heads see a window, a few see all keys at trained distances."""

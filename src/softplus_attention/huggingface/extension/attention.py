@@ -1,8 +1,8 @@
-"""Softmax attention in two parts with one normalisation, in linear memory, forward and backward.
+"""Softmax attention over two sets of keys with one normalisation, in linear memory, forward and backward.
 
-A causal row i sees the ``near`` last keys (its own counted) by their exact rotation, and the keys before those, all of
-them or the first ``most_far``, by queries and keys of their own. The far ones are clipped or grouped positions, or the
-attention sink of a window. The parts are computed by torch's fused attention and merged by their log-sums.
+A causal row sees the last ``near`` keys (its own included) with exact rotations, and of the keys before those all or
+the first ``most_far``, with separate queries and keys: clipped or grouped positions, or the attention sink of a window.
+The parts are computed by torch's fused attention and merged with their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 EVERYTHING = 1 << 62
 MAX_ROWS = 4096  # of a block
-DENSE_ROWS = 256  # where torch has no fused attention that gives its log-sums
+DENSE_ROWS = 256  # of a block if torch has no fused attention that returns log-sum-exps
 
 Part = Literal["near", "far"]
 
 
 class Piece(NamedTuple):
-    """Rows of a block against a stretch of keys: all of them, or where rows and keys are as many, a triangle of them:
-    "causal" with key <= row, "strict" with key > row."""
+    """Rows of a block and a range of keys. The rows see all of them ("full"), or, with as many rows as keys, the
+    triangle key <= row ("causal") or key > row ("strict")."""
 
     part: Part
     rows: tuple[int, int]
@@ -33,9 +33,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Reach:
-    """What the heads of a group see: the last ``near`` keys, and of those before them the first ``most_far``.
+    """What a group of heads sees: the last ``near`` keys, and of the keys before those the first ``most_far``.
 
-    Where a row has n > ``level`` far keys, each weighs ``level`` / n: together no more than so many would.
+    If a row has n > ``level`` far keys, each is weighted by ``level`` / n: together they count as ``level`` keys.
     """
 
     near: int = EVERYTHING
@@ -44,7 +44,7 @@ class Reach:
 
 
 def level_bias(first: int, end: int, reach: Reach, like: Tensor) -> Tensor | None:
-    """(rows) of what is added to the far scores of the rows at the positions [first, end); None where it is 0."""
+    """(rows,) the bias on the far scores of the rows at positions [first, end); None if it is 0."""
     if end - reach.near <= reach.level:
         return None
     seen = torch.arange(first - reach.near + 1, end - reach.near + 1, device=like.device, dtype=torch.float64)
@@ -52,7 +52,7 @@ def level_bias(first: int, end: int, reach: Reach, like: Tensor) -> Tensor | Non
 
 
 def blocks(first: int, rows: int, near: int) -> Iterator[tuple[int, int]]:
-    """(first, end) positions of blocks of rows: at most ``near`` rows each, none of them across position ``near``."""
+    """(first, end) positions of blocks of at most ``near`` rows; no block crosses position ``near``."""
     end = first + rows
     while first < end:
         last = min(end, first + min(near, MAX_ROWS))
@@ -63,7 +63,7 @@ def blocks(first: int, rows: int, near: int) -> Iterator[tuple[int, int]]:
 
 
 def pieces(first: int, end: int, reach: Reach) -> Iterator[Piece]:
-    """The pieces that a block of rows at the positions [first, end) is made of."""
+    """The pieces of the block of rows at positions [first, end)."""
     near, rows = reach.near, (first, end)
     if end - first == 1:  # a decode step: one piece of each part
         yield Piece("near", rows, (max(0, first - near + 1), end))
@@ -76,7 +76,7 @@ def pieces(first: int, end: int, reach: Reach) -> Iterator[Piece]:
     if first < near or not reach.most_far:
         return
     yield Piece("far", rows, (0, min(reach.most_far, first - near + 1)))
-    # The last of those is there for the first row; each next row gets a key more.
+    # The first row sees the far keys before ``begin``; each later row sees one more.
     begin, last = first - near + 1, min(reach.most_far, end - near)
     if begin < last:
         yield Piece("far", (first + 1, first + 1 + last - begin), (begin, last), "causal")
@@ -85,12 +85,12 @@ def pieces(first: int, end: int, reach: Reach) -> Iterator[Piece]:
 
 
 def has_fused(q: Tensor) -> bool:
-    """Whether torch has an attention here that gives its log-sums."""
+    """Whether torch has a fused attention for ``q`` that returns log-sum-exps."""
     return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16))
 
 
 def piece_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(output, log-sum) of q (N, G, T, D) over k, v (N, G, T_k, D), of which the heads of a group are one."""
+    """(output, log-sum-exp) of q (N, G, T, D) over k, v (N, G, T_k, D), which the G heads may share."""
     if not has_fused(q):
         parts = []
         for begin in range(0, q.shape[-2], DENSE_ROWS):
@@ -117,7 +117,7 @@ def dense_scores(q: Tensor, k: Tensor, causal: bool, scale: float, begin: int) -
 def piece_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a piece, given the output and the log-sum of all pieces together."""
+    """Gradients of a piece, from the merged output and log-sum-exp of all pieces."""
     if q.device.type == "cpu" and has_fused(q):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log_sum, 0.0, causal, scale=scale
@@ -136,19 +136,19 @@ def piece_backward(
 
 
 class _Views:
-    """The tensors of a call as pieces take them: batch and key heads in one dimension, the query heads of each in the
-    next, and of the keys as many copies that take no memory."""
+    """The tensors of a call, laid out for pieces: dimension 0 is batch and key heads, dimension 1 the query heads of
+    each key head, to which keys are expanded without copies."""
 
     def __init__(self, first: int, end: int, near: tuple[Tensor, ...], far: tuple[Tensor, ...] | None) -> None:
         heads = near[1].shape[1]
         self.group = near[0].shape[1] // heads
         self.first = first
         self.near_begin = end - near[1].shape[2]
-        self.parts: dict[str, tuple[Tensor, ...]] = {"near": self.of(near)}
+        self.parts: dict[str, tuple[Tensor, ...]] = {"near": self.layout(near)}
         if far is not None:
-            self.parts["far"] = self.of(far)
+            self.parts["far"] = self.layout(far)
 
-    def of(self, part: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def layout(self, part: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         q, k, v = part
         return (q.unflatten(1, (-1, self.group)).flatten(0, 1), *(x.flatten(0, 1) for x in (k, v)))
 
@@ -158,26 +158,26 @@ class _Views:
         return rows, slice(piece.keys[0] - shift, piece.keys[1] - shift)
 
     def cut(self, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, G, rows, D) and twice (N, 1 or G, keys, D), so turned that a triangle is a causal one."""
+        """q (N, G, rows, D), k and v (N, 1 or G, keys, D), flipped if needed so that a triangle is causal."""
         rows, keys = self.slices(piece)
         q, k, v = self.parts[piece.part]
         q, k, v = q[:, :, rows], k[:, keys], v[:, keys]
         if piece.form == "strict":
             q, k, v = q.flip(-2), k.flip(-2), v.flip(-2)
-        if piece.form == "full" and q.shape[2] == 1:  # the query heads as rows: the keys are read once
+        if piece.form == "full" and q.shape[2] == 1:  # query heads as rows, so that keys are read once
             return q.transpose(1, 2), k[:, None], v[:, None]
         return q, k[:, None].expand(-1, self.group, -1, -1), v[:, None].expand(-1, self.group, -1, -1)
 
 
-def restored(x: Tensor, piece: Piece, folded: bool, dim: int) -> Tensor:
-    """What a piece gave, in the order of its rows."""
+def unflip(x: Tensor, piece: Piece, folded: bool, dim: int) -> Tensor:
+    """Undo the layout changes of ``_Views.cut``."""
     if folded:
         return x.transpose(1, 2)
     return x.flip(dim) if piece.form == "strict" else x
 
 
 def forward(views: _Views, end: int, reach: Reach, scale: float) -> tuple[Tensor, Tensor]:
-    """(N, G, T, D) and its log-sums (N, G, T)."""
+    """The output (N, G, T, D) and its log-sum-exps (N, G, T)."""
     first = views.first
     outs, log_sums = [], []
     for begin, stop in blocks(first, end - first, reach.near):
@@ -185,19 +185,19 @@ def forward(views: _Views, end: int, reach: Reach, scale: float) -> tuple[Tensor
         for piece in pieces(begin, stop, reach):
             q, k, v = views.cut(piece)
             folded = q.shape[1] != views.group
-            found, log_sum = piece_forward(q, k, v, piece.form != "full", scale)
-            found, log_sum = restored(found, piece, folded, -2), restored(log_sum, piece, folded, -1)
+            piece_out, log_sum = piece_forward(q, k, v, piece.form != "full", scale)
+            piece_out, log_sum = unflip(piece_out, piece, folded, -2), unflip(log_sum, piece, folded, -1)
             if piece.part == "far" and (bias := level_bias(*piece.rows, reach, log_sum)) is not None:
                 log_sum = log_sum + bias
             if out is None:  # the first piece has all rows
-                out, total = found, log_sum
+                out, total = piece_out, log_sum
                 continue
             rows = slice(piece.rows[0] - begin, piece.rows[1] - begin)
             merged = torch.logaddexp(total[..., rows], log_sum)
             if out.dtype != log_sum.dtype:
                 out = out.to(log_sum.dtype)
-            share, other = (torch.exp(x - merged)[..., None] for x in (total[..., rows], log_sum))
-            part = out[..., rows, :] * share + found * other
+            old_share, new_share = (torch.exp(x - merged)[..., None] for x in (total[..., rows], log_sum))
+            part = out[..., rows, :] * old_share + piece_out * new_share
             if rows == slice(0, stop - begin):
                 out, total = part, merged
             else:
@@ -232,16 +232,21 @@ class TwoParts(torch.autograd.Function):
             for piece in pieces(begin, stop, reach):
                 rows, keys = views.slices(piece)
                 q, k, v = views.cut(piece)
-                turned = [grad[:, :, rows], out[:, :, rows], log_sum[..., rows]]
+                piece_grad, piece_out, piece_log_sum = grad[:, :, rows], out[:, :, rows], log_sum[..., rows]
                 if piece.part == "far" and (bias := level_bias(*piece.rows, reach, log_sum)) is not None:
-                    turned[2] = turned[2] - bias
+                    piece_log_sum = piece_log_sum - bias
                 folded = q.shape[1] != views.group
-                turned = [restored(x, piece, folded, d) for x, d in zip(turned, (-2, -2, -1), strict=True)]
-                turned[0], turned[1] = turned[0].contiguous(), turned[1].contiguous()
                 by_q, by_k, by_v = piece_backward(
-                    turned[0], q, k, v, turned[1], turned[2].contiguous(), piece.form != "full", scale
+                    unflip(piece_grad, piece, folded, -2).contiguous(),
+                    q,
+                    k,
+                    v,
+                    unflip(piece_out, piece, folded, -2).contiguous(),
+                    unflip(piece_log_sum, piece, folded, -1).contiguous(),
+                    piece.form != "full",
+                    scale,
                 )
-                grads[piece.part][0][:, :, rows] += restored(by_q, piece, folded, -2)
+                grads[piece.part][0][:, :, rows] += unflip(by_q, piece, folded, -2)
                 for total, part in zip(grads[piece.part][1:], (by_k, by_v), strict=True):
                     part = part.sum(1, dtype=dtype)
                     total[:, keys] += part.flip(-2) if piece.form == "strict" else part
@@ -259,19 +264,19 @@ def two_part_attention(
     reach: Reach,
     scale: float,
 ) -> Tensor:
-    """(B, H, T, D) of the rows at the positions ``first`` and on.
+    """The output (B, H, T, D) of the rows from position ``first`` on.
 
-    near: q (B, H, T, D), and k, v (B, H_kv, N, D) of the last N positions, which end with the last row's own.
-    far: q as the far keys take it, and k, v (B, H_kv, M, D) of the first M positions. None where no row sees any.
+    near: q (B, H, T, D), and k, v (B, H_kv, N, D) of the last N positions up to the last row's.
+    far: q for the far keys, and k, v (B, H_kv, M, D) of the first M positions. None if no row sees any.
     """
     end = first + near[0].shape[2]
     if far is None:
         reach = replace(reach, most_far=0)
     needed = min(end, reach.near + end - first - 1)
     if near[1].shape[2] < needed:
-        raise ValueError(f"near keys: the last {needed} positions are seen, and {near[1].shape[2]} are given")
+        raise ValueError(f"near keys: expected the last {needed} positions, got {near[1].shape[2]}")
     if far is not None and far[1].shape[2] < (needed := min(reach.most_far, max(0, end - reach.near))):
-        raise ValueError(f"far keys: the first {needed} positions are seen, and {far[1].shape[2]} are given")
+        raise ValueError(f"far keys: expected the first {needed} positions, got {far[1].shape[2]}")
     if far is not None and end <= reach.near:
         far = None
     tensors = (*near, *(far or ()))
@@ -288,7 +293,7 @@ def dense_two_parts(
     reach: Reach,
     scale: float,
 ) -> Tensor:
-    """The same with all weights at once: the reference that the other is tested against."""
+    """The reference for ``two_part_attention``, with dense weights."""
     (q, k, v), end = near, first + near[0].shape[2]
     group = q.shape[1] // k.shape[1]
     row = torch.arange(first, end, device=q.device)[:, None]

@@ -1,22 +1,21 @@
-"""The cache of an extended model: a ring of the window and the sink for most heads, everything for the far ones."""
+"""The cache of an extended model: a ring buffer and the sink for heads with a window, all tokens for far heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from softplus_attention import validation as check
 from softplus_attention.huggingface.extension.attention import EVERYTHING, Reach
 
-MIN_SPARE, SPARE_SHARE = 64, 16  # tokens that a buffer grows by: at least the first, a sixteenth of what it holds
+MIN_SPARE, SPARE_SHARE = 64, 16  # a buffer grows by a sixteenth of its tokens, by 64 at least
 
 
 class KeyBuffer:
-    """Keys and values (B, H, capacity, D) of the last ``limit`` positions: position p lies at p % limit."""
+    """Keys and values (B, H, capacity, D) of the last ``limit`` positions; position p is stored at p % limit."""
 
     def __init__(self, limit: int = EVERYTHING) -> None:
         self.limit, self.end = limit, 0
@@ -31,7 +30,7 @@ class KeyBuffer:
         total = self.end + keys.shape[2]
         self.reserve(min(total, self.limit), keys, values)
         begin = (total - kept) % self.limit
-        first = min(kept, self.limit - begin)  # up to the end of the ring, then from its start
+        first = min(kept, self.limit - begin)  # up to the end of the ring; the rest goes to its start
         for held, new in ((self.keys, keys), (self.values, values)):
             assert held is not None
             new = new[:, :, keys.shape[2] - kept :]
@@ -46,27 +45,25 @@ class KeyBuffer:
         capacity = min(self.limit, tokens + max(MIN_SPARE, tokens // SPARE_SHARE))
         grown = []
         for held, like in ((self.keys, keys), (self.values, values)):
-            room = like.new_empty(*like.shape[:2], capacity, like.shape[3])
+            larger = like.new_empty(*like.shape[:2], capacity, like.shape[3])
             if held is not None:
-                room[:, :, : held.shape[2]] = held
-            grown.append(room)
+                larger[:, :, : held.shape[2]] = held
+            grown.append(larger)
         self.keys, self.values = grown
 
     def raw(self) -> tuple[Tensor, Tensor]:
-        """All that is held, in the order in which it lies."""
+        """All keys and values, in storage order."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, : len(self)], self.values[:, :, : len(self)]
 
     def ordered(self) -> tuple[Tensor, Tensor]:
-        """The last positions in their order."""
+        """All keys and values, by position."""
         keys, values = self.raw()
-        turn = self.end % self.limit
-        if self.end <= self.limit or turn == 0:
+        start = self.end % self.limit
+        if self.end <= self.limit or start == 0:
             return keys, values
-        return torch.cat([keys[:, :, turn:], keys[:, :, :turn]], 2), torch.cat(
-            [values[:, :, turn:], values[:, :, :turn]], 2
-        )
+        return keys.roll(-start, 2), values.roll(-start, 2)
 
     def crop(self, tokens: int) -> None:
         self.end -= tokens
@@ -99,7 +96,7 @@ class SinkBuffer(KeyBuffer):
 
 
 class ExtendedLayer(CacheLayerMixin):
-    """Per group of heads a buffer of near keys, and one of the far ones where there are any."""
+    """For each group of heads a buffer of near keys, and one of far keys if it has any."""
 
     is_compileable = False
     is_sliding = False
@@ -135,18 +132,18 @@ class ExtendedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
-        raise ValueError("past_key_values: an ExtendedCache is filled by the extended model alone")
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise ValueError("past_key_values: an ExtendedCache works only with an extended model")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """A ring forgets: what it has dropped cannot come back."""
+        """Remove the last tokens, which is impossible once a ring has dropped older ones."""
         if tokens_to_remove > 0:
             check.fail("crop", "a negative number, the tokens to remove", tokens_to_remove)
         tokens = min(-tokens_to_remove, self.get_seq_length())
-        turned = [buffer for buffer in self.near if buffer.end > buffer.limit]
-        if tokens and turned:
-            expected = f"0 once the cache is past its window, {min(buffer.limit for buffer in turned)} tokens"
-            check.fail("crop", f"{expected}, whose older keys are gone", tokens_to_remove)
+        full = [buffer for buffer in self.near if buffer.end > buffer.limit]
+        if tokens and full:
+            window = min(buffer.limit for buffer in full)
+            check.fail("crop", f"0 once older keys than the window of {window} tokens are dropped", tokens_to_remove)
         for buffer in self.buffers:
             buffer.crop(tokens)
 
@@ -172,7 +169,7 @@ class ExtendedLayer(CacheLayerMixin):
 
 
 class ExtendedCache(Cache):
-    """Made from the config of an extended model. ``nbytes`` is what is allocated."""
+    """The cache for the config of an extended model. ``nbytes`` is the allocated memory."""
 
     def __init__(self, config: Any) -> None:
         from softplus_attention.huggingface.extension.settings import Extension
@@ -187,12 +184,12 @@ class ExtendedCache(Cache):
 
     def activate_past_recording(self) -> None:
         raise ValueError(
-            "past_key_values: an extended model drops what leaves its window, so that assisted generation, which "
-            "takes tokens back, needs a model that is not extended"
+            "past_key_values: assisted generation removes tokens from the cache, but an extended model drops keys "
+            "that leave its window; use a model without extension"
         )
 
 
 def reaches_of(extension: Any, far_heads: Sequence[int], heads: int) -> list[Reach]:
-    """Of the groups of a layer: those with a window, then the far ones; a group without heads is left out."""
+    """The reaches of a layer's groups: the heads with a window, then the far heads. Empty groups are left out."""
     groups = [] if len(far_heads) == heads else [extension.window_reach]
     return [*groups, extension.far_reach] if far_heads else groups

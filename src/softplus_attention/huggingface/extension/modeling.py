@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 with an extension: transformers' own models with another attention and cache."""
+"""Llama, Mistral, Qwen2 and Qwen3 with an extension: transformers' models with our attention and cache."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from softplus_attention.huggingface.masks import PACKING
 from softplus_attention.power import power_by_log
 
 IMPLEMENTATION = "softplus-extension"
-FIRST_POWER = 0.6  # times log N: what fits retrieval heads end near
+INITIAL_POWER = 0.6  # times log N; fits of retrieval heads end near it
 Table = tuple[Tensor, Tensor]
 Part = tuple[Tensor, Tensor, Tensor]  # q, k, v
 
 
 class Tables(NamedTuple):
-    """Cosines and sines of a group of heads. ``far_keys`` is None where they are not rotated."""
+    """Cosines and sines for a group of heads. ``far_keys`` is None if far keys are not rotated."""
 
     queries: Table
     keys: Table
@@ -56,35 +56,35 @@ class Tables(NamedTuple):
 
 
 class Rotations(NamedTuple):
-    """Of one forward pass: the heads with a window, and the far ones."""
+    """The tables of a forward pass, for heads with a window and for far heads."""
 
     window: Tables
     far: Tables
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As all hosts do it, in the dtype of x."""
+    """As in all hosts, in the dtype of x."""
     return x * cos[:, None] + rotate_half(x) * sin[:, None]
 
 
 class FarPositions:
-    """The rotations of a forward pass, by the host's own tables and by YaRN's."""
+    """Makes the rotations of a forward pass from the host's rotary embedding and from YaRN."""
 
     def __init__(self, extension: Extension, config: Any, rotary: Any) -> None:
         self.extension, self.rotary, self.config = extension, rotary, config
-        self.by_yarn: tuple[Tensor, float] | None = None
+        self.yarn_frequencies: tuple[Tensor, float] | None = None
 
     def yarn(self, like: Tensor, positions: Tensor) -> Table:
-        if self.by_yarn is None:  # here and not before: models are built where no numbers are
-            own = copy.deepcopy(self.config)
-            own.rope_parameters = {
+        if self.yarn_frequencies is None:  # not in __init__, which may run on the meta device
+            config = copy.deepcopy(self.config)
+            config.rope_parameters = {
                 **self.config.rope_parameters,
                 "rope_type": "yarn",
                 "factor": self.extension.factor,
                 "original_max_position_embeddings": self.extension.trained,
             }
-            self.by_yarn = ROPE_INIT_FUNCTIONS["yarn"](own, like.device)
-        frequencies, scaling = self.by_yarn
+            self.yarn_frequencies = ROPE_INIT_FUNCTIONS["yarn"](config, like.device)
+        frequencies, scaling = self.yarn_frequencies
         angles = positions[..., None].float() * frequencies.to(like.device, torch.float32)
         angles = torch.cat([angles, angles], -1)
         cos, sin = (function(angles) * scaling for function in (torch.cos, torch.sin))
@@ -111,36 +111,38 @@ class FarPositions:
             far_queries = at(extension.near)
         near_queries = far_exact
         if extension.log_n != "none":
-            far_queries = self.sharpened(far_queries, positions)
-            near_queries = self.sharpened(far_exact, positions) if extension.log_n == "all" else far_exact
+            far_queries = self.scale_by_log_n(far_queries, positions)
+            near_queries = self.scale_by_log_n(far_exact, positions) if extension.log_n == "all" else far_exact
         window = Tables(exact, exact, at(extension.window), origin)
         return Rotations(window, Tables(near_queries, far_exact, far_queries, far_keys))
 
-    def sharpened(self, table: Table, positions: Tensor) -> Table:
-        """Beyond the trained length scores grow with the log of the number of keys."""
+    def scale_by_log_n(self, table: Table, positions: Tensor) -> Table:
+        """Multiplies scores by log(keys) / log(trained) beyond the trained length."""
         factor = (positions + 1).clamp(min=self.extension.trained).log() / math.log(self.extension.trained)
         cos, sin = (x * factor[..., None].to(x.dtype) for x in table)
         return cos, sin
 
 
 class HeadGroup:
-    """Key heads of a layer with the same reach, and the query heads that belong to them."""
+    """Key heads of a layer with the same reach, and their query heads."""
 
     def __init__(self, heads: list[int], reach: Reach, is_far: bool, query_heads: int) -> None:
         self.heads, self.reach, self.is_far = heads, reach, is_far
         self.queries = [query_heads * head + number for head in heads for number in range(query_heads)]
 
 
-def groups_of(extension: Extension, layer: int, heads: int, query_heads: int) -> list[HeadGroup]:
+def head_groups(extension: Extension, layer: int, heads: int, query_heads: int) -> list[HeadGroup]:
     far = extension.far_heads[layer]
     near = [head for head in range(heads) if head not in far]
     reaches = reaches_of(extension, far, heads)
-    members = [(one, is_far) for one, is_far in ((near, False), (far, True)) if one]
-    return [HeadGroup(one, reach, is_far, query_heads) for (one, is_far), reach in zip(members, reaches, strict=True)]
+    members = [(group, is_far) for group, is_far in ((near, False), (far, True)) if group]
+    return [
+        HeadGroup(group, reach, is_far, query_heads) for (group, is_far), reach in zip(members, reaches, strict=True)
+    ]
 
 
 class ExtendedAttention:
-    """Mixed into a host's attention, whose projections it keeps."""
+    """Mixin for a host's attention, which keeps its projections."""
 
     config: Any
     layer_idx: int
@@ -154,11 +156,11 @@ class ExtendedAttention:
 
     def extend(self, extension: Extension) -> None:
         heads = self.config.num_key_value_heads
-        self.groups = groups_of(extension, self.layer_idx, heads, self.num_key_value_groups)
+        self.groups = head_groups(extension, self.layer_idx, heads, self.num_key_value_groups)
         order = [head for group in self.groups for head in group.queries]
         self.back = sorted(range(len(order)), key=order.__getitem__)
         if extension.far == "lssar" and (far := [group for group in self.groups if group.is_far]):
-            self.far_power = nn.Parameter(torch.full((len(far[0].queries),), FIRST_POWER))
+            self.far_power = nn.Parameter(torch.full((len(far[0].queries),), INITIAL_POWER))
 
     def forward(
         self,
@@ -166,23 +168,23 @@ class ExtendedAttention:
         past_key_values: ExtendedCache | None = None,
         rotations: Rotations | None = None,
         starts: list[int] | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        assert rotations is not None, "called by the extended model alone"
+        assert rotations is not None, "ExtendedAttention works only in an ExtendedModel"
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k = self.q_proj(hidden_states).view(shape), self.k_proj(hidden_states).view(shape)
         if (q_norm := getattr(self, "q_norm", None)) is not None:  # Qwen3
             q, k = q_norm(q), getattr(self, "k_norm")(k)  # noqa: B009
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), self.v_proj(hidden_states).view(shape).transpose(1, 2)
         layer = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        whole = len(self.groups) == 1
+        one_group = len(self.groups) == 1
         parts = []
         for number, group in enumerate(self.groups):
-            own = (q, k, v) if whole else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
+            qkv = (q, k, v) if one_group else (q[:, group.queries], k[:, group.heads], v[:, group.heads])
             tables = rotations.far if group.is_far else rotations.window
             power = self.far_power if group.is_far and hasattr(self, "far_power") else None
-            parts.append(attend_group(group, *own, tables, layer, number, starts, self.scaling, power))
-        out = parts[0] if whole else torch.cat(parts, 1)[:, self.back]
+            parts.append(attend_group(group, *qkv, tables, layer, number, starts, self.scaling, power))
+        out = parts[0] if one_group else torch.cat(parts, 1)[:, self.back]
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 
@@ -198,39 +200,39 @@ def attend_group(
     scale: float,
     power: Tensor | None,
 ) -> Tensor:
-    """``power`` (heads) makes it LSSAR over all keys, that of a row times the log of how many it sees."""
+    """With ``power`` (heads,) it is LSSAR over all keys; a row with N keys has the power ``power`` * log N."""
     reach, rows = group.reach, q.shape[2]
     near_q, near_k, near_v = rotate(q, *tables.queries), rotate(k, *tables.keys), v
     far_k, far_v = (k if tables.far_keys is None else rotate(k, *tables.far_keys)), v
-    held = None if layer is None else layer.near[number]
-    first = 0 if held is None else held.end
+    near_buffer = None if layer is None else layer.near[number]
+    first = 0 if near_buffer is None else near_buffer.end
     end = first + rows
-    if held is not None:
-        step = rows == 1 and (starts is None or end - max(starts) >= reach.near)  # all that is held is seen
+    if near_buffer is not None:
+        is_step = rows == 1 and (starts is None or end - max(starts) >= reach.near)  # sees the whole buffer
         new = near_k, near_v
-        if first and not step:  # before the ring is written
-            near_k, near_v = (torch.cat(pair, 2) for pair in zip(held.ordered(), new, strict=True))
-        held.append(*new)
-        if step:
-            near_k, near_v = held.raw()
-    store = None if layer is None else layer.far[number]
-    if isinstance(store, SinkBuffer):
-        store.append(far_k, far_v, starts)
-        far_k, far_v = store.raw()
-    elif store is not None:
-        store.append(far_k, far_v)
-        far_k, far_v = store.raw()
-    is_seen = reach.most_far and end > reach.near
-    far = (rotate(q, *tables.far_queries), far_k, far_v) if is_seen else None
+        if first and not is_step:  # read before the append overwrites the oldest keys
+            near_k, near_v = (torch.cat(pair, 2) for pair in zip(near_buffer.ordered(), new, strict=True))
+        near_buffer.append(*new)
+        if is_step:
+            near_k, near_v = near_buffer.raw()
+    far_buffer = None if layer is None else layer.far[number]
+    if isinstance(far_buffer, SinkBuffer):
+        far_buffer.append(far_k, far_v, starts)
+        far_k, far_v = far_buffer.raw()
+    elif far_buffer is not None:
+        far_buffer.append(far_k, far_v)
+        far_k, far_v = far_buffer.raw()
+    sees_far = reach.most_far and end > reach.near
+    far = (rotate(q, *tables.far_queries), far_k, far_v) if sees_far else None
     near = near_q, near_k, near_v
     attend = two_part_attention if power is None else functools.partial(lssar_attention, power=power)
     if starts is None:
         return attend(near, far, first, reach, scale)
-    return attend_padded(attend, near, far, first, reach, scale, starts, isinstance(store, SinkBuffer))
+    return attend_padded(attend, near, far, first, reach, scale, starts, isinstance(far_buffer, SinkBuffer))
 
 
 def lssar_attention(near: Part, far: Part | None, first: int, reach: Reach, scale: float, power: Tensor) -> Tensor:
-    """As ``two_part_attention`` is called; all keys are near ones."""
+    """Called like ``two_part_attention``; all keys are near keys."""
     q, k, v = near
     counts = torch.arange(first + 1, first + q.shape[2] + 1, device=q.device)[None, None]
     rows = power_by_log(power, counts)
@@ -245,9 +247,9 @@ def attend_padded(
     reach: Reach,
     scale: float,
     starts: list[int],
-    own_sink: bool,
+    has_sink: bool,
 ) -> Tensor:
-    """Sequences that begin at ``starts``, those with the same one together; rows before it are zero."""
+    """Left-padded sequences that begin at ``starts``, batched by equal start; rows of padding are zero."""
     rows = near[0].shape[2]
     end = first + rows
     out = torch.zeros_like(near[0])
@@ -260,24 +262,24 @@ def attend_padded(
         own = q[:, :, padding:], k[:, :, -length:], v[:, :, -length:]
         own_far = None
         if far is not None and length > reach.near:
-            begin = 0 if own_sink else start  # each sequence has its own sink
+            begin = 0 if has_sink else start  # sinks are stored from each sequence's start
             far_q, far_k, far_v = (x[chosen] for x in far)
             own_far = far_q[:, :, padding:], far_k[:, :, begin:], far_v[:, :, begin:]
         out[chosen, :, padding:] = attend(own, own_far, max(0, first - start), reach, scale)
     return out
 
 
-class OneProcess:
+class NoTensorParallel:
     @classmethod
-    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *others: Any) -> Any:
-        """The plan of the host would divide heads that are of two kinds."""
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
+        """The host's plan would divide heads without regard to their two kinds."""
         if (getattr(distributed_config, "tp_size", 1) or 1) > 1:
             check.fail("tp_size", "1: the heads of an extended model are not divided", distributed_config.tp_size)
-        return super().maybe_distribute_model(model, distributed_config, *others)  # type: ignore[misc]
+        return super().maybe_distribute_model(model, distributed_config, *args)  # type: ignore[misc]
 
 
-class ExtendedModel(OneProcess):
-    """Mixed into a host's decoder: its layers' attention is replaced, its cache is ours."""
+class ExtendedModel(NoTensorParallel):
+    """Mixin for a host's decoder, with our attention and cache."""
 
     attention_class: type[Any]
     config: Any
@@ -306,9 +308,9 @@ class ExtendedModel(OneProcess):
         refuse_options(options)
         refuse_context_parallel()
         if distributed.active() is not None:
-            raise RuntimeError("inside `sharded` an extended model would attend to the tokens of one process alone")
-        if self.training and self.config.attention_dropout:
-            check.fail("attention_dropout of the config", "0: extended models have no dropout", "another")
+            raise RuntimeError("extended models do not support `sharded`: they attend only to the process's own tokens")
+        if self.training and (dropout := self.config.attention_dropout):
+            check.fail("attention_dropout", "0 in the config: extended models have no dropout", dropout)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
         if inputs_embeds is None:
@@ -320,7 +322,7 @@ class ExtendedModel(OneProcess):
             past_key_values = ExtendedCache(self.config)
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         length = inputs_embeds.shape[1]
-        starts = starts_of(attention_mask, seen + length, past_key_values is not None)
+        starts = sequence_starts(attention_mask, seen + length, past_key_values is not None)
         if position_ids is None:
             position_ids = torch.arange(seen, seen + length, device=inputs_embeds.device)[None]
         elif length > 1:
@@ -338,40 +340,37 @@ class ExtendedModel(OneProcess):
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    for word, what in {**UNSUPPORTED_KWARGS, **dict.fromkeys(PACKING, "packed documents")}.items():
-        if options.get(word) is not None:
-            check.fail(word, f"None: extended models do not have {what}", type(options[word]).__name__)
+    for option, feature in {**UNSUPPORTED_KWARGS, **dict.fromkeys(PACKING, "packed documents")}.items():
+        if options.get(option) is not None:
+            check.fail(option, f"None: extended models do not have {feature}", type(options[option]).__name__)
     if options.get("output_attentions"):
-        check.fail("output_attentions", "False: the weights of an extended model are never made", True)
+        check.fail("output_attentions", "False: extended models do not compute attention weights", True)
 
 
-def starts_of(mask: Tensor | None, length: int, has_cache: bool) -> list[int] | None:
-    """Where each sequence begins, None where all begin at 0."""
+def sequence_starts(mask: Tensor | None, length: int, has_cache: bool) -> list[int] | None:
+    """The position where each sequence begins; None if all begin at 0."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
-        check.fail(
-            "attention_mask", "2-D, 1 for the tokens of a text that is padded on the left", check.describe_tensor(mask)
-        )
+        check.fail("attention_mask", "2-D, 1 for tokens and 0 for padding on the left", check.describe_tensor(mask))
     mask = mask[:, :length].bool()
     starts = length - mask.flip(1).to(torch.int32).cumprod(1).sum(1)
     if not bool((mask.sum(1) == length - starts).all()) or mask.shape[1] < length:
         if not has_cache and mask.shape[1] == length and bool((mask.int().diff(dim=1) <= 0).all()):
-            return None  # padded on the right: causal rows do not see it
-        check.fail("attention_mask", "padding on the left alone (on the right only without a cache)", "another")
-    found = starts.tolist()
-    return found if any(found) else None
+            return None  # padding on the right, which causal rows do not see
+        check.fail("attention_mask", "padded only on the left, or without a cache only on the right", "another mask")
+    return starts.tolist() if starts.any() else None
 
 
 def refuse_packed(position_ids: Tensor, starts: list[int] | None, seen: int) -> None:
     steps = position_ids.diff(dim=-1) == 1
     for row, start in enumerate(starts or [0] * len(steps)):
         if not bool(steps[min(row, len(steps) - 1), max(0, start - seen) :].all()):
-            check.fail("position_ids", "one step per token: extended models do not have packed documents", "others")
+            check.fail("position_ids", "consecutive: extended models do not have packed documents", "other positions")
 
 
-class ExtendedForCausalLM(OneProcess):
-    """Mixed into a host's causal language model."""
+class ExtendedForCausalLM(NoTensorParallel):
+    """Mixin for a host's causal language model."""
 
     config: Any
 
@@ -381,13 +380,13 @@ class ExtendedForCausalLM(OneProcess):
             check.fail("attn_implementation", expected, repr(requested_attention))
         return IMPLEMENTATION
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any) -> None:
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> None:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic", "dynamic_full"):
-            check.fail("cache_implementation", "None: an extended model has a cache of its own", repr(kind))
+            check.fail("cache_implementation", "None: an extended model uses an ExtendedCache", repr(kind))
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = ExtendedCache(self.config)
-            if others and str(getattr(others[0], "value", others[0])) == "assisted_generation":
+            if args and str(getattr(args[0], "value", args[0])) == "assisted_generation":
                 model_kwargs["past_key_values"].activate_past_recording()
 
 
@@ -402,7 +401,7 @@ CLASSES: dict[str, tuple[type[Any], type[Any], type[Any]]] = {}
 
 
 def make_classes(host: str) -> tuple[type[Any], type[Any], type[Any]]:
-    """The config, the decoder and the causal language model of a host, under names of this module."""
+    """Make a host's config, decoder and causal language model classes, as attributes of this module."""
     host_config, host_model, host_lm = HOSTS[host]
     name = host_config.__name__.removesuffix("Config")
     names = [f"Extended{name}{end}" for end in ("Config", "Model", "ForCausalLM", "Attention")]
@@ -413,19 +412,18 @@ def make_classes(host: str) -> tuple[type[Any], type[Any], type[Any]]:
         self.post_init()
 
     def lm_init(self: Any, config: Any) -> None:
-        super(host_lm, self).__init__(config)  # as the host does, with another decoder
+        super(host_lm, self).__init__(config)  # as the host's, with our decoder
         self.model = model_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def made(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
-        found = type(name, bases, {"__module__": __name__, "__qualname__": name, **body})
-        globals()[name] = found
-        return found
+    def make(name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        globals()[name] = type(name, bases, {"__module__": __name__, "__qualname__": name, **body})
+        return globals()[name]
 
     annotated = {"__annotations__": {"extension": dict | None}, "extension": None, "model_type": PREFIX + host}
-    config_class = globals()[names[0]] = strict(made(names[0], (host_config,), annotated))
+    config_class = globals()[names[0]] = strict(make(names[0], (host_config,), annotated))
     host_attention = next(
         kind
         for kind in vars(__import__(host_model.__module__, fromlist=["x"])).values()
@@ -433,15 +431,15 @@ def make_classes(host: str) -> tuple[type[Any], type[Any], type[Any]]:
     )
     shared = {"config_class": config_class, "_supports_flash_attn": False, "_can_compile_fullgraph": False}
     shared["get_correct_attn_implementation"] = ExtendedForCausalLM.get_correct_attn_implementation
-    attention_class = made(names[3], (ExtendedAttention, host_attention), {})
-    own = {"__init__": model_init, "attention_class": attention_class, **shared}
-    model_class = made(names[1], (ExtendedModel, host_model), own)
-    lm_class = made(names[2], (ExtendedForCausalLM, host_lm), {"__init__": lm_init, **shared})
+    attention_class = make(names[3], (ExtendedAttention, host_attention), {})
+    model_body = {"__init__": model_init, "attention_class": attention_class, **shared}
+    model_class = make(names[1], (ExtendedModel, host_model), model_body)
+    lm_class = make(names[2], (ExtendedForCausalLM, host_lm), {"__init__": lm_init, **shared})
     return config_class, model_class, lm_class
 
 
-def no_mask(*sizes: Any, **others: Any) -> None:
-    """What each row sees is part of the attention."""
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """No mask: the attention itself decides what each row sees."""
 
 
 AttentionMaskInterface.register(IMPLEMENTATION, no_mask)
@@ -450,24 +448,24 @@ for _host in HOSTS:
 
 
 def extended(model: Any, extension: Extension) -> Any:
-    """The same weights, shared, in a model with the extension."""
+    """A model with the extension that shares the weights of ``model``."""
     host = model.config.model_type
     if host not in HOSTS:
         check.fail("model", f"one of the types {', '.join(HOSTS)}", repr(host))
     config_class, _, lm_class = CLASSES[host]
-    words = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
-    config = config_class(**{**words, "extension": extension.to_json(), "max_position_embeddings": extension.length})
+    kwargs = {key: value for key, value in model.config.to_dict().items() if key not in ("model_type", "architectures")}
+    config = config_class(**{**kwargs, "extension": extension.to_json(), "max_position_embeddings": extension.length})
     with torch.device("meta"):
-        found = lm_class(config)
+        result = lm_class(config)
     powers = {
-        name: torch.full(x.shape, FIRST_POWER, device=model.device)
-        for name, x in found.state_dict().items()
+        name: torch.full(x.shape, INITIAL_POWER, device=model.device)
+        for name, x in result.state_dict().items()
         if name.endswith("far_power")
     }
-    found.load_state_dict({**model.state_dict(), **powers}, assign=True)
-    found.tie_weights()
-    # Its buffers are in no state dict.
-    found.model.rotary_emb = model.model.rotary_emb
-    found.model.far_positions = FarPositions(found.model.extension, found.config, found.model.rotary_emb)
-    found.generation_config = model.generation_config
-    return found.eval()
+    result.load_state_dict({**model.state_dict(), **powers}, assign=True)
+    result.tie_weights()
+    # Buffers of the rotary embedding are not in the state dict.
+    result.model.rotary_emb = model.model.rotary_emb
+    result.model.far_positions = FarPositions(result.model.extension, result.config, result.model.rotary_emb)
+    result.generation_config = model.generation_config
+    return result.eval()

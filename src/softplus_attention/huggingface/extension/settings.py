@@ -1,4 +1,4 @@
-"""What is saved of an extension: ``config.extension``, one dictionary, checked where a model is built."""
+"""The settings of an extension: the dictionary ``config.extension``, checked when a model is built."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Extension:
-    """``far_heads[layer]`` are the key heads that see everything; the others see the ``window`` last tokens and the
-    first ``sink``, which are held at the window's distance.
+    """``far_heads[layer]`` are the key heads that see all tokens. The others see the last ``window`` tokens and the
+    first ``sink``, at a distance of ``window``.
 
-    far: the positions of the far heads. "clip": exact to a distance of ``near``, all beyond at that distance.
-    "group": exact to ``near``, beyond it distances are divided by ``group``. "yarn": YaRN by ``factor``. "rope": as
-    they are. "lssar": another attention, LSSAR with YaRN's positions and a power that is learned per head.
+    far: the distances that far heads see. "clip": exact up to ``near``, clipped to it beyond. "group": exact up to
+    ``near``, divided by ``group`` beyond. "yarn": YaRN with ``factor``. "rope": unchanged. "lssar": LSSAR instead of
+    softmax, with YaRN's positions and a learned power per head.
 
-    log_n: beyond the trained length the scores of "all" keys of the far heads, of the "far" ones beyond ``near``, or of
-    "none" are multiplied by log(position) / log(trained). level: all keys beyond ``near`` together weigh no more than
-    as many as there are in the trained length.
+    log_n: beyond the trained length the far heads' scores are multiplied by log(position) / log(trained), of "all"
+    keys, of the keys beyond ``near`` ("far"), or of "none". level: the keys beyond ``near`` together count as at most
+    ``trained - near`` keys.
     """
 
     trained: int
@@ -45,15 +45,15 @@ class Extension:
     @classmethod
     def from_config(cls, config: Any) -> Extension:
         given = config.extension
-        known = [one.name for one in fields(cls)]
+        known = [setting.name for setting in fields(cls)]
         if not isinstance(given, Mapping) or set(given) - set(known):
             check.fail("config.extension", f"a dictionary of {', '.join(known)}", repr(given))
         missing = {"trained", "length", "far_heads"} - set(given)
         if missing:
             check.fail("config.extension", f"a dictionary with {', '.join(sorted(missing))}", repr(dict(given)))
-        found = cls(**given)
-        found.check(config)
-        return found
+        extension = cls(**given)
+        extension.check(config)
+        return extension
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,7 +66,7 @@ class Extension:
         if self.far not in FORMS:
             check.fail("extension far", f"one of {', '.join(FORMS)}", repr(self.far))
         if self.log_n not in LOG_N or (self.far == "lssar" and self.log_n != "none"):
-            check.fail("extension log_n", f"one of {', '.join(LOG_N)}, none with far='lssar'", repr(self.log_n))
+            check.fail("extension log_n", f"one of {', '.join(LOG_N)}; 'none' with far='lssar'", repr(self.log_n))
         if not isinstance(self.level, bool) or (self.level and self.far not in ("clip", "group")):
             check.fail("extension level", "False, or True with far='clip' or 'group'", repr(self.level))
         for name, least in (("trained", 2), ("length", 2), ("window", 2), ("sink", 0), ("near", 2), ("group", 1)):
@@ -78,15 +78,15 @@ class Extension:
         windows = sum(map(len, rows)) < layers * heads
         for name, counts in (("window", windows), ("near", any(rows) and self.far in ("clip", "group"))):
             if counts and getattr(self, name) >= self.trained:
-                expected = f"below {self.trained}, the length that the model was trained at"
+                expected = f"below {self.trained}, the model's training length"
                 check.fail(f"extension {name}", expected, getattr(self, name))
         rope = config.rope_parameters or {}
         if rope.get("rope_type", "default") not in ROPE_TYPES:
-            expected = f"one of {', '.join(ROPE_TYPES)}: frequencies that are the same at every length"
+            expected = f"one of {', '.join(ROPE_TYPES)}, whose frequencies do not depend on the length"
             check.fail("rope_type of the model", expected, repr(rope.get("rope_type")))
         layer_types = getattr(config, "layer_types", None) or ["full_attention"]
         if set(layer_types) != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
-            check.fail("model", "one without sliding windows of its own", f"layers of {sorted(set(layer_types))}")
+            check.fail("model", "one without sliding windows", f"layers of {sorted(set(layer_types))}")
 
     @property
     def far_reach(self) -> Reach:
@@ -99,7 +99,7 @@ class Extension:
         return Reach(self.window, self.sink)
 
     def farthest(self, length: int | None = None) -> int:
-        """The largest distance that a far head's rotation shows at ``length`` tokens."""
+        """The largest distance that a far head's rotations encode at ``length`` tokens."""
         last = (self.length if length is None else length) - 1
         if self.far == "clip":
             return min(last, self.near)
