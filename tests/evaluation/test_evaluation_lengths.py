@@ -1,4 +1,4 @@
-"""Loss by length: against transformers' own loss, against hand-made losses, and in bounded memory."""
+"""Loss by length: against transformers' loss, against losses by hand, and in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class TestTokenLoss:
             expected = model(ids, labels=ids).loss
         torch.testing.assert_close(losses.mean(), expected)
 
-    def test_pieces(self, model, monkeypatch):
+    def test_chunks(self, model, monkeypatch):
         whole = TokenLoss(model)(token_rows(3, 20))
         monkeypatch.setattr("softplus_attention.evaluation.loss.LOGITS", 128 * 7)
         torch.testing.assert_close(TokenLoss(model)(token_rows(3, 20)), whole)
 
     @pytest.mark.parametrize("cap", [0.5, 30.0])
-    def test_a_model_that_caps_its_logits(self, cap):
+    def test_soft_capped_logits(self, cap):
         size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
         config = Gemma2Config(**size, num_key_value_heads=2, intermediate_size=32, final_logit_softcapping=cap)
         torch.manual_seed(0)
@@ -51,8 +51,8 @@ class TestTokenLoss:
         torch.testing.assert_close(losses(ids).mean(), expected)
         assert losses.in_pieces is True
 
-    def test_a_model_that_does_what_no_config_says(self, model, monkeypatch):
-        """Its logits are halved after the output layer: only whole ones are right."""
+    def test_unknown_change_of_logits(self, model, monkeypatch):
+        """Logits are halved after the output layer, which the config does not say: whole logits are used."""
         ids, forward = token_rows(2, 12), model.forward
 
         def halved(*arguments, **kwargs):
@@ -67,21 +67,21 @@ class TestTokenLoss:
         torch.testing.assert_close(losses(ids).mean(), expected.detach())
         assert losses.in_pieces is False
 
-    def test_models_that_do_not_are_read_in_pieces(self, model):
+    def test_other_models_use_chunks(self, model):
         losses = TokenLoss(model)
         losses(token_rows(1, 12))
         assert losses.in_pieces is True
 
 
 class TestTexts:
-    def test_no_sequence_crosses_a_document(self):
+    def test_sequences_do_not_cross_documents(self):
         found = texts_of(documents(70, 31, 128), 32)
         assert found.rows.shape == (2 + 4, 32)
         assert found.documents == 2
         assert found.rows[:2].flatten().equal(documents(70)[0][:64])
         assert found.cut(8).shape == (24, 8)
 
-    def test_fewer_rows_are_spread_and_repeatable(self):
+    def test_max_rows_are_spread_and_reproducible(self):
         rows = texts_of(documents(320, 640), 32, 5).rows
         assert len(rows) == 5
         assert rows.equal(texts_of(documents(320, 640), 32, 5).rows)
@@ -89,13 +89,13 @@ class TestTexts:
         assert rows[0].equal(everything[0])
         assert rows[-1].equal(everything[-1])
 
-    def test_too_long(self):
+    def test_longer_than_any_document(self):
         with pytest.raises(ValueError, match="`lengths` must be no longer than the longest document, got 64 tokens"):
             texts_of(documents(63), 64)
 
 
-class Prophet:
-    """Losses known in advance: token t costs log(1 + t)."""
+class KnownLosses:
+    """The loss of token t is log(1 + t)."""
 
     device = torch.device("cpu")
 
@@ -105,7 +105,7 @@ class Prophet:
 
 class TestCurve:
     def test_positions_by_hand(self):
-        losses = Prophet()(torch.zeros(2, 8, dtype=torch.long))
+        losses = KnownLosses()(torch.zeros(2, 8, dtype=torch.long))
         means = by_position(losses, 2)
         assert [(first, end) for first, end, _ in means] == [(1, 2), (2, 4), (4, 8)]
         assert means[0][2] == pytest.approx(math.log(2))
@@ -123,18 +123,18 @@ class TestCurve:
         assert all(error > 0 for error in curve.error)
         assert [(a, b) for a, b, _ in curve.positions[32]] == [(1, 8), (8, 16), (16, 32)]
 
-    def test_batches_do_not_matter(self, model):
+    def test_batch_size_does_not_matter(self, model):
         rows = token_rows(5, 16)
         torch.testing.assert_close(
             token_losses(model, rows, batch_tokens=16), token_losses(model, rows, batch_tokens=1000)
         )
 
-    def test_a_length_that_does_not_divide(self, model):
+    def test_length_that_does_not_divide(self, model):
         with pytest.raises(ValueError, match="`lengths` must be divisors of the longest, 32, got 12"):
             loss_by_length(model, texts_of(documents(64), 32), [12])
 
-    def test_sixty_four_times_in_bounded_memory(self, monkeypatch):
-        """No more logits than asked for ever exist, at 64 times the training length."""
+    def test_logits_in_bounded_memory(self, monkeypatch):
+        """At 64 times the training length, logits exist for 512 tokens at a time."""
         torch.manual_seed(0)
         config = SoftplusGPTConfig(**{**SIZE, **IDS, "num_hidden_layers": 1}, max_position_embeddings=64)
         model = SoftplusGPTForCausalLM(config).eval()

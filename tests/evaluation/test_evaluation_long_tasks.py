@@ -1,4 +1,4 @@
-"""The long-context tasks, BABILong and RULER: their texts from local files or made up, and their numbers."""
+"""The long-context tasks BABILong and RULER: prompts from local files or generated, and results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'softplus-attention[harness]'")
 
 import harness_cases
-from harness_cases import result_of, values, words_for, write
+from harness_cases import command_for, read_result, values, write
 
 from softplus_attention.cli import main
 from softplus_attention.evaluation.harness import data as harness_data
 from softplus_attention.evaluation.harness import ruler as harness_ruler
 from softplus_attention.evaluation.harness import tasks as harness
 
-# Fixtures that the tests of the harness share.
+# Shared fixtures.
 models, quick = harness_cases.models, harness_cases.quick
 
 
 @pytest.fixture(scope="module")
 def few_words():
-    """Of the harness's 6 million pairs of words, which it sorts for ten seconds when it is imported."""
+    """Fewer words: at import the harness sorts 6 million pairs of words, which takes ten seconds."""
     import wonderwords
 
     class Few(wonderwords.RandomWord):
@@ -42,7 +42,7 @@ def few_words():
 def long_texts(tmp_path, few_words):
     folder = tmp_path / "long"
     facts = {"input": "Mary went to the kitchen.", "question": "Where is Mary?"}
-    # An empty target is in every answer, and the other in none: half of them are right.
+    # Every answer contains the empty target and none contains the other, so the accuracy is 0.5.
     write(folder / "babilong_qa1/test.jsonl", [facts | {"target": ""}, facts | {"target": "no model writes this"}])
     write(folder / "babilong_qa2/4k.jsonl", [facts | {"target": ""}])
     write(folder / "ruler/essays.jsonl", [{"text": "The mill stood by the river. " * 60}, {"text": "It rained. " * 60}])
@@ -59,7 +59,7 @@ def long_texts(tmp_path, few_words):
     return folder
 
 
-def test_the_long_context_tasks_are_listed():
+def test_long_context_tasks_are_known():
     manager = harness.task_manager(["ruler", "babilong"], [], {})
     assert {"babilong_qa1", *harness_ruler.PARTS} <= set(manager.all_tasks)
     assert harness_data.length_settings("babilong", [4096]) == {"max_seq_lengths": "4k"}
@@ -67,8 +67,8 @@ def test_the_long_context_tasks_are_listed():
 
 
 @pytest.mark.slow
-def test_ruler_on_texts_that_it_makes(models, tmp_path):
-    """Its first task makes its own texts for a tokenizer and needs no data."""
+def test_ruler_without_files(models, tmp_path):
+    """niah_single_1 generates its prompts without data."""
     words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
     words += ["--tasks", "niah_single_1", "--lengths", "512", "--limit", "2", "--max-length", "700"]
     subprocess.run([sys.executable, "-m", "softplus_attention.cli", *words], check=True)
@@ -77,33 +77,33 @@ def test_ruler_on_texts_that_it_makes(models, tmp_path):
 
 
 def test_babilong_on_local_files(long_texts, models, tmp_path):
-    words = [*words_for(long_texts, tmp_path), str(models["lssar"]), "--tasks"]
+    words = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--tasks"]
     assert main([*words, "babilong_qa1"]) == 0
-    result = result_of(tmp_path, "lssar")
+    result = read_result(tmp_path, "lssar")
     assert values(result) == {("babilong_qa1", "acc"): 0.5}
     assert result["results"]["tasks"][0]["samples"] == 2
     assert main([*words, "babilong_qa2", "--lengths", "4096"]) == 0
-    assert values(result_of(tmp_path, "lssar")) == {("babilong_qa2", "acc"): 1.0}
+    assert values(read_result(tmp_path, "lssar")) == {("babilong_qa2", "acc"): 1.0}
     write(long_texts / "babilong_qa1/4k.jsonl", [{"input": "", "question": "Who?", "target": "no model writes this"}])
     assert main([*words, "babilong_longctx", "--lengths", "4096"]) == 0
-    assert values(result_of(tmp_path, "lssar"))["babilong_longctx", "acc"] == 0.5
-    # The group takes the parts that are there; Parquet is read as well.
+    assert values(read_result(tmp_path, "lssar"))["babilong_longctx", "acc"] == 0.5
+    # The group uses the parts whose files exist; Parquet works too.
     import pyarrow
     import pyarrow.parquet
 
     rows = [json.loads(line) for line in (long_texts / "babilong_qa1/test.jsonl").read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), long_texts / "babilong_qa2/test.parquet")
     assert main([*words, "babilong"]) == 0
-    found = values(result_of(tmp_path, "lssar"))
+    found = values(read_result(tmp_path, "lssar"))
     assert found["babilong_qa2", "acc"] == 1.0
     assert found["babilong", "acc"] == pytest.approx(2 / 3)
 
 
 def test_ruler_on_local_files(long_texts, models, tmp_path):
-    """Every part of it, in a real run; a random model finds nothing."""
-    words = [*words_for(long_texts, tmp_path), str(models["lssar"]), "--max-length", "4096"]
+    """A real run of every part."""
+    words = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--max-length", "4096"]
     assert main([*words, "--tasks", "ruler", "--lengths", "3584", "--limit", "1"]) == 0
-    result = result_of(tmp_path, "lssar")
+    result = read_result(tmp_path, "lssar")
     assert result["results"]["finished"] == list(harness_ruler.PARTS)
     found = values(result)
     assert set(found) == {(part, "3584") for part in (*harness_ruler.PARTS, "ruler")}
@@ -112,13 +112,13 @@ def test_ruler_on_local_files(long_texts, models, tmp_path):
     assert set(result["settings"]["data"]["ruler"]) == {"essays", "squad", "hotpotqa"}
 
 
-def test_a_limit_is_of_each_length(models, tmp_path, few_words):
+def test_limit_is_per_length(models, tmp_path, few_words):
     words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
     assert main([*words, "--tasks", "niah_single_1", "--lengths", "512,600", "--limit", "1"]) == 0
-    assert set(values(result_of(tmp_path, "lssar"))) == {("niah_single_1", "512"), ("niah_single_1", "600")}
+    assert set(values(read_result(tmp_path, "lssar"))) == {("niah_single_1", "512"), ("niah_single_1", "600")}
 
 
-def test_the_texts_of_ruler_come_from_the_files(long_texts, models):
+def test_ruler_prompts_use_the_files(long_texts, models):
     sources = {name: str(long_texts / "ruler" / name) for name in ("essays.jsonl", "squad.json", "hotpotqa.json")}
     sources = {name.partition(".")[0]: path for name, path in sources.items()}
     words = {"max_seq_lengths": [3584], "pretrained": str(models["lssar"]), "samples": 2, **sources}
@@ -134,9 +134,9 @@ def test_the_texts_of_ruler_come_from_the_files(long_texts, models):
 
 
 @pytest.mark.parametrize("part", ["niah_multivalue", "ruler_vt", "ruler_cwe", "ruler_fwe"])
-def test_a_length_that_a_part_of_ruler_has_no_texts_of(part, models, long_texts):
-    """The harness would try for ever, ask for words out of none, or hide the needle in one word."""
+def test_length_too_short_for_a_part_of_ruler(part, models, long_texts):
+    """The harness alone would loop forever, sample words from an empty list, or hide the needle in one word."""
     essays = str(long_texts / "ruler/essays.jsonl")
     words = {"samples": 1, "max_seq_lengths": [300], "pretrained": str(models["lssar"]), "essays": essays}
-    with pytest.raises(ValueError, match=f"{part} has no texts of 300 tokens with this tokenizer"):
+    with pytest.raises(ValueError, match=f"300 tokens are too short for {part} with this tokenizer"):
         harness_ruler.build_dataset(part=part, **words)

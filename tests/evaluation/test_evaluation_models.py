@@ -1,8 +1,9 @@
-"""Models of an evaluation: those of others, changes at inference, and what must not be taken for one another."""
+"""Models of an evaluation: names and options, changes at inference, transformers' models, identity, and errors."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from evaluation_cases import open_saved, saved_model
 from huggingface_models import token_rows
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertLMHeadModel,
+    BertModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
@@ -34,9 +37,16 @@ from softplus_attention.cli import main
 from softplus_attention.data import builtin_text
 from softplus_attention.data import tokenizer as tokenizers
 from softplus_attention.evaluation.loss import TokenLoss
-from softplus_attention.evaluation.models import fingerprint, parse_model_spec
+from softplus_attention.evaluation.models import (
+    fingerprint,
+    parse_model_spec,
+    parse_model_specs,
+    read_training_length,
+)
 from softplus_attention.evaluation.passkey import prompt_of
 from softplus_attention.huggingface import use_attention
+from softplus_attention.huggingface.loading import check_model_path
+from softplus_attention.power import PowerByLength
 from softplus_attention.utils.results import file_name, read
 
 SMALL: dict[str, Any] = {
@@ -80,6 +90,21 @@ def losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return TokenLoss(model)(ids)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("models") / "lssar" / "model")
+
+
+@pytest.fixture(scope="module")
+def softmax(tmp_path_factory):
+    return saved_model(tmp_path_factory.mktemp("models") / "softmax", attention="softmax")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return foreign(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -93,38 +118,127 @@ def run(tmp_path, monkeypatch, capsys):
     return call
 
 
+class TestOptions:
+    def test_parse(self):
+        spec = parse_model_spec("runs/lssar/model+power=31+reweight+rope=yarn:4")
+        assert spec.source == "runs/lssar/model"
+        assert spec.options == {"power": "31", "reweight": "", "rope": "yarn:4"}
+        assert spec.name == "lssar power=31 reweight rope=yarn:4"
+        assert parse_model_spec("best=a/b/checkpoint-30").name == "best"
+        assert parse_model_spec("a/b/checkpoint-30").name == "b"
+        assert parse_model_spec("c++/gpt+x").source == "c++/gpt+x"
+        assert [spec.name for spec in parse_model_specs(["a/m", "b/m"])] == ["m", "m (2)"]
+        assert parse_model_spec("m+power=3", {"power": "7", "window": "5"}).options == {"power": "3", "window": "5"}
+        assert file_name("lengths", "lssar power=31 <b>") == "lengths--lssar+power=31+%3Cb%3E.json"
+
+    def test_powers(self, folder):
+        assert open_saved(f"{folder}+power=31").description()["power"] == 31
+        grown = open_saved(f"{folder}+power=grow:15,4").model.config.chosen_attention().spec.power
+        assert grown == PowerByLength(15, 4, 16)
+
+    def test_window(self, folder):
+        layers = open_saved(f"{folder}+window=4").model.model.layers
+        assert [layer.self_attn.attention.window(None) for layer in layers] == [4, 4]
+
+    def test_reweighting(self, tmp_path, folder):
+        """LSSA with +reweight equals LSSAR with the same weights."""
+        saved_model(tmp_path / "lssa", attention="lssa")
+        changed = open_saved(f"{tmp_path / 'lssa'}+reweight+power=7")
+        ids = torch.arange(40)[None]
+        expected = open_saved(f"{folder}+power=7").model(ids).logits
+        torch.testing.assert_close(changed.model(ids).logits, expected)
+        assert changed.description()["attention"] == "lssar"
+        with pytest.raises(ValueError, match="`--reweight` must be left out for 'lssar'"):
+            open_saved(f"{folder}+reweight")
+        with pytest.raises(ValueError, match="`--power` must be left out for 'lssa', which has no second stage"):
+            open_saved(f"{tmp_path / 'lssa'}+power=7")
+
+    @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_rope(self, llama, softmax, family, kind):
+        """Loading with scaled RoPE equals building the model with scaled RoPE and the same weights."""
+        source = llama if family == "llama" else softmax
+        ids = torch.arange(60)[None]
+        plain, scaled = open_saved(source).model, open_saved(f"{source}+rope={kind}:4").model
+        assert scaled.config.rope_parameters["rope_type"] == kind
+        assert (plain(ids).logits - scaled(ids).logits).abs().max() > 1e-4
+        built = AutoModelForCausalLM.from_config(scaled.config).eval()
+        built.load_state_dict(plain.state_dict())
+        torch.testing.assert_close(scaled(ids).logits, built(ids).logits)
+
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_linear_rope_divides_positions(self, llama, softmax, family):
+        source = llama if family == "llama" else softmax
+        ids = torch.arange(24)[None]
+        positions = torch.arange(24)[None] / 4
+        expected = open_saved(source).model(ids, position_ids=positions).logits
+        torch.testing.assert_close(open_saved(f"{source}+rope=linear:4").model(ids).logits, expected)
+
+    def test_power_needs_a_second_stage(self, llama):
+        assert open_saved(llama).description()["attention"] == "softmax"
+        assert open_saved(llama).description()["power"] is None
+        assert open_saved(f"{llama}+reweight+power=7").description()["power"] == 7
+        with pytest.raises(ValueError, match="`--power` must be left out for a model with 'softmax'"):
+            open_saved(f"{llama}+power=7")
+
+    @pytest.mark.parametrize(
+        "option", ["power=0.5", "power=x", "power=grow:3", "window=-1", "rope=cubic:4", "rope=yarn"]
+    )
+    def test_invalid_options(self, folder, option):
+        with pytest.raises(ValueError, match=f"`--{option.partition('=')[0]}` must be"):
+            open_saved(f"{folder}+{option}")
+
+    def test_missing_model(self, tmp_path):
+        with pytest.raises(ValueError, match=r"`MODEL` must be a folder with config\.json"):
+            read_training_length(parse_model_spec(str(tmp_path / "none")))
+        with pytest.raises(ValueError, match="which has none"):
+            open_saved(tmp_path)
+
+    def test_similar_folder_is_suggested(self, tmp_path, monkeypatch, capsys):
+        (tmp_path / "runs" / "small-1").mkdir(parents=True)
+        (tmp_path / "runs" / "small-1" / "config.json").write_text("{}")
+        (tmp_path / "runs" / "small-2").mkdir()  # holds no model
+        monkeypatch.chdir(tmp_path)
+        check_model_path("MODEL", "runs/smal", "config.json")
+        assert capsys.readouterr().err == (
+            "no folder runs/smal; did you mean runs/small-1? Looking for runs/smal on the Hub\n"
+        )
+        for source in ("runs/other", "elsewhere/small-1", "small-1"):
+            check_model_path("MODEL", source, "config.json")
+        assert capsys.readouterr().err == ""
+
+
 class TestDynamicNtk:
-    @pytest.mark.parametrize("kind", ["ours", "llama"])
-    def test_each_input_by_its_own_length(self, kind, tmp_path):
-        folder = tmp_path / kind
-        saved_model(folder, attention="softmax") if kind == "ours" else foreign(folder, "llama")
+    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
+    def test_depends_only_on_own_length(self, family, llama, softmax):
+        source = llama if family == "llama" else softmax
         ids = token_rows(1, 64)
-        fresh = [losses(open_saved(f"{folder}+rope=ntk:4").model, ids[:, :n]) for n in (16, 32, 64)]
-        model = open_saved(f"{folder}+rope=dynamic:4").model
+        fresh = [losses(open_saved(f"{source}+rope=ntk:4").model, ids[:, :n]) for n in (16, 32, 64)]
+        model = open_saved(f"{source}+rope=dynamic:4").model
         for n, expected in ((64, fresh[2]), (16, fresh[0]), (32, fresh[1]), (16, fresh[0])):
             assert torch.equal(losses(model, ids[:, :n]), expected)
-        plain = open_saved(folder).model
+        plain = open_saved(source).model
         torch.testing.assert_close(losses(plain, ids[:, :16]), fresh[0])
         assert not torch.allclose(losses(plain, ids), fresh[2], atol=1e-3)
 
-    def test_stretches_from_the_training_length_on(self, tmp_path):
+    def test_scales_beyond_the_training_length(self, llama):
         ids = token_rows(1, 16)
-        plain, stretched = (open_saved(f"{foreign(tmp_path, 'llama')}{more}", 8) for more in ("", "+rope=ntk:4"))
-        torch.testing.assert_close(losses(plain.model, ids[:, :8]), losses(stretched.model, ids[:, :8]))
-        assert not torch.allclose(losses(plain.model, ids), losses(stretched.model, ids), atol=1e-3)
+        plain, scaled = (open_saved(f"{llama}{option}", 8) for option in ("", "+rope=ntk:4"))
+        torch.testing.assert_close(losses(plain.model, ids[:, :8]), losses(scaled.model, ids[:, :8]))
+        assert not torch.allclose(losses(plain.model, ids), losses(scaled.model, ids), atol=1e-3)
 
 
-def test_a_share_of_each_head_that_rotates_is_kept(tmp_path):
-    folder, ids = foreign(tmp_path, "neox"), token_rows(1, 32)
-    plain, longer, stretched = (open_saved(f"{folder}{more}").model for more in ("", "+rope=ntk:4", "+rope=linear:4"))
-    torch.testing.assert_close(losses(longer, ids[:, :16]), losses(plain, ids[:, :16]))
-    rotating = stretched.gpt_neox.rotary_emb.inv_freq
-    assert len(rotating) == len(plain.gpt_neox.rotary_emb.inv_freq) == 2
-    torch.testing.assert_close(rotating, plain.gpt_neox.rotary_emb.inv_freq / 4)
+def test_partial_rotary_factor_is_kept(tmp_path):
+    source, ids = foreign(tmp_path, "neox"), token_rows(1, 32)
+    plain, ntk, linear = (open_saved(f"{source}{option}").model for option in ("", "+rope=ntk:4", "+rope=linear:4"))
+    torch.testing.assert_close(losses(ntk, ids[:, :16]), losses(plain, ids[:, :16]))
+    frequencies = linear.gpt_neox.rotary_emb.inv_freq
+    assert len(frequencies) == len(plain.gpt_neox.rotary_emb.inv_freq) == 2
+    torch.testing.assert_close(frequencies, plain.gpt_neox.rotary_emb.inv_freq / 4)
 
 
 class TestWindow:
-    """A token sees itself and the W - 1 before it, in every layer: two layers reach 2 W - 1 tokens."""
+    """A token sees itself and the W - 1 tokens before it in every layer, so two layers reach 2 W - 1 tokens."""
 
     def reach(self, model: Any, length: int = 24) -> int:
         ids = token_rows(1, length)
@@ -136,29 +250,29 @@ class TestWindow:
                 return length - first
         return length
 
-    @pytest.mark.parametrize("words", [{}, {"global_every": 2, "window": 8}, {"attention": "softmax"}])
-    def test_in_every_layer_of_ours(self, words, tmp_path):
-        saved_model(tmp_path, **words)
+    @pytest.mark.parametrize("config", [{}, {"global_every": 2, "window": 8}, {"attention": "softmax"}])
+    def test_softplus_gpt(self, config, tmp_path):
+        saved_model(tmp_path, **config)
         assert self.reach(open_saved(f"{tmp_path}+window=3").model) == 5
 
-    def test_in_a_model_without_one(self, tmp_path):
-        assert self.reach(open_saved(f"{foreign(tmp_path, 'llama')}+window=3").model) == 5
+    def test_llama(self, llama):
+        assert self.reach(open_saved(f"{llama}+window=3").model) == 5
 
-    def test_beside_power(self, tmp_path):
+    def test_with_power(self, tmp_path):
         model = use_attention(LlamaForCausalLM(LlamaConfig(**SMALL)), "lssar")
         model.save_pretrained(tmp_path)
         changed = open_saved(f"{tmp_path}+window=3+power=7")
         assert changed.description()["power"] == 7
         assert self.reach(changed.model) == 5
 
-    def test_stays_where_the_model_is_re_weighted(self, tmp_path):
+    def test_is_kept_by_reweight(self, tmp_path):
         use_attention(LlamaForCausalLM(LlamaConfig(**SMALL)), "lssa", window=3).save_pretrained(tmp_path)
         assert self.reach(open_saved(f"{tmp_path}+reweight").model) == 5
 
 
 @pytest.mark.parametrize("learned", ["learned", "learned-log"])
-def test_a_power_in_place_of_learned_ones(learned, tmp_path):
-    """The same weights with that power from the start."""
+def test_power_replaces_learned_powers(learned, tmp_path):
+    """Equals a model with the same weights and that power."""
     saved_model(tmp_path / "a", power=learned)
     saved_model(tmp_path / "b", power=7)
     changed, plain = open_saved(f"{tmp_path / 'a'}+power=7"), open_saved(tmp_path / "b")
@@ -175,11 +289,11 @@ class TestForeignModels:
         ("name", "measure"),
         [
             *((name, measure) for name in ("gpt2", "opt") for measure in ("lengths", "passkey", "inside")),
-            ("gptj", "lengths"),  # whose attention cannot be looked into
+            ("gptj", "lengths"),  # its attention cannot be captured
             ("gptj", "passkey"),
         ],
     )
-    def test_no_positions_so_far_out(self, name, measure, run, tmp_path):
+    def test_lengths_beyond_the_positions_are_skipped(self, name, measure, run, tmp_path):
         foreign(tmp_path / name, name)
         more = ("--form", "compact", "--trials", "2", "--depths", "0") if measure == "passkey" else ()
         status, out, _ = run(measure, name, "--text", "text.txt", "--lengths", "32,64,128", *more)
@@ -188,8 +302,8 @@ class TestForeignModels:
         assert "the model has positions for 64 tokens" in out
         assert read(tmp_path / "evaluation" / f"{measure}--{name}.json")["complete"]
 
-    def test_all_models_are_measured_on_the_same_texts(self, run, tmp_path):
-        """Whatever number of positions they have: here it is the same model twice."""
+    def test_positions_do_not_change_the_texts(self, run, tmp_path):
+        """The same model with two numbers of positions is measured on the same texts."""
         foreign(tmp_path / "many", "gpt2")
         model = GPT2LMHeadModel.from_pretrained(tmp_path / "many")
         model.transformer.wpe.weight.data = model.transformer.wpe.weight.data[:32].clone()
@@ -205,28 +319,28 @@ class TestForeignModels:
         assert [entry["length"] for entry in few["lengths"]] == [16, 32]
         assert [entry["loss"] for entry in few["lengths"]] == pytest.approx([e["loss"] for e in many["lengths"][:2]])
 
-    def test_without_attention(self, run, tmp_path):
+    def test_model_without_attention(self, run, tmp_path):
         foreign(tmp_path / "mamba", "mamba")
         status, out, _ = run("lengths", "mamba", "--text", "text.txt", "--train-length", "16", "--lengths", "1,4")
         assert status == 0
         assert "mamba" in out
 
-    def test_one_that_sees_ahead_is_refused(self, run, tmp_path):
+    def test_model_that_is_not_causal(self, run, tmp_path):
         foreign(tmp_path / "bert", "bert")
         status, _, err = run("lengths", "bert", "--text", "text.txt", "--lengths", "32,64")
         assert status == 2
         assert "MODEL: BertLMHeadModel is not causal: later tokens change earlier logits" in err
 
-    def test_one_of_several_that_fails(self, run, tmp_path):
+    def test_one_of_several_models_fails(self, run, tmp_path):
         foreign(tmp_path / "bert", "bert")
         saved_model(tmp_path / "lssar", max_position_embeddings=64)
         status, out, err = run("lengths", "lssar", "bert", "--text", "text.txt", "--lengths", "32,64")
         assert status == 1
-        assert "bert was not measured: MODEL: BertLMHeadModel is not causal" in err
+        assert "bert could not be measured: MODEL: BertLMHeadModel is not causal" in err
         assert "lengths--lssar.json" in out
         assert (tmp_path / "evaluation" / "lengths.png").exists()
 
-    def test_capped_logits_in_pieces(self, tmp_path):
+    def test_capped_logits_in_chunks(self, tmp_path):
         model = open_saved(foreign(tmp_path, "gemma2")).model
         ids = token_rows(2, 24)
         token_loss = TokenLoss(model)
@@ -234,16 +348,34 @@ class TestForeignModels:
         assert token_loss.in_pieces
         torch.testing.assert_close(mean, model(input_ids=ids, labels=ids).loss)
 
-    def test_weights_of_another_model(self, tmp_path):
+    def test_unexpected_weights(self, tmp_path):
         folder = foreign(tmp_path, "llama")
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
-        with pytest.raises(ValueError, match="it also holds 9 weights"):
+        with pytest.raises(ValueError, match="9 unexpected weights"):
             open_saved(folder)
+
+    def test_unusable_models(self, tmp_path, folder):
+        size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        BertModel(BertConfig(vocab_size=30, **size)).save_pretrained(tmp_path / "bert")
+        with pytest.raises(ValueError, match="missing weights for"):
+            open_saved(tmp_path / "bert")
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / "config.json").write_text('{"model_type": "no-such-model"}')
+        with pytest.raises(ValueError, match="model type `no-such-model`"):
+            open_saved(tmp_path / "odd")
+        shutil.copytree(folder, tmp_path / "cut")
+        weights = tmp_path / "cut" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        with pytest.raises(ValueError, match="cut off or damaged"):
+            open_saved(tmp_path / "cut")
+        (tmp_path / "cut" / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match="no file named model"):
+            open_saved(tmp_path / "cut")
 
 
 class TestIdentity:
-    def test_every_weight_counts(self, tmp_path):
+    def test_fingerprint_depends_on_every_weight(self, tmp_path):
         folder = saved_model(tmp_path, hidden_size=128, intermediate_size=512)
         before, path = fingerprint(str(folder)), folder / "model.safetensors"
         weights = load_file(path)
@@ -251,7 +383,7 @@ class TestIdentity:
         save_file(weights, path, {"format": "pt"})
         assert fingerprint(str(folder)) != before
 
-    def test_the_training_length_counts(self, run, tmp_path):
+    def test_results_depend_on_the_training_length(self, run, tmp_path):
         saved_model(tmp_path / "lssar")
         words = ("lengths", "lssar", "--text", "text.txt", "--lengths", "16,64")
         controls = []
@@ -261,14 +393,14 @@ class TestIdentity:
             controls.append(found[-1]["control"]["window"])
         assert controls == [16, 8]
 
-    def test_names_have_files_of_their_own(self):
+    def test_file_names_are_unique(self):
         names = ["a b", "a-b", "a+b", "模型", "模型二", "a/b", "x" * 300, "x" * 301, "a=1", "a_1"]
         files = {file_name("lengths", name) for name in names}
         assert len(files) == len(names)
         assert all(len(file) < 200 and "/" not in file for file in files)
 
 
-def test_pluses_in_names_and_folders(tmp_path, monkeypatch):
+def test_plus_in_names_and_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in ("lssar", "lssar+x", "runs/y"):
         (tmp_path / folder).mkdir(parents=True)
@@ -278,10 +410,10 @@ def test_pluses_in_names_and_folders(tmp_path, monkeypatch):
     assert (named.name, named.source, named.options) == ("lssar+y", "runs/y", {"power": "3"})
 
 
-KNOWN_OPTIONS = "`MODEL` must be a folder with options of +power=P, +reweight, +window=N or +rope=TYPE:FACTOR after it"
+KNOWN_OPTIONS = "`MODEL` must be a folder followed by +power=P, +reweight, +window=N or +rope=TYPE:FACTOR"
 
 
-class TestMistakes:
+class TestErrors:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
@@ -299,7 +431,7 @@ class TestMistakes:
             (["lssar", "--output", "text.txt"], "`--output` must be a folder"),
         ],
     )
-    def test_before_anything_is_measured(self, words, message, run, tmp_path):
+    def test_raised_before_measuring(self, words, message, run, tmp_path):
         saved_model(tmp_path / "lssar")
         saved_model(tmp_path / "softmax", attention="softmax")
         status, _, err = run("lengths", *words, "--text", "text.txt", "--lengths", "1,2")
@@ -308,13 +440,13 @@ class TestMistakes:
         assert not (tmp_path / "evaluation").exists()
 
     @pytest.mark.parametrize("device", ["cuda:99", "tpu-or-so", "vulkan", "meta"])
-    def test_devices_that_are_not_there(self, device, tmp_path, capsys):
+    def test_unavailable_devices(self, device, tmp_path, capsys):
         saved_model(tmp_path / "lssar")
         assert main(["evaluate", "lengths", str(tmp_path / "lssar"), "--text", "builtin", "--device", device]) == 2
         assert "`--device` must be" in capsys.readouterr().err
 
 
-def test_pass_keys_are_taught_on_training_text(tmp_path):
+def test_passkey_data_uses_training_text(tmp_path):
     words = ["passkey-data", "--text", "builtin", "--documents", "30", "--most-characters", "400"]
     assert main(["evaluate", *words, "--output", str(tmp_path)]) == 0
     train, validation = ("\n".join(texts) for texts in builtin_text())

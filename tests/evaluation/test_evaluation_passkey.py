@@ -1,4 +1,4 @@
-"""Pass keys: prompts as they are meant to be, 100% for a model that copies and 0% for one that does not."""
+"""Passkeys: prompts, accuracy of 100% for a model that copies and 0% for one that does not, training documents."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 
 class TestPrompt:
-    def test_as_mohtashami_and_jaggi_have_it(self):
+    def test_prompt_of_mohtashami_and_jaggi(self):
         trial = trial_of(FORMS["sentences"], encode, filler_of("sentences"), 600, 0.5, random.Random(0))
         text = bytes(trial.ids).decode()
         assert len(trial.ids) == 600
@@ -64,14 +64,14 @@ class TestPrompt:
         assert place == round(depth * room)
         assert bytes(trial.ids).decode().endswith(f"\n[key={trial.key}")
 
-    def test_trials_repeat_and_differ(self):
-        words = (FORMS["compact"], encode, filler_of("compact"), 100, 0.5)
-        assert trials_of(*words, 5, 0) == trials_of(*words, 5, 0)
-        keys = {trial.key for seed in (0, 1) for trial in trials_of(*words, 5, seed)}
+    def test_trials_are_reproducible_and_distinct(self):
+        args = (FORMS["compact"], encode, filler_of("compact"), 100, 0.5)
+        assert trials_of(*args, 5, 0) == trials_of(*args, 5, 0)
+        keys = {trial.key for seed in (0, 1) for trial in trials_of(*args, 5, seed)}
         assert len(keys) == 10
         assert all(re.fullmatch("[1-9][0-9]{4}", key) for key in keys)
 
-    def test_texts_from_a_file(self, tmp_path):
+    def test_prompt_from_a_file(self, tmp_path):
         (tmp_path / "prompt.json").write_text(json.dumps({"needle": "<{key}>", "question": "<", "filler": "la "}))
         prompt = prompt_of("compact", tmp_path / "prompt.json", digits=3)
         trial = trial_of(prompt, encode, Filler(prompt, encode), 30, 0, random.Random(0))
@@ -80,19 +80,19 @@ class TestPrompt:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ('{"needle": "no key"}', r"`prompt needle` must be a text with \{key\}"),
-            ('{"question": "is it {key}?"}', "which would give it away"),
+            ('{"needle": "no key"}', r"`prompt needle` must be a text that contains \{key\}"),
+            ('{"question": "is it {key}?"}', "which would give the answer away"),
             ('{"colour": "red"}', "a JSON object of some of form, start"),
             ("nonsense", "`--prompt` must be a readable JSON file"),
             ('{"digits": "five"}', "`prompt digits` must be a int"),
         ],
     )
-    def test_bad_files(self, tmp_path, content, message):
+    def test_invalid_prompt_files(self, tmp_path, content, message):
         (tmp_path / "prompt.json").write_text(content)
         with pytest.raises(ValueError, match=message):
             prompt_of("sentences", tmp_path / "prompt.json")
 
-    def test_bad_words(self):
+    def test_invalid_arguments(self):
         with pytest.raises(ValueError, match="`--form` must be one of sentences, compact, got 'haiku'"):
             prompt_of("haiku")
         with pytest.raises(ValueError, match="`--depths` must be numbers from 0"):
@@ -112,7 +112,7 @@ class TestRetrieval:
                 answers = answers_of(model, trials, at_once=3)
                 assert sum(map(is_right, trials, answers)) == 4 * share
 
-    def test_one_pass_says_what_greedy_decoding_writes(self, folder):
+    def test_one_pass_equals_greedy_decoding(self, folder):
         opened = open_saved(folder)
         prompt, filler = FORMS["compact"], filler_of("compact")
         trial = trials_of(prompt, encode, filler, 60, 0.5, 1, seed=0)[0]
@@ -130,8 +130,8 @@ class TestMeasure:
         tokenizer = load_tokenizer(str(folder))
         opened = open_saved(folder)
         documents = text_documents([TEXT], ["text"], tokenizer)
-        words = {"documents": documents, "trials": 3}
-        result = measure_passkey(opened, tokenizer, FORMS["compact"], [16, 64], [0.0, 1.0], tmp_path, **words)
+        kwargs = {"documents": documents, "trials": 3}
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [16, 64], [0.0, 1.0], tmp_path, **kwargs)
         assert [(cell["length"], cell["depth"]) for cell in result["results"]["cells"]] == [(64, 0.0), (64, 1.0)]
         assert all(
             cell["trials"] == 3 and cell["accuracy"] == cell["correct"] / 3 for cell in result["results"]["cells"]
@@ -140,21 +140,21 @@ class TestMeasure:
         assert len(result["results"]["cells"][0]["wrong"]) == 3
         assert "64" in table([result])
 
-        # Another length is added to what is there; the cells that exist are not run again.
+        # Another length is added; existing cells are not measured again.
         path = next(tmp_path.glob("passkey--*.json"))
         content = json.loads(path.read_text())
         content["results"]["cells"][0]["correct"] = 77
         path.write_text(json.dumps(content))
-        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64, 32], [0.0, 1.0], tmp_path, **words)
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64, 32], [0.0, 1.0], tmp_path, **kwargs)
         assert [cell["length"] for cell in result["results"]["cells"]] == [32, 32, 64, 64]
         assert result["results"]["cells"][2]["correct"] == 77
-        words["trials"] = 2
-        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64], [0.0], tmp_path, **words)
+        kwargs["trials"] = 2
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [64], [0.0], tmp_path, **kwargs)
         assert result["results"]["cells"][0]["correct"] <= 2
         assert len(list(tmp_path.glob("passkey--*.json"))) == 2
 
-    def test_keys_that_take_more_tokens_than_others(self, folder, tmp_path):
-        """A length that some key does not fit into is left out, and the others are measured."""
+    def test_length_too_short_for_some_keys(self, folder, tmp_path):
+        """With keys of different token counts, a length that some key does not fit into is skipped."""
 
         class Tokenizer:
             def __call__(self, text, **_):
@@ -165,20 +165,20 @@ class TestMeasure:
 
         opened, tokenizer = open_saved(folder), Tokenizer()
         documents = text_documents([TEXT], ["text"], tokenizer)
-        words = {"documents": documents, "trials": 2}
-        result = measure_passkey(opened, tokenizer, FORMS["compact"], [18, 64], [0.0], tmp_path, **words)["results"]
+        kwargs = {"documents": documents, "trials": 2}
+        result = measure_passkey(opened, tokenizer, FORMS["compact"], [18, 64], [0.0], tmp_path, **kwargs)["results"]
         assert [cell["length"] for cell in result["cells"]] == [64]
         assert [skip["length"] for skip in result["skipped"]] == [18]
         assert "tokens, the prompt's own" in result["skipped"][0]["reason"]
 
-    def test_a_tokenizer_with_more_tokens_than_the_model(self, folder, tmp_path):
+    def test_tokens_outside_the_vocabulary(self, folder, tmp_path):
         def many(text, **_):
             return {"input_ids": [1000 + ord(letter) for letter in text]}
 
-        with pytest.raises(ValueError, match="`--tokenizer` must be one whose tokens are below 320"):
+        with pytest.raises(ValueError, match="`--tokenizer` must be one with tokens below 320"):
             measure_passkey(open_saved(folder), many, FORMS["sentences"], [640], [0.0], tmp_path)
 
-    def test_a_model_that_gives_no_numbers(self, folder, tmp_path):
+    def test_nan_logits(self, folder, tmp_path):
         opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
         with torch.no_grad():
             opened.model.get_input_embeddings().weight.fill_(torch.nan)
@@ -189,9 +189,9 @@ class TestMeasure:
 class TestTrainingMix:
     @pytest.mark.parametrize("questions", [1, 3])
     def test_documents(self, questions):
-        words = ([TEXT], FORMS["compact"], 200, 90, 3, questions)
-        found = list(passkey_documents(*words))
-        assert found == list(passkey_documents(*words))
+        args = ([TEXT], FORMS["compact"], 200, 90, 3, questions)
+        found = list(passkey_documents(*args))
+        assert found == list(passkey_documents(*args))
         for text in found:
             keys = re.findall(r"\n\[key=(\d{5})\]\n", text)
             assert len(keys) == 1 + questions
@@ -213,7 +213,7 @@ class TestTrainingMix:
         with pytest.raises(ValueError, match="`--min-characters` must be from 0 to --max-characters, 90"):
             list(passkey_documents([TEXT], FORMS["compact"], 1, 90, least_characters=least))
 
-    def test_data_prepare_takes_them_beside_text(self, tmp_path):
+    def test_data_prepare_with_text(self, tmp_path):
         (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
         found = passkey_documents([TEXT], FORMS["compact"], 50, 90, 0)
         written = write_documents(tmp_path / "mix" / "passkey.jsonl", found)
@@ -224,6 +224,6 @@ class TestTrainingMix:
         assert dataset.total_tokens == len(TEXT) + written + 51
         assert bytes(dataset.document(7)[:-1].tolist()).decode().endswith("]\n")
 
-    def test_too_short(self):
+    def test_max_characters_too_small(self):
         with pytest.raises(ValueError, match="`--max-characters` must be at least 26"):
             list(passkey_documents([TEXT], FORMS["compact"], 1, 20))

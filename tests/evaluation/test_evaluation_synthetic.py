@@ -1,4 +1,4 @@
-"""Synthetic tasks: answers by hand, accuracy of models that know and do not know, training that goes on."""
+"""Synthetic tasks: answers by hand, accuracy of models with known answers, and training that resumes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = {"layers": 1, "width": 16, "heads": 1, "steps": 8, "batch_size": 4, "lear
 
 
 def sequence(task: Any, length: int, seed: int = 0) -> tuple[list[int], list[int]]:
-    """Tokens, and the places of the answers."""
+    """Tokens and the positions of the answers."""
     ids, answers = task.sequence(length, np.random.default_rng(seed))
     assert len(ids) == length
     assert 0 <= ids.min() <= ids.max() < task.vocabulary
@@ -49,9 +49,9 @@ class TestRecall:
     )
     def test_answers_follow_from_the_pairs(self, task, seed):
         ids, answers = sequence(task, 64, seed)
-        mark = ids.index(task.vocabulary - 1)
+        separator = ids.index(task.vocabulary - 1)
         pairs, place = {}, 0
-        while place < mark:
+        while place < separator:
             if ids[place] >= 2 * task.symbols:
                 place += 1
                 continue
@@ -62,10 +62,10 @@ class TestRecall:
             place += task.key_tokens + task.value_tokens
         assert len(pairs) == task.pairs_at(64)
         each = task.key_tokens + task.value_tokens
-        asked = [tuple(ids[begin : begin + each]) for begin in range(mark + 1, 64, each)]
-        assert len(asked) == task.queries
-        for question in asked:
-            assert pairs[question[: task.key_tokens]] == question[task.key_tokens :]
+        queries = [tuple(ids[begin : begin + each]) for begin in range(separator + 1, 64, each)]
+        assert len(queries) == task.queries
+        for query in queries:
+            assert pairs[query[: task.key_tokens]] == query[task.key_tokens :]
         assert len(answers) == task.queries * task.value_tokens
         assert all(task.symbols <= ids[answer] < 2 * task.symbols for answer in answers)
 
@@ -73,7 +73,7 @@ class TestRecall:
         assert Recall(pairs=0).pairs_at(64) == (64 - 1 - 32) // 2
         assert Recall(pairs=6).pairs_at(6400) == 6
 
-    def test_what_cannot_be(self):
+    def test_impossible_lengths(self):
         with pytest.raises(ValueError, match=r"`symbols \*\* key_tokens` must be at least 111"):
             Recall(symbols=64, pairs=0).check(256)
         Recall(symbols=64, key_tokens=2, pairs=0).check(8000)
@@ -87,7 +87,7 @@ class TestRecall:
 
 class TestCopy:
     @pytest.mark.parametrize("length", [4, 63, 64])
-    def test_the_string_comes_again(self, length):
+    def test_string_is_repeated(self, length):
         task = Copy(symbols=7)
         ids, answers = sequence(task, length)
         half = (length - 1) // 2
@@ -99,7 +99,7 @@ class TestCopy:
 class TestFlipFlop:
     @pytest.mark.parametrize("seed", range(5))
     @pytest.mark.parametrize("length", [20, 65, 2000])
-    def test_a_memory_that_is_run(self, length, seed):
+    def test_reads_return_the_last_written_bit(self, length, seed):
         task = FlipFlop(writes=4)
         ids, answers = sequence(task, length, seed)
         begin = length % 2
@@ -125,7 +125,7 @@ class TestFlipFlop:
 
 class TestSequences:
     @pytest.mark.parametrize("name", list(TASKS))
-    def test_the_same_for_the_same_number(self, name):
+    def test_sequences_are_reproducible(self, name):
         data = TaskSequences(make_task(name), 64, 10, seed=3)
         assert data[7]["input_ids"].equal(data[7]["input_ids"])
         assert not data[7]["input_ids"].equal(data[8]["input_ids"])
@@ -133,7 +133,7 @@ class TestSequences:
         labels = data[7]["labels"]
         assert labels[labels != IGNORED].equal(data[7]["input_ids"][labels != IGNORED])
 
-    def test_unknown(self):
+    def test_unknown_task_and_setting(self):
         with pytest.raises(ValueError, match="`task` must be one of recall, copy, flip-flop, got 'sort'"):
             make_task("sort")
         with pytest.raises(ValueError, match="`writes` must be left out: the task 'copy' has symbols"):
@@ -141,7 +141,7 @@ class TestSequences:
 
 
 class Known(nn.Module):
-    """Says the token that follows, shifted by ``wrong``: it has seen the whole sequence."""
+    """Predicts the next token of the sequence, which it sees, plus ``wrong``."""
 
     def __init__(self, vocabulary: int, wrong: int) -> None:
         super().__init__()
@@ -202,21 +202,21 @@ class TestTraining:
         assert json.loads((saved / "config.json").read_text())["use_cache"]
         table = measure.table([result])
         assert f"{100 * entries[1]['accuracy']:.1f}" in table
-        # A second time nothing is trained.
+        # A second call does not train again.
         before = (Path(config.output) / "manifest.json").stat().st_mtime_ns
         measure.measure_synthetic(Copy(), config, [16], tmp_path, sequences=6)
         assert (Path(config.output) / "manifest.json").stat().st_mtime_ns == before
 
-    def test_goes_on_where_it_was_stopped(self, tmp_path, monkeypatch):
+    def test_resumes_an_interrupted_training(self, tmp_path, monkeypatch):
         whole, _ = training.train_model(Copy(), tiny_config(tmp_path / "whole"))
         real = TaskSequences.__getitem__
 
-        def stops(self, number):
+        def interrupted(self, number):
             if number >= 5 * TINY["batch_size"]:
                 raise KeyboardInterrupt
             return real(self, number)
 
-        monkeypatch.setattr(TaskSequences, "__getitem__", stops)
+        monkeypatch.setattr(TaskSequences, "__getitem__", interrupted)
         config = tiny_config(tmp_path / "cut")
         with pytest.raises(KeyboardInterrupt):
             training.train_model(Copy(), config)
@@ -225,7 +225,7 @@ class TestTraining:
         assert record["steps_in_that_time"] < 8
         assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
-    def test_settings_have_folders_of_their_own(self, tmp_path):
+    def test_folders_depend_on_settings(self, tmp_path):
         folders = {tiny_config(tmp_path, steps=steps, learning_rate=rate).output for steps in (8, 9) for rate in (1, 2)}
         assert len(folders) == 4
         assert tiny_config(tmp_path, "softmax").power is None
@@ -235,8 +235,8 @@ class TestTraining:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("name", ["flip-flop", "copy"])
-def test_the_cpu_preset_learns(name, tmp_path):
-    """The preset of the command is enough for these at the training length; recall takes local and global layers."""
+def test_rotary_preset_learns(name, tmp_path):
+    """Not recall, which needs local and global layers."""
     task = make_task(name)
     settings = dict(measure.PRESETS["rotary"])
     config = training.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
@@ -245,7 +245,7 @@ def test_the_cpu_preset_learns(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "settings", "words"),
+    ("task", "settings", "label"),
     [
         ("recall", {"pairs": 8}, "recall, 8 pairs"),
         ("recall", {"pairs": 0}, "recall, as many pairs as fit"),
@@ -253,14 +253,14 @@ def test_the_cpu_preset_learns(name, tmp_path):
         ("copy", {"symbols": 32}, "copy"),
     ],
 )
-def test_forms_of_a_task(task, settings, words):
-    assert task_label(task, settings) == words
+def test_task_labels(task, settings, label):
+    assert task_label(task, settings) == label
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn"])
-def test_mixed_preset_recalls_at_64_times_the_length(attention, tmp_path):
+def test_mixed_preset_recalls_at_64x(attention, tmp_path):
     task = make_task("recall")
     settings = dict(measure.PRESETS["mixed"])
     config = training.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")

@@ -1,4 +1,4 @@
-"""What the evaluation tests share: a small saved model with a byte tokenizer, and models whose answers are known."""
+"""Shared by the evaluation tests: a small saved model with a byte tokenizer, and models with known answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE: dict[str, Any] = {
 
 
 def saved_model(folder: Path, **kwargs: Any) -> Path:
-    """A random SoftplusGPT of two layers, "trained" at 16 bytes, with weights large enough for attention to matter."""
+    """A random SoftplusGPT of two layers, "trained" at 16 bytes, with weights large enough that attention matters."""
     torch.manual_seed(0)
     model = SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **kwargs}))
     with torch.no_grad():
@@ -36,7 +36,7 @@ def open_saved(text: str | Path, training_length: int = 16, dtype: str = "auto")
 
 
 class Copier:
-    """Continues as the longest earlier stretch like the last tokens was continued: what induction heads do."""
+    """Copies the token after the longest earlier match of the last tokens, like an induction head."""
 
     device = torch.device("cpu")
 
@@ -47,11 +47,11 @@ class Copier:
         length = input_ids.shape[1]
         logits = torch.zeros(len(input_ids), logits_to_keep, self.vocabulary)
         for row, ids in enumerate(input_ids.tolist()):
-            for place in range(logits_to_keep):
-                logits[row, place, self.following(ids[: length - logits_to_keep + place + 1])] = 1
+            for position in range(logits_to_keep):
+                logits[row, position, self.next_token(ids[: length - logits_to_keep + position + 1])] = 1
         return SimpleNamespace(logits=logits)
 
-    def following(self, ids: list[int]) -> int:
+    def next_token(self, ids: list[int]) -> int:
         for size in range(min(self.longest, len(ids) - 1), 0, -1):
             for end in range(len(ids) - 1, size - 1, -1):
                 if ids[end - size : end] == ids[-size:]:
@@ -62,5 +62,5 @@ class Copier:
 class Forgetful(Copier):
     """Never looks back."""
 
-    def following(self, ids: list[int]) -> int:
+    def next_token(self, ids: list[int]) -> int:
         return 0

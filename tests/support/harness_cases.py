@@ -1,4 +1,4 @@
-"""What the tests of downstream tasks share: small files in each task's own schema, and saved models to measure."""
+"""Shared by the tests of downstream tasks: small files in each task's schema, and saved models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from softplus_attention.evaluation.harness import tasks
 from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
-# Made up for the tests: no record is from a public set.
+# Invented for the tests: no record is from a public dataset.
 QUESTIONS = [
     ("What falls from clouds?", ["rain", "stones", "paper", "iron"], 0),
     ("Which one is a bird?", ["trout", "sparrow", "oak", "granite"], 1),
@@ -37,7 +37,7 @@ def arc(question: str, choices: list[str], right: int) -> dict:
 
 
 def records() -> dict[str, list[dict]]:
-    """By FOLDER/TASK/SPLIT.jsonl."""
+    """Records by TASK/SPLIT."""
     hellaswag = [
         {"activity_label": "Work", "ctx_a": "A man", "ctx_b": "he asks " + q, "endings": c, "label": str(r), "ind": i}
         for i, (q, c, r) in enumerate(QUESTIONS)
@@ -78,9 +78,9 @@ def write_records(folder: Path) -> Path:
 
 @functools.cache
 def saved_models(folder: Path) -> dict[str, Path]:
-    """Ours and stock ones, with random weights, as saved folders; the short ones have 128 positions.
+    """Saved models with random weights, ours and transformers'; all but "lssar" and "llama" have 128 positions.
 
-    Made once for all the files of tests that name the same folder.
+    Cached for all test files that pass the same folder.
     """
     tokenizer = byte_tokenizer()
     size = {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -112,18 +112,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what is tested, and longer than all the rest: a pool of processes for a bootstrap, the list of packages."""
+    """Skip slow parts of the harness that are not tested: bootstrap processes and the list of packages."""
     monkeypatch.setenv("DISABLE_MULTIPROC", "1")
     monkeypatch.setattr(tasks, "BOOTSTRAP_SAMPLES", 20)
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
-def words_for(data: Path, output: Path) -> list[str]:
+def command_for(data: Path, output: Path) -> list[str]:
     return ["evaluate", "downstream", "--data", str(data), "--output", str(output), "--device", "cpu"]
 
 
-def result_of(folder: Path, name: str) -> dict:
-    """The latest of that model: other data and settings have files of their own."""
+def read_result(folder: Path, name: str) -> dict:
+    """The latest result of the model; other data and settings have separate files."""
     files = folder.glob(f"downstream--{name}*.json")
     return json.loads(max(files, key=lambda path: path.stat().st_mtime_ns).read_text())
 

@@ -1,4 +1,4 @@
-"""Measuring models beyond their training length: ``evaluate.lengths(model, texts)`` and the command `evaluate`."""
+"""Evaluate models beyond their training length: ``evaluate.lengths(model, texts)`` and the command `evaluate`."""
 
 from __future__ import annotations
 

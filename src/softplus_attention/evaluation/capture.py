@@ -1,4 +1,4 @@
-"""Queries and keys of every attention layer while a model runs, and their weights for a few rows at a time."""
+"""Capture the queries and keys of every attention layer during a forward pass; compute weights for blocks of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from softplus_attention.visibility import Visibility
 
 @dataclass(frozen=True)
 class RowWeights:
-    """A few rows of a few heads, each (B, H, rows, keys) but ``visible``, which broadcasts to it."""
+    """Weights of some rows of some heads, each (B, H, rows, keys); ``visible`` broadcasts to that shape."""
 
     stage1: Tensor
     frozen: Tensor | None
@@ -34,7 +34,7 @@ class RowWeights:
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's attention as it was called: q (B, H, T, D), k (B, H_kv, T, D), positions applied."""
+    """One call of one attention layer: q (B, H, T, D) and k (B, H_kv, T, D), with positions applied."""
 
     layer: int
     attention: Attention
@@ -48,22 +48,22 @@ class Call:
         return self.q.shape[1]
 
     def head_groups(self) -> list[slice]:
-        """One head at a time; ALiBi's slopes depend on the number of heads, so there all of them."""
+        """One head at a time; all heads together for ALiBi, whose slopes depend on the number of heads."""
         if self.attention.spec.positions == "alibi":
             return [slice(0, self.heads)]
         return [slice(head, head + 1) for head in range(self.heads)]
 
     @torch.inference_mode()
     def rows(self, first: int, end: int, heads: slice, frozen_length: int | None = None) -> RowWeights:
-        """The weights of rows ``first`` to ``end`` over the keys they see; memory grows with their number times keys.
+        """Weights of rows ``first`` to ``end`` - 1 over their visible keys, in O(rows x keys) memory.
 
-        ``frozen_length`` asks also for stage 1 with log N held at that length, where the scores have a log N.
+        With ``frozen_length``, also stage 1 with log N fixed at that length, if the scores have log N.
         """
         visibility = self.visibility.rows(first, end)
         q = self.q[:, heads, first:end]
-        per_key_head = self.heads // self.k.shape[1]
-        chosen = [head // per_key_head for head in range(*heads.indices(self.heads))]
-        k = self.k[:, chosen, : visibility.t_k]
+        group_size = self.heads // self.k.shape[1]
+        key_heads = [head // group_size for head in range(*heads.indices(self.heads))]
+        k = self.k[:, key_heads, : visibility.t_k]
         parameters = {name: value[heads] for name, value in self.parameters.items()}
         stage1, final = self.stages(q, k, visibility, parameters)
         frozen = None if frozen_length is None else self.frozen_stage(q, k, visibility, parameters, frozen_length)
@@ -76,8 +76,8 @@ class Call:
         if spec.is_softplus_attention:
             scale = check_score_scale(self.attention.score_scale, q.shape[-1], visibility.bounds())
             power = self.attention.power(parameters, visibility)
-            found = attention_stages(q, k, visibility, power, scale, offset=spec.offset)
-            return found.normalised, found.sharpened
+            stages = attention_stages(q, k, visibility, power, scale, offset=spec.offset)
+            return stages.normalised, stages.sharpened
         final = composed_weights(spec, q, k, visibility, parameters)
         if spec.second_stage == "none":
             return final, final
@@ -100,28 +100,28 @@ class Call:
         return self.first_stage(frozen, q, k, visibility, parameters)
 
 
-See = Callable[[Call], None]
+OnCall = Callable[[Call], None]
 
 
 @contextmanager
-def watching(model: Any, see: See) -> Iterator[None]:
-    """``see`` is called with every layer's attention while the model runs inside; nothing of it is kept here."""
-    seen = 0
+def capture_attention(model: Any, on_call: OnCall) -> Iterator[None]:
+    """Call ``on_call`` for every attention call of the model inside the context; calls are not stored."""
+    calls = 0
 
     def counted(call: Call) -> None:
-        nonlocal seen
-        seen += 1
-        see(call)
+        nonlocal calls
+        calls += 1
+        on_call(call)
 
     own = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
-    with watching_own(own, counted) if own else watching_host(model, counted):
+    with capture_own(own, counted) if own else capture_transformers(model, counted):
         yield
-    if not seen:
+    if not calls:
         fail("MODEL", "one whose attention goes through transformers' attention interface", type(model).__name__)
 
 
 @contextmanager
-def watching_own(modules: list[SoftplusGPTAttention], see: See) -> Iterator[None]:
+def capture_own(modules: list[SoftplusGPTAttention], on_call: OnCall) -> Iterator[None]:
     def before(module: Any, arguments: tuple[Any, ...]) -> None:
         hidden, positions, mask = arguments[:3]
         shape = (*hidden.shape[:-1], -1, module.head_dim)
@@ -129,7 +129,7 @@ def watching_own(modules: list[SoftplusGPTAttention], see: See) -> Iterator[None
         if positions is not None:
             q, k = rotate(q, *positions), rotate(k, *positions)
         visibility = build_visibility(q, k, mask, True, module.attention.window(None))
-        see(Call(module.layer_idx, module.attention, q, k, visibility, module.attention_parameters()))
+        on_call(Call(module.layer_idx, module.attention, q, k, visibility, module.attention_parameters()))
 
     hooks = [module.register_forward_pre_hook(before) for module in modules]
     try:
@@ -140,37 +140,37 @@ def watching_own(modules: list[SoftplusGPTAttention], see: See) -> Iterator[None
 
 
 @contextmanager
-def watching_host(model: Any, see: See) -> Iterator[None]:
-    """A model of transformers: its attention function is looked up by name at every call, so the name is borrowed."""
+def capture_transformers(model: Any, on_call: OnCall) -> Iterator[None]:
+    """Wrap the attention function of a transformers model, which is looked up by name in every call."""
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         fail("MODEL", "one with attn_implementation='sdpa' or a name of the catalogue", repr(name))
-    before = ALL_ATTENTION_FUNCTIONS[name]
+    original = ALL_ATTENTION_FUNCTIONS[name]
     was_local = name in ALL_ATTENTION_FUNCTIONS._local_mapping
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
-        usual = query.shape[-1] ** -0.5
+        default_scaling = query.shape[-1] ** -0.5
         if name in KNOWN:
             chosen = attention_from_config(module.config, name)
         else:
             scaling = kwargs.get("scaling")
-            ratio = 1.0 if scaling is None else scaling / usual
+            ratio = 1.0 if scaling is None else scaling / default_scaling
             chosen = attention("softmax") if abs(ratio - 1) < 1e-6 else attention("softmax", scale=ratio)
         visibility = build_visibility(query, key, mask, bool(getattr(module, "is_causal", True)), chosen.window(None))
-        see(Call(int(module.layer_idx), chosen, query, key, visibility, {}))
-        return before(module, query, key, value, mask, **kwargs)
+        on_call(Call(int(module.layer_idx), chosen, query, key, visibility, {}))
+        return original(module, query, key, value, mask, **kwargs)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
     try:
         yield
     finally:
         if was_local:
-            ALL_ATTENTION_FUNCTIONS[name] = before
+            ALL_ATTENTION_FUNCTIONS[name] = original
         else:
             del ALL_ATTENTION_FUNCTIONS[name]
 
 
 @torch.inference_mode()
 def run_decoder(model: Any, ids: Tensor) -> None:
-    """The layers alone: no logits are wanted."""
+    """Run the layers without the output layer."""
     model.get_decoder()(input_ids=ids.to(model.device), use_cache=False)

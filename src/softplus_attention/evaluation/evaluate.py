@@ -1,8 +1,8 @@
 """The measures as functions, for notebooks and scripts: ``evaluate.lengths(model, texts)``.
 
-A model is a folder or a name as on the command line (``"runs/a/model+power=31"``), a transformers model that is in
-memory, or a LoadedModel. Texts are strings, or Documents. Each function gives an Evaluation: ``print(result.table())``,
-``result.plot()``, and a table by itself where a notebook shows it.
+A model is a folder or Hub name as on the command line (``"runs/a/model+power=31"``), a transformers model in memory,
+or a LoadedModel. Texts are strings or Documents. Each function returns an Evaluation with ``table()`` and ``plot()``;
+notebooks display it as a table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MULTIPLES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What a measure found of one model or of several; ``+`` puts results of one measure together."""
+    """Results of one measure for one or more models; ``+`` joins results of the same measure."""
 
     measure: str
     results: list[dict[str, Any]]  # as in the result files (docs/evaluation.md)
@@ -43,11 +43,11 @@ class Evaluation:
         return self.table()
 
     def table(self) -> str:
-        """As text, the same as the command prints."""
+        """The text table that the command prints."""
         return measures()[self.measure].table(self.results)
 
     def plot(self) -> Any:
-        """A matplotlib figure, the same as the command writes."""
+        """The figure that the command writes, as a matplotlib figure."""
         from softplus_attention.charts.draw import picture
 
         return picture(self.figures())
@@ -57,7 +57,7 @@ class Evaluation:
         return [b for b in measure.blocks(self.results) if not isinstance(b, Table | str) and measure.drawn(b)]
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Result files, CSV tables and figures, for `softplus-attention report`."""
+        """Write result files, CSV tables and figures, which `softplus-attention report` reads."""
         from softplus_attention.utils.files import write_json
         from softplus_attention.utils.results import result_path
 
@@ -69,7 +69,7 @@ class Evaluation:
         return [*paths, *measure.write_tables(folder, self.results), *measure.draw(folder, self.results)]
 
     def _repr_html_(self) -> str:
-        """The numbers of the first figure, or the text of the table where there is none."""
+        """The numbers of the first figure, or the text table if there is no figure."""
         figures = self.figures()
         if not figures or self.measure == "maps":
             return f"<pre>{html.escape(self.table())}</pre>"
@@ -94,20 +94,20 @@ def lengths(
     control_share: float = 0.25,
     folder: str | Path | None = None,
 ) -> Evaluation:
-    """Loss by length, and what the context beyond the training length is worth, as `evaluate lengths` measures them.
+    """Loss by length and the gain from context beyond the training length, as in `evaluate lengths`.
 
     Args:
-        model: a folder or name, with options (``"runs/a/model+power=31"``), a model in memory, or a LoadedModel.
-        texts: strings, each long enough for the longest length or left out; or Documents.
-        lengths: in tokens, each a divisor of the longest; None: 1 to 16 times the training length, as far as there is
-            text.
-        tokenizer: of a model in memory; None: the one saved with the model.
-        training_length: None: the ``max_position_embeddings`` of the config.
-        device: such as "cpu" or "cuda"; None: CUDA where there is one; of a model in memory its own.
-        sequences: texts of the longest length, at most.
-        control: whether the end of each sequence is predicted again with 1x context alone.
-        control_share: the fraction of each sequence that is.
-        folder: where to keep the result while it grows and take it up again; None: nowhere.
+        model: folder or name with options (``"runs/a/model+power=31"``), model in memory, or LoadedModel.
+        texts: strings or Documents; texts shorter than the longest length are skipped.
+        lengths: in tokens, each a divisor of the longest (default: 1 to 16 times the training length, as far as the
+            texts reach).
+        tokenizer: default: the one saved with the model.
+        training_length: default: ``max_position_embeddings`` of the config.
+        device: such as "cpu" or "cuda" (default: CUDA if available; a model in memory stays on its device).
+        sequences: maximum number of texts of the longest length.
+        control: score the end of each sequence again with only 1x context.
+        control_share: fraction of each sequence that the control scores.
+        folder: where to save the result after each length and resume from (default: not saved).
     """
     from softplus_attention.evaluation.measures.lengths import measure_lengths
 
@@ -115,11 +115,10 @@ def lengths(
     documents = to_documents(texts, tokenizer, loaded)
     chosen = lengths or [n for m in MULTIPLES if (n := m * loaded.training_length) <= documents.longest]
     if not chosen:
-        least = f"{loaded.training_length} tokens, the training length"
-        raise ValueError(f"`texts` are too short: the longest has {documents.longest} tokens, less than {least}")
-    kept = None if folder is None else Path(folder)
+        shortest = f"{loaded.training_length} tokens, the training length"
+        raise ValueError(f"`texts` are too short: the longest has {documents.longest} tokens, less than {shortest}")
     result = measure_lengths(
-        loaded, documents, chosen, kept, sequences=sequences, control=control, control_share=control_share
+        loaded, documents, chosen, to_path(folder), sequences=sequences, control=control, control_share=control_share
     )
     return Evaluation("lengths", [result])
 
@@ -138,15 +137,15 @@ def passkey(
     device: str | None = None,
     folder: str | Path | None = None,
 ) -> Evaluation:
-    """Numbers hidden in long texts, by length in tokens and depth, as `evaluate passkey` measures them.
+    """Retrieval of numbers hidden in long texts, by length (tokens) and depth, as in `evaluate passkey`.
 
     Args:
         model, tokenizer, training_length, device, folder: as in ``lengths``.
-        depths: from 0, the beginning of the text, to 1, its end.
-        texts: to hide the keys in; the form "sentences" needs none.
+        depths: from 0 (beginning of the text) to 1 (end).
+        texts: texts to hide the keys in; not used by the form "sentences".
         form: "sentences" (Mohtashami and Jaggi) or "compact", which a small model can learn.
-        trials: in each cell of length and depth.
-        seed: of keys and places.
+        trials: per length and depth.
+        seed: of keys and their surrounding text.
     """
     from softplus_attention.evaluation.measures.passkey import measure_passkey
     from softplus_attention.evaluation.passkey import prompt_of
@@ -154,9 +153,9 @@ def passkey(
     loaded = open_model(model, training_length, device)
     tokenizer = tokenizer or saved_tokenizer(loaded)
     documents = None if texts is None else to_documents(texts, tokenizer, loaded)
-    kept, prompt = None if folder is None else Path(folder), prompt_of(form)
+    prompt, output = prompt_of(form), to_path(folder)
     result = measure_passkey(
-        loaded, tokenizer, prompt, lengths, depths, kept, documents=documents, trials=trials, seed=seed
+        loaded, tokenizer, prompt, lengths, depths, output, documents=documents, trials=trials, seed=seed
     )
     return Evaluation("passkey", [result])
 
@@ -173,19 +172,19 @@ def inside(
     device: str | None = None,
     folder: str | Path | None = None,
 ) -> Evaluation:
-    """Entropy, sink, effective keys, zeros and tiles of every head, as `evaluate inside` measures them.
+    """Entropy, sink, effective keys, zeros and empty tiles of every head, as in `evaluate inside`.
 
     Args:
         model, texts, tokenizer, training_length, device, folder: as in ``lengths``.
         lengths: in tokens, each a divisor of the longest.
-        sequences: texts that are looked at.
-        blocks: of 64 rows in each sequence, at most.
+        sequences: number of texts.
+        blocks: maximum number of blocks of 64 rows per sequence.
     """
     from softplus_attention.evaluation.measures.inside import measure_inside
 
     loaded = open_model(model, training_length, device)
-    documents, kept = to_documents(texts, tokenizer, loaded), None if folder is None else Path(folder)
-    result = measure_inside(loaded, documents, lengths, kept, sequences=sequences, blocks=blocks)
+    documents = to_documents(texts, tokenizer, loaded)
+    result = measure_inside(loaded, documents, lengths, to_path(folder), sequences=sequences, blocks=blocks)
     return Evaluation("inside", [result])
 
 
@@ -199,17 +198,21 @@ def maps(
     device: str | None = None,
     folder: str | Path | None = None,
 ) -> Evaluation:
-    """The attention weights of every layer and head on one text, as `evaluate maps` has them.
+    """Attention weights of every layer and head on one text, as in `evaluate maps`.
 
     Args:
         model, tokenizer, training_length, device, folder: as in ``lengths``.
-        size: cells each way, at most; a cell is the sum over its keys, averaged over its rows.
+        size: maximum number of cells per side; a cell is the sum over its keys, averaged over its rows.
     """
     from softplus_attention.evaluation.measures.maps import measure_maps
 
     loaded = open_model(model, training_length, device)
-    kept = None if folder is None else Path(folder)
-    return Evaluation("maps", [measure_maps(loaded, tokenizer or saved_tokenizer(loaded), text, kept, size=size)])
+    tokenizer = tokenizer or saved_tokenizer(loaded)
+    return Evaluation("maps", [measure_maps(loaded, tokenizer, text, to_path(folder), size=size)])
+
+
+def to_path(folder: str | Path | None) -> Path | None:
+    return None if folder is None else Path(folder)
 
 
 def open_model(model: Any, training_length: int | None, device: str | None) -> LoadedModel:
@@ -232,7 +235,7 @@ def open_model(model: Any, training_length: int | None, device: str | None) -> L
         spec = ModelSpec(name, name, {})
         length = training_length or configured_length(model.config)
     if not length:
-        fail("training_length", "given where the model's config does not say it", "None")
+        fail("training_length", "given if the model's config has no length", "None")
     if isinstance(model, str | Path):
         return load_for_evaluation(spec, length, device=device)
     return LoadedModel((model if device is None else model.to(device)).eval(), spec, length)

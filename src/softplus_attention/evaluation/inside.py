@@ -1,4 +1,4 @@
-"""Inside the attention: entropy, sink, effective keys, zeros and empty tiles, a block of rows at a time."""
+"""Statistics of attention weights: entropy, sink, effective keys, zeros and empty tiles, a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softplus_attention.evaluation.capture import Call, RowWeights, run_decoder, watching
+from softplus_attention.evaluation.capture import Call, RowWeights, capture_attention, run_decoder
 from softplus_attention.evaluation.layers import QUANTITIES
 
 TILE = 64
 
 
 def shares(weights: Tensor) -> Tensor:
-    """Rows that add up to 1; a row without weight stays zero."""
+    """Weights divided by their row sum; a row of zeros stays zero."""
     total = weights.sum(-1, keepdim=True)
     return weights / torch.where(total > 0, total, 1)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Of each row's shares, in nats."""
+    """Entropy of each row's shares, in nats."""
     return torch.special.entr(shares(weights.double())).sum(-1)
 
 
 def effective_keys(weights: Tensor) -> Tensor:
-    """1 / sum of squared shares: n for n equal weights, 1 for a single one, 0 for a row without weight."""
+    """1 / sum of squared shares: n for n equal weights, 0 for a row of zeros."""
     squares = shares(weights.double()).square().sum(-1)
     return torch.where(squares > 0, 1 / torch.where(squares > 0, squares, 1), 0)
 
 
 def tiles(final: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H, key tiles) booleans: whether a row of the block gives weight to a key of the tile, whether it sees one."""
+    """(B, H, key tiles) booleans: whether the tile has a weight above 0, and whether it has a visible key."""
     extra = -final.shape[-1] % TILE
     weighted = F.pad(final > 0, (0, extra)).unflatten(-1, (-1, TILE)).any(-1).any(-2)
     seen = F.pad(visible, (0, extra)).unflatten(-1, (-1, TILE)).any(-1).any(-2)
@@ -42,7 +42,7 @@ def tiles(final: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantities(rows: RowWeights) -> dict[str, Tensor]:
-    """Each (B, H, rows), but that of tiles, which is one number per block: (B, H, 1)."""
+    """Each (B, H, rows), except "empty_tiles" with one number per block: (B, H, 1)."""
     visible = rows.visible.expand_as(rows.final)
     weighted, seen = tiles(rows.final, visible)
     empty = seen & ~weighted
@@ -61,66 +61,66 @@ def quantities(rows: RowWeights) -> dict[str, Tensor]:
     return found
 
 
-def row_blocks(length: int, most: int) -> list[tuple[int, int]]:
-    """At most ``most`` blocks of rows from the last half of a sequence, spread evenly, on the borders of tiles."""
+def row_blocks(length: int, max_blocks: int) -> list[tuple[int, int]]:
+    """Evenly spread blocks of rows from the last half of a sequence, aligned to tiles."""
     first = length // 2 // TILE * TILE if length >= 2 * TILE else length // 2
     blocks = [(begin, min(begin + TILE, length)) for begin in range(first, length, TILE)]
-    if len(blocks) > most:
-        places = torch.linspace(0, len(blocks) - 1, most).round().long().tolist()
-        blocks = [blocks[place] for place in places]
+    if len(blocks) > max_blocks:
+        chosen = torch.linspace(0, len(blocks) - 1, max_blocks).round().long().tolist()
+        blocks = [blocks[index] for index in chosen]
     return blocks
 
 
 @dataclass
 class Inside:
-    """Means over rows of every layer and head, gathered call by call."""
+    """Means over rows for every layer and head, accumulated call by call."""
 
     length: int
     blocks: Sequence[tuple[int, int]]
     frozen_length: int
     sums: dict[tuple[int, int], dict[str, list[float]]] = field(default_factory=dict)
 
-    def see(self, call: Call) -> None:
+    def add_call(self, call: Call) -> None:
         for heads in call.head_groups():
             for first, end in self.blocks:
                 found = quantities(call.rows(first, end, heads, self.frozen_length))
-                for word, values in found.items():
+                for name, values in found.items():
                     for place, head in enumerate(range(*heads.indices(call.heads))):
-                        self.add(call.layer, head, word, values[:, place])
+                        self.add(call.layer, head, name, values[:, place])
 
-    def add(self, layer: int, head: int, word: str, values: Tensor) -> None:
-        total = self.sums.setdefault((layer, head), {}).setdefault(word, [0.0, 0.0])
+    def add(self, layer: int, head: int, name: str, values: Tensor) -> None:
+        total = self.sums.setdefault((layer, head), {}).setdefault(name, [0.0, 0.0])
         total[0] += values.sum().item()
         total[1] += values.numel()
 
     @property
     def log_keys(self) -> float:
-        """The mean of log N over rows, layers and heads: the entropy of equal weights."""
+        """Mean of log N over rows, layers and heads: the entropy of equal weights."""
         totals = [totals["log_keys"] for totals in self.sums.values()]
         return sum(total for total, _ in totals) / sum(count for _, count in totals)
 
     def heads(self) -> list[dict[str, Any]]:
         found = []
         for (layer, head), totals in sorted(self.sums.items()):
-            means = {word: totals[word][0] / totals[word][1] if word in totals else None for word in QUANTITIES}
-            # Layers with a window see fewer keys than the others: what their entropy can be at most is their own.
+            means = {name: totals[name][0] / totals[name][1] if name in totals else None for name in QUANTITIES}
+            # Layers with a window see fewer keys, so their maximum entropy is smaller.
             own = {"log_keys": totals["log_keys"][0] / totals["log_keys"][1]}
             found.append({"layer": layer, "head": head, **own, **means})
         return found
 
 
 def look_inside(model: Any, rows: Tensor, *, blocks: int = 8, frozen_length: int, at_once: int = 1) -> Inside:
-    """``rows`` (sequences, length) through the model; a few blocks of query rows of each are looked at."""
+    """Run ``rows`` (sequences, length) through the model and measure a few blocks of query rows of each sequence."""
     length = rows.shape[1]
     inside = Inside(length, row_blocks(length, blocks), frozen_length)
     for batch in rows.split(at_once):
-        with watching(model, inside.see):
+        with capture_attention(model, inside.add_call):
             run_decoder(model, batch)
     return inside
 
 
 def attention_maps(model: Any, ids: Tensor, size: int) -> tuple[int, list[dict[str, Any]]]:
-    """(tokens per cell, maps) of one text (T,): the final weights of each layer and head, at most ``size`` cells wide.
+    """(tokens per cell, maps) of one text (T,): final weights of each layer and head in at most ``size`` cells.
 
     A cell is the sum over its keys, averaged over its rows.
     """
@@ -129,7 +129,7 @@ def attention_maps(model: Any, ids: Tensor, size: int) -> tuple[int, list[dict[s
     cells = -(-length // per_cell)
     maps: list[dict[str, Any]] = []
 
-    def see(call: Call) -> None:
+    def add_maps(call: Call) -> None:
         for heads in call.head_groups():
             lines: list[Tensor] = []
             for cell in range(cells):
@@ -141,6 +141,6 @@ def attention_maps(model: Any, ids: Tensor, size: int) -> tuple[int, list[dict[s
                 weights = [[float(f"{value:.4g}") for value in line[place].tolist()] for line in lines]
                 maps.append({"layer": call.layer, "head": head, "weights": weights})
 
-    with watching(model, see):
+    with capture_attention(model, add_maps):
         run_decoder(model, ids[None])
     return per_cell, maps

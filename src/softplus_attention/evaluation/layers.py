@@ -1,4 +1,4 @@
-"""Layers of a model that see differently many keys, kept apart: a mean over local and global layers answers nothing."""
+"""Group layers by how many keys they see: a mean over local and global layers says little about either."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Number = float | None
-# What `evaluate inside` has of each head, by its name in the files.
+# Quantities of each head, by their names in result files.
 QUANTITIES = (
     "stage1_entropy",
     "stage1_entropy_frozen",
@@ -19,24 +19,24 @@ QUANTITIES = (
     "empty_tiles",
     "mass",
 )
-# Means of log N closer than this are of layers that see the same, but for rounding.
+# Layers see the same keys if their means of log N differ by less than this (rounding).
 SAME_LOG_KEYS = 0.01
 MAX_NAMES = 3
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    words: str  # empty where all layers of the model see the same
+    words: str  # empty if all layers of the model see the same keys
     layers: frozenset[int]
 
 
 def mean(values: Sequence[Number]) -> Number:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def head_log_keys(row: Mapping[str, Any], head: Mapping[str, Any]) -> Number:
-    """Of the head where the file has it, else that of all layers together."""
+    """The head's own log N, or the mean over all layers in files that have no log N per head."""
     own: Number = head.get("log_keys")
     return own if own is not None else row.get("log_keys")
 
@@ -55,7 +55,7 @@ def log_keys(row: Mapping[str, Any], group: LayerGroup) -> Number:
 
 
 def share_of_log_keys(row: Mapping[str, Any], group: LayerGroup, name: str) -> Number:
-    """An entropy as a share of that of equal weights."""
+    """An entropy divided by the entropy of equal weights."""
     value, most = mean_over_heads(row, group, name), log_keys(row, group)
     return None if value is None or most is None or most <= 0 else value / most
 
@@ -63,7 +63,7 @@ def share_of_log_keys(row: Mapping[str, Any], group: LayerGroup, name: str) -> N
 def middle_half(
     rows: Sequence[Mapping[str, Any]], group: LayerGroup, name: str, is_share: bool = False
 ) -> tuple[list[Number], list[Number]]:
-    """The ends between which the middle half of the heads lies, by length; of an entropy as a share where asked."""
+    """First and third quartile over heads, by length; ``is_share`` divides an entropy by that of equal weights."""
     ends: tuple[list[Number], list[Number]] = [], []
     for row in rows:
         most = log_keys(row, group) if is_share else 1.0
@@ -75,7 +75,7 @@ def middle_half(
 
 
 def layer_groups(rows: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
-    """By the number of keys at the longest length, the layers that see most first."""
+    """Groups by visible keys at the longest length, the widest layers first."""
     if not rows:
         return []
     row = max(rows, key=lambda row: row["length"])
@@ -93,7 +93,7 @@ def layer_groups(rows: Sequence[Mapping[str, Any]]) -> list[LayerGroup]:
             found.append((value, [layer]))
     if len(found) == 1:
         return [LayerGroup("", everywhere)]
-    # The rows are of the last half: whoever sees everything sees at least half of the length.
+    # The rows are from the last half, so a global layer sees at least half of the length.
     is_global = row["length"] > 0 and found[0][0] >= math.log(row["length"] / 2)
     names = ["global layers" if is_global else "widest layers"]
     if len(found) == 2:
@@ -107,7 +107,7 @@ Curve = dict[float, float]
 
 
 def equal_weights(curves: Sequence[tuple[str, Curve]]) -> list[tuple[str, Curve]]:
-    """The distinct ones among (name, log N by length), each named after those it belongs to where there are several."""
+    """The distinct curves among (name, log N by length); each lists its names if there are several curves."""
     found: list[tuple[list[str], Curve]] = []
     for name, curve in curves:
         if not curve:
@@ -120,14 +120,14 @@ def equal_weights(curves: Sequence[tuple[str, Curve]]) -> list[tuple[str, Curve]
                 break
         else:
             found.append(([name], dict(curve)))
-    words = "equal weights (log N)"
+    label = "equal weights (log N)"
     return [
-        (words if len(found) == 1 else f"{words}: {list_some(names)}", dict(sorted(curve.items())))
+        (label if len(found) == 1 else f"{label}: {join_names(names)}", dict(sorted(curve.items())))
         for names, curve in found
     ]
 
 
-def list_some(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - MAX_NAMES
     return "; ".join(distinct[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

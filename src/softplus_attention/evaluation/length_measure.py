@@ -1,4 +1,4 @@
-"""The names that this module had before its measure moved; they stay for one release."""
+"""Deprecated import path of ``softplus_attention.evaluation.measures.lengths``, kept for one release."""
 
 from softplus_attention.evaluation.measures.lengths import measure_lengths
 from softplus_attention.evaluation.measures.lengths import table as table_of

@@ -1,4 +1,4 @@
-"""Loss by length: the same documents cut to 1x, 2x, ... of the training length, and what the long context is worth."""
+"""Loss by length: the same documents cut to 1x, 2x, ... the training length, and the gain from long context."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class EvaluationTexts:
 
 
 def cut_documents(documents: Iterable[Any], longest: int, max_rows: int | None = None) -> EvaluationTexts:
-    """What there is of documents with at least ``longest`` tokens; no sequence crosses from one into the next.
+    """Cut documents of at least ``longest`` tokens into rows; no row crosses documents.
 
-    Where ``max_rows`` limits them, every document gives its share, the same at every call.
+    ``max_rows`` takes rows evenly spread over all documents, the same ones in every call.
     """
     if longest < 2:
         fail("longest", "at least 2 tokens", longest)
@@ -56,8 +56,8 @@ def cut_documents(documents: Iterable[Any], longest: int, max_rows: int | None =
 def token_losses(
     model: Any, rows: Tensor, *, batch_tokens: int = 16384, progress: Report | None = None, losses: Any = None
 ) -> Tensor:
-    """(sequences, length - 1), float32, on the CPU. A batch that does not fit into memory is halved and tried again;
-    where one sequence does not fit, ``memory.TooLongError`` is raised."""
+    """Losses (sequences, length - 1) in float32 on the CPU. A batch that runs out of memory is halved and retried;
+    ``memory.TooLongError`` if a single sequence does not fit."""
     token_loss = TokenLoss(model) if losses is None else losses
     done = 0
 
@@ -70,23 +70,23 @@ def token_losses(
         return found
 
     at_once = max(1, batch_tokens // rows.shape[1])
-    if getattr(token_loss, "group", None) is not None:  # no process alone may go on with fewer
+    if getattr(token_loss, "group", None) is not None:  # one process alone must not change the batch size
         return torch.cat([run(batch).cpu() for batch in rows.split(at_once)])
     return in_batches(rows, at_once, run)
 
 
 @dataclass(frozen=True)
 class LengthEvaluator:
-    """One model on one set of texts, at one length at a time."""
+    """Measures one model on one set of texts, one length at a time."""
 
     model: Any
     token_loss: TokenLoss
     texts: EvaluationTexts
-    first: int  # the shortest length, which is the first bucket of positions
+    first: int  # shortest length = size of the first bucket of positions
     training_length: int
     control: bool = True
-    control_share: float = 0.25  # of a sequence, at its end: what the control predicts twice
-    batch_tokens: int | None = None  # None: as memory allows
+    control_share: float = 0.25  # last fraction of a sequence, which the control scores again
+    batch_tokens: int | None = None  # None: from free memory
 
     def at(self, length: int, progress: Report | None = None) -> dict[str, Any]:
         started = time.perf_counter()
@@ -108,22 +108,22 @@ class LengthEvaluator:
         }
 
     def measure_control(self, rows: Tensor, losses: Tensor, progress: Report | None = None) -> dict[str, Any] | None:
-        """The end of each sequence, which the full context has just been measured on, in windows of a training length;
-        what is compared is the second half of each."""
+        """Score the end of each sequence again in windows of one training length, and compare the second half of each
+        window with the full context."""
         window, length = self.training_length, rows.shape[1]
         if length <= window:
             return None
         half = max(1, window // 2)
         count = control_windows(length, window, half, self.control_share)
-        ends = [length - half * place for place in reversed(range(count))]
+        ends = [length - half * number for number in reversed(range(count))]
         windows = torch.stack([rows[:, end - window : end] for end in ends], 1).flatten(0, 1)
         full = losses[:, -count * half :]
         short = self.losses(windows, progress)[:, -half:].reshape(len(rows), -1)
-        # By themselves also the last of them, which alone have the whole length behind them.
-        last = self.compared(full[:, -half:], short[:, -half:])
-        return {"window": window, "first": length - count * half, **self.compared(full, short), "last": last}
+        # The last window also by itself: only its tokens have the whole length before them.
+        last = self.compare(full[:, -half:], short[:, -half:])
+        return {"window": window, "first": length - count * half, **self.compare(full, short), "last": last}
 
-    def compared(self, full: Tensor, short: Tensor) -> dict[str, Any]:
+    def compare(self, full: Tensor, short: Tensor) -> dict[str, Any]:
         gains = self.by_text(short - full)
         return {
             "targets": full.numel(),
@@ -135,7 +135,7 @@ class LengthEvaluator:
         }
 
     def by_text(self, losses: Tensor) -> Tensor:
-        """Means: sequences of one text belong together."""
+        """Mean loss of each text of the longest length, over all sequences cut from it."""
         return losses.double().mean(1).view(len(self.texts.rows), -1).mean(1)
 
     def losses(self, rows: Tensor, progress: Report | None) -> Tensor:
@@ -164,11 +164,11 @@ def loss_by_length(
     progress: Report | None = None,
     group: Any = None,
 ) -> LengthCurve:
-    """The mean loss over all positions of sequences of each length; ``error`` is the standard error over texts.
+    """Mean loss over all positions of sequences of each length; ``error`` is the standard error over texts.
 
-    Every length must divide the longest one, so that each is measured on the same tokens (but for the first token of
-    a sequence, which has no context to be predicted from). With a ``group`` of processes each sequence lies on all of
-    them, for lengths that one does not hold.
+    Every length must divide the longest, so that all are measured on the same tokens (except the first of each
+    sequence, which is never predicted). ``group``: processes that share each sequence, for lengths that do not fit on
+    one device.
     """
     for length in lengths:
         if length < 2 or texts.longest % length:
@@ -201,7 +201,7 @@ def by_position(losses: Tensor, first: int) -> list[tuple[int, int, float]]:
 
 
 def control_windows(length: int, window: int, half: int, fraction: float) -> int:
-    """As many as cover that fraction, and one at least; the first of them begins within the sequence."""
+    """Number of windows that cover ``fraction`` of the sequence: at least 1, at most as many as fit."""
     return min(max(1, int(length * fraction) // half), 1 + (length - window) // half)
 
 
@@ -210,10 +210,10 @@ def standard_error(by_text: Tensor) -> float | None:
 
 
 def rounded(by_text: Tensor) -> list[float]:
-    """For comparisons of models text by text, whose errors are smaller than those of each."""
+    """Saved so that models can be compared text by text, with smaller errors than from the means alone."""
     return [round(value, 5) for value in by_text.tolist()]
 
 
-# Names of earlier versions.
+# Deprecated names.
 Texts = EvaluationTexts
 texts_of = cut_documents

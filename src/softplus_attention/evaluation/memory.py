@@ -1,4 +1,4 @@
-"""How many sequences fit into memory: estimated before they run, since a CPU that runs out of it kills the process."""
+"""How many sequences fit into memory, estimated before they run: on a CPU the system kills a process that has none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from softplus_attention.attentions.catalog import KNOWN
 from softplus_attention.attentions.composed import MAX_WEIGHTS
 from softplus_attention.evaluation.loss import LOGITS
 
-# Of what is free: the estimate is rough, and others use the machine too.
+# Fraction of the free memory to use: the estimate is rough, and other processes use the machine too.
 SHARE = 0.6
 DENSE_COPIES = 8
-# Of a boolean mask, its making, and the float32 mask that torch makes of it.
+# Bytes per element of a boolean mask, its temporaries, and the float32 mask that torch converts it to.
 MASK = 10
 
 
 class TooLongError(ValueError):
-    """One sequence of this length does not fit; the message says what it needs and what there is."""
+    """A single sequence of this length does not fit into memory."""
 
 
 def free_bytes(device: torch.device) -> int:
@@ -42,55 +42,55 @@ def system_memory() -> int | None:
 
 
 def container_memory(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container may still take; None where nothing limits it."""
+    """Bytes that the container may still allocate; None without a limit."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    # Pages of files that were read once are given up when memory is wanted.
+    # Inactive file pages are reclaimed when memory is needed.
     return None if limit == "max" else max(0, int(limit) - used + int(counts.get("inactive_file", 0)))
 
 
 def sequence_bytes(model: Any, length: int) -> int:
-    """What one sequence needs at a time, its logits and the weights left out."""
+    """Bytes that one sequence needs, without logits and model weights."""
     config = model.config
     element = next(model.parameters()).element_size()
     width = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
-    # Residual stream, norm, q, k, v in float32 too on a CPU, the output, and the feed-forward layer before and after.
+    # Residual stream, norm, q, k, v (float32 copies on a CPU), output, and the feed-forward layer's input and output.
     need = length * (10 * width * max(element, 4) + 2 * inner * element)
     return need + weights_bytes(config, length, model.device)
 
 
 def weights_bytes(config: Any, length: int, device: torch.device) -> int:
-    """Of weights or masks for each pair of a row and a key, where there are any."""
-    name, heads = config._attn_implementation, getattr(config, "num_attention_heads", 0)  # a state-space model has none
+    """Bytes of dense attention weights or masks, 0 for attentions that never store them."""
+    name, heads = config._attn_implementation, getattr(config, "num_attention_heads", 0)  # 0: a state-space model
     if name == "eager":
         return DENSE_COPIES * heads * 4 * length * length
     spec = KNOWN.get(name)
     if spec is None:
-        # torch's fused softmax takes the window of a model of transformers as a mask.
+        # transformers passes a sliding window to SDPA as a dense mask.
         return MASK * length * length if getattr(config, "sliding_window", None) else 0
     is_fused = spec.is_softplus_attention or (spec.is_softmax and spec.positions != "alibi")
-    most = MAX_WEIGHTS.get(device.type, MAX_WEIGHTS["cuda"])
-    # The others make the weights of some rows at a time.
-    return 0 if is_fused else DENSE_COPIES * 4 * min(most, heads * length * length)
+    max_weights = MAX_WEIGHTS.get(device.type, MAX_WEIGHTS["cuda"])
+    # Composed attentions compute the weights of a block of rows at a time.
+    return 0 if is_fused else DENSE_COPIES * 4 * min(max_weights, heads * length * length)
 
 
-def sequences_at_once(model: Any, length: int, most_tokens: int = 16384, group: Any = None) -> int:
-    """At least 1, and about ``most_tokens`` tokens at most; raises TooLongError where not even one fits.
+def sequences_at_once(model: Any, length: int, max_tokens: int = 16384, group: Any = None) -> int:
+    """Batch size of at least 1 and about ``max_tokens`` tokens at most; raises TooLongError if not even 1 fits.
 
-    With a ``group`` of processes that share each sequence the answer is that of the process with the least room.
+    With a ``group`` of processes that share each sequence, the process with the least free memory decides.
     """
     processes = 1 if group is None else dist.get_world_size(group)
     rows = -(-length // processes)
     free = free_bytes(model.device)
     if model.device.type == "cpu":
-        free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # they have one memory
+        free //= int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # processes of one machine share its memory
     need = sequence_bytes(model, rows)
-    if processes > 1:  # whole keys and values of a layer, as they come and in order
+    if processes > 1:  # gathered keys and values of one layer, before and after reordering
         need += 4 * length * model.config.hidden_size * next(model.parameters()).element_size()
     logits = 3 * LOGITS * 4 if model.device.type == "cuda" else 3 * 4 * min(LOGITS, rows * model.config.vocab_size)
     found = [(SHARE * (free - logits) / need, free)]
@@ -105,7 +105,7 @@ def sequences_at_once(model: Any, length: int, most_tokens: int = 16384, group: 
             f"one sequence of {length} tokens needs about {gigabytes(need + logits)}{where}, and {gigabytes(free)} are "
             "free"
         )
-    return max(1, min(int(fitting), most_tokens // length))
+    return max(1, min(int(fitting), max_tokens // length))
 
 
 def gigabytes(size: float) -> str:
@@ -119,7 +119,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_batches(rows: Tensor, at_once: int, run: Callable[[Tensor], Tensor], length: int | None = None) -> Tensor:
-    """``run`` of the rows, ``at_once`` together; a batch that does not fit into memory is halved and tried again."""
+    """``run`` on batches of ``at_once`` rows; a batch that runs out of memory is halved and tried again."""
     found: list[Tensor] = []
     done = 0
     while done < len(rows):

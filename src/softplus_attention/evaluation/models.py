@@ -1,4 +1,4 @@
-"""The models of an evaluation: how they are named on the command line, changed for inference, loaded and described."""
+"""Models of an evaluation: parse their names and options, change them at inference, load and describe them."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ OPTIONS = ("power", "reweight", "window", "rope")
 FORM = re.compile(rf"(.+?)((?:\+(?:{'|'.join(OPTIONS)})(?:=[^+]*)?)*)")
 ROPES = ("linear", "dynamic", "ntk", "yarn")
 WEIGHTS = ("*.safetensors", "*.bin")
-# float32 weights in bfloat16 arithmetic, as a training run on a GPU has them.
+# float32 weights in bfloat16 arithmetic, as in training on a GPU.
 MIXED = "mixed"
-# Names of the modules that hold a vector for each position.
+# Names of modules with one vector per position.
 POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_embed")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as a user names it: [NAME=]SOURCE[+power=31][+reweight][+window=512][+rope=yarn:4]."""
+    """A model as given by a user: [NAME=]SOURCE[+power=31][+reweight][+window=512][+rope=yarn:4]."""
 
     source: str
     name: str
@@ -49,7 +49,7 @@ class ModelSpec:
 
 
 def parse_model_spec(text: str, common: Mapping[str, str] | None = None) -> ModelSpec:
-    """``common`` holds options that stand for every model, where the text has none of its own."""
+    """``common``: options of all models, which those in the text override."""
     if Path(text).exists():
         source, own, name = text, {}, None
     else:
@@ -62,29 +62,29 @@ def parse_model_spec(text: str, common: Mapping[str, str] | None = None) -> Mode
         if named and not Path(source).exists():
             name, source = named[1], named[2]
         if not Path(source).exists():
-            refuse_unknown_options(matched[1])
-    options = {word: value for word, value in {**(common or {}), **own}.items() if value is not None}
+            reject_unknown_options(matched[1])
+    options = {option: value for option, value in {**(common or {}), **own}.items() if value is not None}
     if name is None:
-        words = [word if not value else f"{word}={value}" for word, value in options.items()]
-        name = " ".join([short_name(source), *words])
+        suffixes = [option if not value else f"{option}={value}" for option, value in options.items()]
+        name = " ".join([short_name(source), *suffixes])
     return ModelSpec(source, name, options)
 
 
-def refuse_unknown_options(text: str) -> None:
-    """A folder with a misspelt option after it would be looked for on the hub, as a name."""
+def reject_unknown_options(text: str) -> None:
+    """Otherwise a folder followed by a misspelt option would be looked up on the Hub."""
     head, *rest = text.split("+")
     for number, part in enumerate(rest):
         folder = "+".join([head, *rest[:number]])
         if any(Path(place).is_dir() for place in (folder, folder.partition("=")[2]) if place):
-            unknown = next((word for word in rest[number:] if word.partition("=")[0] not in OPTIONS), part)
+            unknown = next((option for option in rest[number:] if option.partition("=")[0] not in OPTIONS), part)
             known = "+power=P, +reweight, +window=N or +rope=TYPE:FACTOR"
-            fail("MODEL", f"a folder with options of {known} after it", f"{'+' + unknown!r} in {text!r}")
+            fail("MODEL", f"a folder followed by {known}", f"{'+' + unknown!r} in {text!r}")
 
 
 def parse_model_specs(
     texts: Sequence[str], common: Mapping[str, str] | None = None, trust_remote_code: bool = False
 ) -> list[ModelSpec]:
-    """The models, each with a name of its own."""
+    """Parse model specs and make their names unique."""
     found: list[ModelSpec] = []
     for text in texts:
         spec = parse_model_spec(text, common)
@@ -113,11 +113,11 @@ class LoadedModel:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model has positions for; None where it has them for any number."""
+        """Maximum number of positions; None if unlimited."""
         return most_positions(self.model)
 
     def description(self) -> dict[str, Any]:
-        """The "model" of a result file."""
+        """The "model" entry of a result file."""
         config = self.model.config
         return {
             "name": self.spec.name,
@@ -150,7 +150,7 @@ def describe_power(config: Any) -> Any:
 
 
 def fingerprint(source: str) -> str:
-    """Changes with the checkpoint; a name on the hub stands for itself."""
+    """Hash of the checkpoint's config and weights, or of the name of a model on the Hub."""
     folder = Path(source)
     if not folder.is_dir():
         return hashlib.sha256(source.encode()).hexdigest()[:16]
@@ -162,9 +162,9 @@ def fingerprint(source: str) -> str:
 
 def most_positions(model: Any) -> int | None:
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    named += [(name, buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2]  # GPT-J's sines
+    named += [(name, buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2]  # GPT-J: sinusoids
     tables = [name for name, _ in named if name.rpartition(".")[2] in POSITION_TABLES]
-    # Not the table's own size: some keep rows for padding.
+    # Not the table's size: some tables have extra rows for padding.
     return getattr(model.config, "max_position_embeddings", None) if tables else None
 
 
@@ -175,7 +175,7 @@ def read_training_length(spec: ModelSpec) -> int | None:
 
 
 def configured_length(config: Any) -> Any:
-    """``max_position_embeddings``; of an extended model the length at which the original was trained."""
+    """``max_position_embeddings``, or the training length of the original model for an extended one."""
     extension = getattr(config, "extension", None)
     return (
         extension.get("trained") if isinstance(extension, Mapping) else getattr(config, "max_position_embeddings", None)
@@ -188,7 +188,7 @@ def load_config(spec: ModelSpec) -> Any:
 
 
 def check_spec(spec: ModelSpec, training_length: int) -> None:
-    """Whether its options can be had, before any model is loaded and measured."""
+    """Raise for options that the model does not support, before any model is loaded."""
     config = load_config(spec)
     parse_changes(config, spec.options, training_length)
     if not isinstance(config, SoftplusGPTConfig) and "power" in spec.options:
@@ -198,34 +198,34 @@ def check_spec(spec: ModelSpec, training_length: int) -> None:
 def load_for_evaluation(
     spec: ModelSpec, training_length: int, *, dtype: str = "auto", device: str | None = None
 ) -> LoadedModel:
-    """The model on its device, in evaluation mode, with what is to be changed at inference."""
+    """Load the model to its device in evaluation mode and apply its options."""
     config = load_config(spec)
     changes = parse_changes(config, spec.options, training_length)
     mixed = dtype == MIXED
     changes["trust_remote_code"] = spec.trust_remote_code
     model: Any = load_weights("MODEL", spec.source, "float32" if mixed else dtype, **changes)
     if isinstance(config, SoftplusGPTConfig):
-        change_own(model, spec.options, training_length)
+        change_softplus_gpt(model, spec.options, training_length)
     else:
-        change_host(model, spec.options, training_length)
-    follow_each_length(model)
+        change_transformers_model(model, spec.options, training_length)
+    make_dynamic_rope_stateless(model)
     where = resolve_device(device)
     if mixed:
         run_in_bfloat16(model, where)
     return LoadedModel(model.to(where).eval(), spec, training_length, mixed)
 
 
-def follow_each_length(model: Any) -> None:
-    """Dynamic NTK by each input's own length. transformers keeps the frequencies of the longest input until a shorter
-    one than the original length comes, so that what is measured would depend on what was measured before."""
+def make_dynamic_rope_stateless(model: Any) -> None:
+    """Make dynamic NTK depend on each input's own length. transformers keeps the frequencies of the longest input until
+    an input is shorter than the original length, so results would depend on earlier inputs."""
     for module in model.modules():
         kinds = getattr(module, "rope_type", "")
         if any("dynamic" in kind for kind in (kinds.values() if isinstance(kinds, Mapping) else [str(kinds)])):
-            module.register_forward_pre_hook(lambda module, _: forget_stretched_rope(module))
+            module.register_forward_pre_hook(lambda module, _: reset_dynamic_rope(module))
 
 
-def forget_stretched_rope(model: Any) -> None:
-    """Rotary positions as they were before any long input."""
+def reset_dynamic_rope(model: Any) -> None:
+    """Restore the RoPE frequencies from before any long input."""
     for module in model.modules():
         if not hasattr(module, "original_max_seq_len"):
             continue
@@ -237,18 +237,18 @@ def forget_stretched_rope(model: Any) -> None:
 
 
 def run_in_bfloat16(model: Any, device: torch.device) -> None:
-    """Every part that a measure calls by itself goes through autocast, the model's own way."""
+    """Wrap every module that a measure calls directly in autocast."""
     for part in (model, model.get_decoder(), model.get_output_embeddings()):
         part.forward = torch.autocast(device.type, torch.bfloat16)(part.forward)
 
 
 def parse_changes(config: Any, options: Mapping[str, str], training_length: int) -> dict[str, Any]:
-    """What of the config is replaced before the weights are loaded."""
+    """Config values to replace before the weights are loaded."""
     changes: dict[str, Any] = {}
     if "rope" in options:
         changes["rope_parameters"] = parse_rope(config, options["rope"], training_length)
         if changes["rope_parameters"]["rope_type"] == "dynamic":
-            changes["max_position_embeddings"] = training_length  # from where on it stretches
+            changes["max_position_embeddings"] = training_length  # dynamic NTK scales beyond this length
     if "window" in options:
         whole_number("window", options["window"])
     if not isinstance(config, SoftplusGPTConfig):
@@ -257,16 +257,16 @@ def parse_changes(config: Any, options: Mapping[str, str], training_length: int)
         changes["attention"] = reweighted(config.attention)
     if "power" in options:
         if attention(changes.get("attention", config.attention)).spec.second_stage == "none":
-            hint = f"left out for {config.attention!r}, which has no second stage (--reweight switches one on)"
+            hint = f"left out for {config.attention!r}, which has no second stage (--reweight adds one)"
             fail("--power", hint, options["power"])
         power = power_to_json(power_at_inference(options["power"], training_length))
-        if not is_learned(config.power):  # else the weights have a place only in a model that learns it
+        if not is_learned(config.power):  # a learned power's weights load only into a model that learns it
             changes["power"] = power
     return changes
 
 
-def change_own(model: Any, options: Mapping[str, str], training_length: int) -> None:
-    """A window in every layer of a SoftplusGPT, those that see everything too; a power in place of learned ones."""
+def change_softplus_gpt(model: Any, options: Mapping[str, str], training_length: int) -> None:
+    """Set a window in every layer of a SoftplusGPT (global layers too) and replace learned powers."""
     layers = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
     if "window" in options:
         window = whole_number("window", options["window"])
@@ -278,7 +278,7 @@ def change_own(model: Any, options: Mapping[str, str], training_length: int) -> 
 
 
 def replace_learned_power(model: Any, power: float | PowerByLength) -> None:
-    """One power in place of those that a SoftplusGPT has learned, for inference: their weights stay, unread."""
+    """Use one power instead of the learned ones; their weights remain in the model, unused."""
     for layer in model.modules():
         if isinstance(layer, SoftplusGPTAttention) and layer.learned_kind:
             layer.learned_kind = ""
@@ -286,8 +286,8 @@ def replace_learned_power(model: Any, power: float | PowerByLength) -> None:
     model.config.power = power_to_json(power)
 
 
-def change_host(model: Any, options: Mapping[str, str], training_length: int) -> None:
-    """Window, power and re-weighting of a model of transformers."""
+def change_transformers_model(model: Any, options: Mapping[str, str], training_length: int) -> None:
+    """Set window, power and re-weighting of a transformers model."""
     name = model.config._attn_implementation
     if "reweight" in options:
         own = read_settings(model.config)
@@ -305,7 +305,7 @@ def change_host(model: Any, options: Mapping[str, str], training_length: int) ->
 
 
 def reweighted(name: str) -> str:
-    """The attention with the second stage switched on."""
+    """Name of the same attention with the second stage added."""
     spec = attention(name).spec
     if spec.second_stage != "none":
         fail("--reweight", f"left out for {name!r}, which is re-weighted already", "given")
@@ -347,14 +347,14 @@ def parse_rope(config: Any, text: str, training_length: int) -> dict[str, Any]:
         fail("--rope", expected, repr(text))
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or "rope_theta" not in parameters:
-        fail("--rope", "left out for a model without rotary positions of one kind", repr(text))
+        fail("--rope", "left out for a model without RoPE or with several kinds of it", repr(text))
     kind = {"ntk": "dynamic"}.get(kind, kind)
-    # What is the model's own, and not of a scaling: the base, and the share of each head that rotates.
-    own = {word: parameters[word] for word in ("rope_theta", "partial_rotary_factor") if word in parameters}
+    # Keep the base and the rotated fraction of each head; drop any other scaling.
+    own = {key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
     changed = own | {"rope_type": kind, "factor": value}
     return changed | ({"original_max_position_embeddings": training_length} if kind == "yarn" else {})
 
 
-# Names of earlier versions.
+# Deprecated names.
 opened = load_for_evaluation
 request_of = parse_model_spec

@@ -1,4 +1,4 @@
-"""Passkeys: prompts of any length and depth, documents that teach the small form, and what a model answers."""
+"""Passkeys: prompts of any length and depth, documents that teach the compact form, and a model's answers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ KEY = "{key}"
 
 @dataclass(frozen=True)
 class PasskeyPrompt:
-    """start, filler, needle, filler, question, and the answer that is expected.
+    """start, filler, needle, filler, question, and the expected answer.
 
-    An empty ``filler`` means ordinary text, a stretch of the documents that are given. ``ending`` follows the answer in
-    documents that teach the form.
+    An empty ``filler`` means ordinary text: passages of the given documents. ``ending`` follows the answer in training
+    documents.
     """
 
     form: str
@@ -48,9 +48,9 @@ class PasskeyPrompt:
                 fail(f"prompt {field.name}", f"a {kind.__name__}", repr(getattr(self, field.name)))
         for name in ("needle", "answer"):
             if KEY not in getattr(self, name):
-                fail(f"prompt {name}", f"a text with {KEY} in it", repr(getattr(self, name)))
+                fail(f"prompt {name}", f"a text that contains {KEY}", repr(getattr(self, name)))
         if KEY in self.question + self.start + self.filler:
-            fail("prompt question, start and filler", f"texts without {KEY}, which would give it away", "one with it")
+            fail("prompt question, start and filler", f"without {KEY}, which would give the answer away", "one with it")
         if not 1 <= self.digits <= 20:
             fail("prompt digits", "from 1 to 20", self.digits)
 
@@ -70,7 +70,7 @@ FORMS = {
         answer=" {key}",
         ending=".\n",
     ),
-    # Few tokens, so that a small model learns it from a share of its training text.
+    # Few tokens, so that a small model learns it from a fraction of its training text.
     "compact": PasskeyPrompt(
         form="compact",
         start="",
@@ -84,7 +84,7 @@ FORMS = {
 
 
 def prompt_of(form: str, file: Path | None = None, digits: int | None = None) -> PasskeyPrompt:
-    """A form by its name, some of its texts replaced by those of a JSON file."""
+    """The prompt named ``form``, with parts replaced by those in a JSON file."""
     if form not in FORMS:
         fail_choice("--form", FORMS, form)
     changes: dict[str, Any] = {} if digits is None else {"digits": digits}
@@ -101,7 +101,7 @@ def prompt_of(form: str, file: Path | None = None, digits: int | None = None) ->
 
 
 class Filler:
-    """Tokens to hide a passkey in: the prompt's sentences again and again, or stretches of documents."""
+    """Tokens to hide a passkey in: the prompt's sentences repeated, or passages of documents."""
 
     def __init__(self, prompt: PasskeyPrompt, encode: Any, documents: Sequence[Any] = ()) -> None:
         self.repeated = encode(prompt.filler) if prompt.filler else None
@@ -123,16 +123,16 @@ class Filler:
 @dataclass(frozen=True)
 class Trial:
     key: str
-    ids: list[int]  # the prompt and the answer
-    answer: int  # tokens of the answer, the last of ids
+    ids: list[int]  # prompt and answer
+    answer: int  # number of answer tokens at the end of ids
 
 
 class TooShortError(ValueError):
-    """A length that does not hold the prompt with one of its keys."""
+    """The length is too short for the prompt with some key."""
 
 
 def smallest_length(prompt: PasskeyPrompt, encode: Any) -> int:
-    """Tokens without any filler."""
+    """Tokens of the prompt without filler."""
     key = "9" * prompt.digits
     parts = (prompt.start, prompt.needle, prompt.question, prompt.answer)
     return sum(len(encode(part.replace(KEY, key))) for part in parts if part)
@@ -141,7 +141,7 @@ def smallest_length(prompt: PasskeyPrompt, encode: Any) -> int:
 def trial_of(
     prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, chance: random.Random
 ) -> Trial:
-    """A prompt of exactly ``length`` tokens, the answer counted; ``depth`` of its filler comes before the key."""
+    """A prompt of exactly ``length`` tokens, answer included; the fraction ``depth`` of its filler precedes the key."""
     key = prompt.key(chance)
     parts = (prompt.start, prompt.needle, prompt.question, prompt.answer)
     start, needle, question, answer = (encode(part.replace(KEY, key)) if part else [] for part in parts)
@@ -157,7 +157,7 @@ def trial_of(
 def make_trials(
     prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, count: int, seed: int
 ) -> list[Trial]:
-    """The same for the same arguments, and other keys in every cell."""
+    """Trials that are reproducible from the arguments, with different keys for every length and depth."""
     return [
         trial_of(prompt, encode, filler, length, depth, random.Random(f"{seed} {length} {depth} {number}"))
         for number in range(count)
@@ -166,9 +166,9 @@ def make_trials(
 
 @torch.inference_mode()
 def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
-    """(B, count): the likeliest token at each of the last ``count`` places, given all that stands before it.
+    """(B, count): the most likely token at each of the last ``count`` positions, given all tokens before it.
 
-    Where all of them are right, greedy decoding would have written the same: one pass without a cache is enough.
+    All are right exactly if greedy decoding would write the answer, so one forward pass without a cache is enough.
     """
     logits = model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=count + 1).logits
     logits = logits[:, -count - 1 : -1]
@@ -179,11 +179,11 @@ def predictions(model: Any, ids: Tensor, count: int) -> Tensor:
 
 
 def predict_keys(model: Any, trials: Sequence[Trial], at_once: int = 1) -> list[list[int]]:
-    """What the model says in the place of each answer."""
-    most = max(trial.answer for trial in trials)
+    """The predicted tokens at the positions of each answer."""
+    longest = max(trial.answer for trial in trials)
     rows = torch.tensor([trial.ids for trial in trials])
-    found = in_batches(rows, at_once, lambda batch: predictions(model, batch, most))
-    return [line[most - trial.answer :].tolist() for line, trial in zip(found, trials, strict=True)]
+    found = in_batches(rows, at_once, lambda batch: predictions(model, batch, longest))
+    return [line[longest - trial.answer :].tolist() for line, trial in zip(found, trials, strict=True)]
 
 
 def is_right(trial: Trial, answer: list[int]) -> bool:
@@ -199,15 +199,15 @@ def passkey_documents(
     questions: int = 1,
     least_characters: int = 0,
 ) -> Iterator[str]:
-    """Documents that teach the form: text, a key, and ``questions`` times more text, the question and the answer.
+    """Training documents: text, a key, then ``questions`` times more text, the question and the answer.
 
-    Their lengths are spread evenly between ``least_characters`` (or what the prompt itself takes) and
-    ``most_characters``, which should be below the training length: a sequence must hold the key and a question
-    together for anything to be learned. Short documents teach short distances.
+    Their lengths are uniform between ``least_characters`` (or the length of the prompt) and ``most_characters``, which
+    should be below the training length: the model learns only from sequences that hold the key and a question. Short
+    documents teach short distances.
     """
-    blank = "9" * prompt.digits
+    longest_key = "9" * prompt.digits
     answered = prompt.question + prompt.answer + prompt.ending
-    least = len((prompt.start + prompt.needle + questions * answered).replace(KEY, blank))
+    least = len((prompt.start + prompt.needle + questions * answered).replace(KEY, longest_key))
     if questions < 1:
         fail("--questions", "at least 1", questions)
     if most_characters < least:
@@ -234,7 +234,7 @@ def passkey_documents(
 
 
 def write_documents(path: Path, documents: Iterable[str]) -> int:
-    """A .jsonl file for `softplus-attention data prepare`; gives the number of characters written."""
+    """Write a .jsonl file for `softplus-attention data prepare`; returns the number of characters."""
     characters = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -248,6 +248,6 @@ def write_documents(path: Path, documents: Iterable[str]) -> int:
     return characters
 
 
-# Names of earlier versions.
+# Deprecated names.
 trials_of = make_trials
 answers_of = predict_keys

@@ -1,7 +1,7 @@
-"""Tasks whose answer is known, at any length: associative recall, copy and flip-flop; training and testing on them.
+"""Synthetic tasks of any length (associative recall, copy, flip-flop): generate sequences, train and test on them.
 
-A task gives sequences of exactly the length that is asked for, with a mark on the tokens that are answers. The same
-seed and number give the same sequence.
+A task generates sequences of exactly the requested length and marks the answer tokens. The same seed and index give the
+same sequence.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from softplus_attention.utils.files import write_whole
 from softplus_attention.utils.untrusted import read_json, read_json_lines
 from softplus_attention.validation import fail, fail_choice
 
-# Streams that never meet: what is tested was not trained on.
+# Separate random streams, so that test sequences never occur in training.
 TRAINING, TESTING = 0, 1
 TRAINED = "manifest.json"
 RISING_POWER = "3,7@0.3,15@0.6"
@@ -49,20 +49,20 @@ class Task(Protocol):
     @property
     def vocabulary(self) -> int: ...
     def check(self, length: int) -> None:
-        """Raises where no sequence of this length can be made."""
+        """Raise if the task has no sequence of this length."""
 
     def sequence(self, length: int, chance: np.random.Generator) -> tuple[Tokens, Marks]: ...
 
 
 @dataclass(frozen=True)
 class Recall:
-    """Multi-query associative recall: pairs of a key and a value, a mark, then keys whose values are the answers.
+    """Multi-query associative recall: key-value pairs, a separator, then queried keys whose values are the answers.
 
         k3 v3 . k1 v1 k2 v2 . . | k1 V1 k3 V3          (. is noise, capitals are answers)
 
-    A key is ``key_tokens`` of ``symbols`` symbols and no two keys of a sequence are equal; likewise a value, which may
-    repeat. ``pairs`` leaves the rest of the sequence to noise, at random places; 0 fills it with as many as fit. The
-    queries are drawn independently, so that what was not asked for yet gives nothing away.
+    A key is ``key_tokens`` tokens from ``symbols`` symbols, and the keys of a sequence differ. Values have
+    ``value_tokens`` tokens and may repeat. ``pairs`` pairs lie at random positions among noise; with 0, as many as fit
+    fill the sequence. Queries are drawn independently, so earlier queries say nothing about later ones.
     """
 
     name: ClassVar[str] = "recall"
@@ -73,13 +73,13 @@ class Recall:
     queries: int = 16
 
     def __post_init__(self) -> None:
-        for word, least in (("symbols", 2), ("key_tokens", 1), ("value_tokens", 1), ("queries", 1), ("pairs", 0)):
-            if getattr(self, word) < least:
-                fail(word, f"at least {least}", getattr(self, word))
+        for name, least in (("symbols", 2), ("key_tokens", 1), ("value_tokens", 1), ("queries", 1), ("pairs", 0)):
+            if getattr(self, name) < least:
+                fail(name, f"at least {least}", getattr(self, name))
 
     @property
     def vocabulary(self) -> int:
-        # Keys, values, noise, and the mark.
+        # Keys, values, noise, and the separator.
         return 3 * self.symbols + 1
 
     def pairs_at(self, length: int) -> int:
@@ -101,17 +101,17 @@ class Recall:
         keys = numbers[:, None] // self.symbols ** np.arange(self.key_tokens) % self.symbols
         values = self.symbols + chance.integers(self.symbols, size=(pairs, self.value_tokens))
         both = np.concatenate([keys, values], 1)
-        asked = both[chance.integers(pairs, size=self.queries)].reshape(-1)
-        body = length - 1 - len(asked)
+        queried = both[chance.integers(pairs, size=self.queries)].reshape(-1)
+        body = length - 1 - len(queried)
         ids = 2 * self.symbols + chance.integers(self.symbols, size=length)
-        # Places for the pairs among noise: each pair and each noise token is one thing to be put in order.
+        # A random order of pairs and noise tokens gives the positions of the pairs.
         noise = body - pairs * each
         is_pair = np.zeros(pairs + noise, dtype=bool)
         is_pair[chance.choice(pairs + noise, pairs, replace=False)] = True
         begins = np.concatenate([[0], np.cumsum(np.where(is_pair, each, 1))[:-1]])[is_pair]
         ids[begins[:, None] + np.arange(each)] = both
         ids[body] = self.vocabulary - 1
-        ids[body + 1 :] = asked
+        ids[body + 1 :] = queried
         answers = np.zeros(length, dtype=bool)
         answers[body + 1 :] = np.tile(np.arange(each) >= self.key_tokens, self.queries)
         return ids, answers
@@ -119,7 +119,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Copy:
-    """A string of ``symbols`` symbols, a mark, and the string again: the second one is the answer."""
+    """A random string over ``symbols`` symbols, a separator, and the string again, which is the answer."""
 
     name: ClassVar[str] = "copy"
     symbols: int = 32
@@ -148,11 +148,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class FlipFlop:
-    """Write, ignore and read a bit: each read must give the bit that was written last (Liu et al., 2023).
+    """Write, ignore and read a bit: each read returns the last written bit (Liu et al., 2023).
 
         w 1 i 0 i 0 r 1 w 0 i 1 r 0
 
-    A sequence has about ``writes`` writes and as many reads, whatever its length, so that distances grow with it.
+    A sequence of any length has about ``writes`` writes and as many reads, so their distances grow with the length.
     """
 
     name: ClassVar[str] = "flip-flop"
@@ -182,7 +182,7 @@ class FlipFlop:
         what = chance.choice(3, count, p=[share, 1 - 2 * share, share])
         what[0], what[-1] = self.WRITE, self.READ
         bits = chance.integers(2, size=count)
-        # The last write before each place, whose bit a read repeats.
+        # Position of the last write, whose bit a read repeats.
         last = np.maximum.accumulate(np.where(what == self.WRITE, np.arange(count), 0))
         bits = np.where(what == self.READ, bits[last], bits)
         ids = np.full(length, self.START)
@@ -207,7 +207,7 @@ def make_task(name: str, **settings: Any) -> Task:
 
 
 class TaskSequences(Dataset[dict[str, Tensor]]):
-    """Sequence number n of a seed, made when it is read; only answers have labels."""
+    """Sequences of one seed, generated when they are read; only answer tokens have labels."""
 
     def __init__(self, task: Task, length: int, count: int, seed: int) -> None:
         task.check(length)
@@ -230,20 +230,20 @@ def task_settings(task: Task) -> dict[str, Any]:
 def training_config(
     task: Task, name: str, length: int, folder: Path, settings: dict[str, Any], *, seed: int, device: str
 ) -> TrainConfig:
-    """``settings`` are a preset's, some replaced; without a power there, one rises where the attention has any."""
+    """``settings``: a preset with overrides. Without a power, attentions that have one use ``RISING_POWER``."""
     sharpened = attention(name).spec.second_stage == "relu_power"
     power = settings.get("power") or (RISING_POWER if sharpened else None)
     kwargs = {**settings, "power": power if sharpened else None, "attention": name, "sequence_length": length}
     kwargs |= {"micro_batch_size": settings["batch_size"], "weight_decay": 0.01, "warmup": 0.05, "keep": 1}
     kwargs |= {"save_every": max(1, settings["steps"] // 4), "log_every": max(1, settings["steps"] // 20)}
-    same = {**task_settings(task), **{word: value for word, value in kwargs.items() if word != "micro_batch_size"}}
-    digest = hashlib.sha256(json.dumps([same, seed], sort_keys=True).encode()).hexdigest()[:8]
+    identity = {**task_settings(task), **{name: value for name, value in kwargs.items() if name != "micro_batch_size"}}
+    digest = hashlib.sha256(json.dumps([identity, seed], sort_keys=True).encode()).hexdigest()[:8]
     output = folder / "synthetic-models" / f"{task.name}--{name}--{digest}"
     return TrainConfig(data="made on the fly", output=str(output), seed=seed, device=device, **kwargs)
 
 
 def train_model(task: Task, config: TrainConfig) -> tuple[Path, dict[str, Any]]:
-    """The folder of the model and what its training took. One that was stopped goes on, a finished one stands."""
+    """Train, or resume a stopped run; a finished one is reused. Returns the model's folder and the training record."""
     run = RunFolder(Path(config.output))
     with run.locked():
         return run.model, train_in(run, task, config)
@@ -279,7 +279,7 @@ def train_in(run: RunFolder, task: Task, config: TrainConfig) -> dict[str, Any]:
 
 @torch.inference_mode()
 def right_answers(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
-    """(B, 2): the right answer tokens of each sequence, and all of them. Logits exist for answers alone."""
+    """(B, 2): correct and total answer tokens of each sequence. Logits are computed for answers only."""
     ids, labels = ids.to(model.device), labels.to(model.device)
     hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     targets = labels[:, 1:]

@@ -1,4 +1,4 @@
-"""What an evaluation reads: the documents of a prepared folder, of text files, or of the text in the package."""
+"""Texts of an evaluation: documents of a prepared folder, of text files, or of the package's own text."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from softplus_attention.data.options import PrepareOptions
 from softplus_attention.data.sources import BUILTIN, find
 from softplus_attention.validation import fail
 
-# Letters, spaces, digits and signs of several kinds: tokenizers that read it alike are one.
+# Two tokenizers count as equal if they encode this text alike.
 PROBE = 'The quick brown fox\n\n  jumped 12,345 times; "naïve" 日本 😀\t<|endoftext|> don\'t'
 
 
 class Documents:
-    """Documents as tokens, without what ends them; ``lengths`` are known before any is read."""
+    """Tokenized documents without end-of-document tokens, read lazily; ``lengths`` are known in advance."""
 
     def __init__(self, lengths: Any, read: Any, source: dict[str, Any]) -> None:
         self.lengths = np.asarray(lengths, dtype=np.int64)
@@ -42,7 +42,7 @@ def folder_documents(folder: str, split: str = "validation") -> Documents:
     index = Index.load(folder, "--data")
     dataset = TokenDataset.open(folder, split)
     if not dataset.total_documents:
-        fail("--split", f"a split of {folder} that holds documents", repr(split))
+        fail("--split", f"a split of {folder} with documents", repr(split))
     records = [(record["file"], record["sha256"]) for record in index.files()]
     source = {
         "data": str(folder),
@@ -53,7 +53,7 @@ def folder_documents(folder: str, split: str = "validation") -> Documents:
 
 
 def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
-    """The documents of text files, folders or "builtin", the validation or the training text of the package."""
+    """Documents of text files, folders or "builtin", the package's validation or training text."""
     texts: list[str] = []
     for name in sources:
         if name == BUILTIN and not Path(name).exists():
@@ -61,12 +61,12 @@ def raw_texts(sources: Sequence[str], *, to_train: bool = False) -> list[str]:
             continue
         if not Path(name).exists():
             which = "training" if to_train else "validation"
-            expected = f"files or folders of text, or {BUILTIN} for the {which} text of the package"
+            expected = f"text files, folders, or {BUILTIN} for the package's {which} text"
             fail("--text", expected, f"{name!r}, which does not exist")
         for found in find([name], PrepareOptions(), Path("/nonexistent"), argument="--text"):
             if found.holds_tokens:
-                fail("--text", "text (tokens are read by --data)", repr(found.name))
-            # Line ends as ``data prepare`` makes them.
+                fail("--text", "text (use --data for tokens)", repr(found.name))
+            # Line ends as in ``data prepare``.
             texts += [text.replace("\r\n", "\n") for text in found.documents(None) if isinstance(text, str) and text]
     if not texts:
         raise ValueError(f"no text in {', '.join(sources)} (--text)")
@@ -80,7 +80,7 @@ def text_documents(texts: Sequence[str], sources: Sequence[str], tokenizer: Any)
 
 
 def digest_tokens(*sequences: Any) -> str:
-    """Of sequences of tokens: another tokenizer gives another."""
+    """Hash of token sequences, which differs between tokenizers."""
     digest = hashlib.sha256()
     for ids in sequences:
         digest.update(np.asarray(ids).astype("<i8").tobytes())
@@ -88,33 +88,31 @@ def digest_tokens(*sequences: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Changes with what a tokenizer makes of any text."""
+    """Hash of a tokenizer's definition."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
-    return hashlib.sha256(str(words).encode()).hexdigest()[:16]
+    definition = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    return hashlib.sha256(str(definition).encode()).hexdigest()[:16]
 
 
 def check_same_tokenizer(folder: str, tokenizer: str) -> None:
-    """Tokens of another tokenizer are numbers without meaning to a model, however many it knows. Nothing is said where
-    the folder or the model has none."""
+    """Raise if the folder was prepared with another tokenizer; without tokenizer files nothing is checked."""
     import tokenizers
 
-    place = Path(tokenizer)
-    files = [path / "tokenizer.json" for path in (Path(folder), place)]
-    files[1] = place if place.is_file() else files[1]
+    path = Path(tokenizer)
+    files = [Path(folder) / "tokenizer.json", path if path.is_file() else path / "tokenizer.json"]
     if not all(file.is_file() for file in files):
         return
-    found = [tokenizers.Tokenizer.from_file(str(file)) for file in files]
-    if len({tuple(one.encode(PROBE, add_special_tokens=False).ids) for one in found}) > 1:
-        expected = f"prepared with the tokenizer of {tokenizer} (or of another folder, named by --tokenizer)"
-        fail("--data", expected, f"{folder}, whose tokenizer reads text as other tokens")
+    first, second = (tokenizers.Tokenizer.from_file(str(file)) for file in files)
+    if first.encode(PROBE, add_special_tokens=False).ids != second.encode(PROBE, add_special_tokens=False).ids:
+        expected = f"prepared with the tokenizer of {tokenizer} (or choose another with --tokenizer)"
+        fail("--data", expected, f"{folder}, whose tokenizer encodes text differently")
 
 
 def check_ids(largest: int, model: Any, argument: str) -> None:
-    """Tokens beyond the vocabulary would crash in the embedding, on a GPU without a word about why."""
+    """Tokens outside the vocabulary would crash in the embedding, on a GPU without a useful message."""
     vocabulary = model.get_input_embeddings().num_embeddings
     if largest >= vocabulary:
-        fail(argument, f"one whose tokens are below {vocabulary}, the vocabulary of the model", f"token {largest}")
+        fail(argument, f"one with tokens below {vocabulary}, the model's vocabulary size", f"token {largest}")
 
 
 def check_vocabulary(documents: Documents, model: Any) -> None:

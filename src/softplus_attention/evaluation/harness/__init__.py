@@ -1,1 +1,1 @@
-"""lm-evaluation-harness: its tasks, their data, and a model as it wants one."""
+"""lm-evaluation-harness: tasks, their data, and its model interface."""

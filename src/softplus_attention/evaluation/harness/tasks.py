@@ -1,4 +1,4 @@
-"""Downstream tasks by lm-evaluation-harness: on its public sets, or on local files in the schema of each task."""
+"""Run the downstream tasks of lm-evaluation-harness on public datasets or local files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from softplus_attention.evaluation.harness.data import (
     TASKS,
     LocalData,
     check_lengths,
-    described_file,
-    described_folder,
+    describe_file,
+    describe_folder,
     harness_folder,
     known_task,
     length_settings,
@@ -27,13 +27,13 @@ from softplus_attention.utils.progress import Progress
 from softplus_attention.validation import did_you_mean, fail
 
 MEASURE = "downstream"
-LONGEST_REASON = 240
+MAX_REASON = 240  # characters
 # Standard errors of metrics without a formula, such as perplexity.
 BOOTSTRAP_SAMPLES = 1000
 
 
 def split_parts(names: Sequence[str]) -> dict[str, str]:
-    """What is run one after the other, and by which of the names: a part of ruler that fails leaves the others."""
+    """Tasks that run separately, mapped to the requested name: one failing part of ruler does not stop the others."""
     found: dict[str, str] = {}
     for name in names:
         for part in ruler.PARTS if name == "ruler" else (name,):
@@ -42,20 +42,20 @@ def split_parts(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_names(names: Sequence[str], include: Sequence[Path], data: Sequence[LocalData]) -> None:
-    """Names that the harness does not have, and tasks that have no data, before any model is loaded."""
-    there = {name for local in data for name in (local.task, local.group)}
+    """Raise for unknown tasks and tasks without data, before any model is loaded."""
+    local_names = {name for local in data for name in (local.task, local.group)}
     for name in names:
         known = known_task(name)
-        if known is not None and not known.in_hub and name not in there:
-            fail("--tasks", f"without {name!r} where there is no --data: it has no public set", ", ".join(names))
-    # Its own are not in question, and reading all of the harness's takes half a minute.
+        if known is not None and not known.in_hub and name not in local_names:
+            fail("--tasks", f"given without {name!r}, which has no public data and needs --data", ", ".join(names))
+    # Known tasks need no check, and reading all tasks of the harness takes half a minute.
     others = [name for name in names if known_task(name) is None and name not in ruler.PARTS]
     if others or include:
         task_manager(others, include, {})
 
 
 def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mapping[str, Any]) -> Any:
-    """The harness's index of our tasks; of all its 14,000, which take half a minute to read, where others are asked."""
+    """The harness's task index: of known tasks only, or of all 14,000 (half a minute) if others are requested."""
     from lm_eval.tasks import TaskManager
 
     for path in include:
@@ -66,8 +66,8 @@ def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mappin
     manager = TaskManager(include_path=few, include_defaults=False, metadata=dict(metadata))
     unknown = [name for name in names if name not in manager.all_tasks]
     if unknown:
-        more = [str(path) for path in (OUR_TASKS, *include)]
-        manager = TaskManager(include_path=more, metadata=dict(metadata))
+        extra = [str(path) for path in (OUR_TASKS, *include)]
+        manager = TaskManager(include_path=extra, metadata=dict(metadata))
         unknown = [name for name in names if name not in manager.all_tasks]
     for name in unknown:
         hint = did_you_mean(name, [*TASKS, *manager.all_tasks])
@@ -76,8 +76,7 @@ def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mappin
 
 
 def language_model(loaded: LoadedModel, tokenizer: Any, *, batch_size: int | None, max_length: int | None) -> Any:
-    """The model as the harness wants it; ``batch_size`` None is as memory allows."""
-    # Imported late: it needs the harness, which takes seconds.
+    # Imported late: the harness takes seconds to import.
     from softplus_attention.evaluation.harness.model import HarnessModel
 
     return HarnessModel(loaded, tokenizer, most_rows=batch_size, max_length=max_length)
@@ -98,10 +97,10 @@ def measure_downstream(
     max_length: int | None = None,
     lengths: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Task after task; what an earlier run finished is not run again, and what fails is left out with its reason."""
+    """Run the tasks in turn; tasks of an earlier run are reused, tasks that fail are skipped with the reason."""
     check_lengths(names, lengths, bool(data))
     check_names(names, include, data)
-    source = {name: described_file(path) for name, path in (texts.paths() if texts else {}).items()}
+    source = {name: describe_file(path) for name, path in (texts.paths() if texts else {}).items()}
     settings = {
         "tasks": list(names),
         "shots": shots,
@@ -109,35 +108,36 @@ def measure_downstream(
         "max_length": max_length,
         "lengths": list(lengths),
         "data": {local.task: local.identity() for local in data} | ({"ruler": source} if source else {}),
-        "include": [described_folder(path) for path in include],
+        "include": [describe_folder(path) for path in include],
         "tokenizer": tokenizer_digest(tokenizer),
     }
     empty: dict[str, Any] = {"finished": [], "tasks": [], "skipped": []}
     file = files.ResultFile(output, MEASURE, loaded.description(), settings, loaded.model.device, empty)
     progress = Progress()
     parts = split_parts(names)
-    left = [part for part in parts if part not in file.results["finished"]]
-    if left:
+    remaining = [part for part in parts if part not in file.results["finished"]]
+    if remaining:
         allowed = allowed_length(loaded, max_length, progress)
         model = language_model(loaded, tokenizer, batch_size=batch_size, max_length=allowed)
-        made_for = getattr(tokenizer, "name_or_path", "") or loaded.spec.source
-        with overrides(data, left, texts, limit) as own:
-            for part in left:
+        tokenizer_name = getattr(tokenizer, "name_or_path", "") or loaded.spec.source
+        with overrides(data, remaining, texts, limit) as own:
+            for part in remaining:
                 progress.say(f"{loaded.spec.name}: {part}")
-                words = {**length_settings(part, lengths), "pretrained": loaded.spec.source, "tokenizer": made_for}
-                model.cut_texts = 0
-                # The texts of all lengths are one list, of which the harness takes the first.
+                metadata = {"pretrained": loaded.spec.source, "tokenizer": tokenizer_name}
+                metadata |= length_settings(part, lengths)
+                model.truncated = 0
+                # ruler's prompts of all lengths are one list, from which the harness takes the first `limit`.
                 records = limit * max(1, len(lengths)) if limit and part in ruler.PARTS else limit
                 try:
-                    found = run_task(part, model, task_manager([part], [*include, *own], words), shots, records)
+                    found = run_task(part, model, task_manager([part], [*include, *own], metadata), shots, records)
                 except Exception as error:
                     reason = explain_failure(error, part, parts[part])
                     progress.say(f"{loaded.spec.name}: {part} was skipped: {reason}")
                     file.results["skipped"].append({"task": part, "reason": reason})
                 else:
-                    if model.cut_texts:
-                        cut = f"{model.cut_texts} prompts longer than {model.max_length} tokens"
-                        progress.say(f"{loaded.spec.name}: {part}: {cut} were truncated on the left")
+                    if model.truncated:
+                        prompts = f"{model.truncated} prompts longer than {model.max_length} tokens"
+                        progress.say(f"{loaded.spec.name}: {part}: {prompts} were truncated on the left")
                     file.results["tasks"] += [{**row, "asked": parts[part]} for row in found]
                     file.results["finished"].append(part)
                 file.save()
@@ -154,19 +154,19 @@ def allowed_length(loaded: LoadedModel, max_length: int | None, progress: Progre
 
 
 def explain_failure(error: Exception, part: str, name: str) -> str:
-    """One line for the table: what failed, and what can be done where data could not be reached."""
+    """One line for the table: the error, with a hint if data could not be downloaded."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = lines[0][:LONGEST_REASON] if lines else "no message"
+    reason = lines[0][:MAX_REASON] if lines else "no message"
     if not isinstance(error, ValueError):
-        words = f"{type(error).__name__}: {words}"
-    is_local = part in ruler.WITH_SOURCES or (part not in ruler.PARTS and known_task(name) is not None)
-    if isinstance(error, OSError) and is_local:
-        words += f" (--data takes {name} from local files)"
-    return words
+        reason = f"{type(error).__name__}: {reason}"
+    has_local_files = part in ruler.WITH_SOURCES or (part not in ruler.PARTS and known_task(name) is not None)
+    if isinstance(error, OSError) and has_local_files:
+        reason += f" (use --data to read {name} from local files)"
+    return reason
 
 
 def add_means(results: dict[str, Any], parts: Mapping[str, str]) -> None:
-    """The harness's mean of ruler, over its parts with equal weights, for every length and once all are there."""
+    """Add the mean of ruler over its parts with equal weights, as in the harness, once all parts are finished."""
     wanted = [part for part, name in parts.items() if name == "ruler"]
     results["tasks"] = [row for row in results["tasks"] if row["task"] != "ruler"]
     if not wanted or not set(wanted) <= set(results["finished"]):
@@ -189,13 +189,13 @@ def run_task(name: str, model: Any, manager: Any, shots: int | None, limit: int 
         limit=limit,
         task_manager=manager,
         bootstrap_iters=BOOTSTRAP_SAMPLES,
-        log_samples=True,  # says how many choices each question has
+        log_samples=True,  # for the number of choices of each question
     )
     return collect_rows(found)
 
 
 def collect_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per task (or group) and metric, in the harness's order."""
+    """One row per task or group and metric, in the harness's order."""
     rows, chances = [], chance_levels(found)
     for task, values in {**found["results"], **found.get("groups", {})}.items():
         samples = found["n-samples"].get(task, {}).get("effective")
@@ -203,7 +203,7 @@ def collect_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             metric, _, chosen = key.partition(",")
             if not chosen or metric.endswith("_stderr") or not isinstance(value, int | float):
                 continue
-            # ruler's metrics are lengths, -1 for those that were not asked for.
+            # ruler's metrics are lengths, with value -1 if not requested.
             if metric.isdecimal() and value == -1:
                 continue
             error = values.get(f"{metric}_stderr,{chosen}")
@@ -223,8 +223,7 @@ def collect_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def chance_levels(found: Mapping[str, Any]) -> dict[str, float]:
-    """What guessing gets right, by task: one of the choices of each question, or no word at all; of a group the mean
-    over its questions."""
+    """Accuracy of guessing by task or group: the mean of 1 / choices over questions, or 0 for predicting a word."""
     levels: dict[str, tuple[float, int]] = {}
     for task, samples in found.get("samples", {}).items():
         kind = found["configs"][task].get("output_type")
@@ -241,7 +240,7 @@ def chance_levels(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def silence_harness() -> None:
-    """Without a word from the harness about every request, and without looking for a hub where there are files."""
+    """Silence the logs of the harness and of `datasets`, and a warning of tokenizers about forks."""
     import logging
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

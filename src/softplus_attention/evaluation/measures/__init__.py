@@ -1,4 +1,4 @@
-"""The measures of ``evaluate``: every module here that holds a ``MEASURE`` is one (CONTRIBUTING.md)."""
+"""The measures of ``evaluate``: every module in this package that defines ``MEASURE`` (see CONTRIBUTING.md)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from softplus_attention.validation import fail
 
 @cache
 def measures() -> dict[str, Measure]:
-    """By name, in the order of --help and of a report."""
+    """Measures by name, in the order of --help and of the report."""
     modules = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
     found: list[Measure] = [module.MEASURE for module in modules if hasattr(module, "MEASURE")]
     return {measure.name: measure for measure in sorted(found, key=lambda measure: measure.place)}
 
 
 def draw_folder(folder: Path) -> list[Path]:
-    """Figures and tables of everything in a folder of results: for results that came from a machine without them."""
+    """Write the figures and tables of all results in a folder, which may come from a machine without matplotlib."""
     if not folder.is_dir():
-        fail("FOLDER", "a folder of results", repr(str(folder)))
+        fail("FOLDER", "an existing folder with results", repr(str(folder)))
     written = []
     for name, measure in measures().items():
         results = results_in(folder, name)
@@ -31,5 +31,5 @@ def draw_folder(folder: Path) -> list[Path]:
             measure.check(folder, results)
             written += [*measure.write_tables(folder, results), *measure.draw(folder, results)]
     if not written:
-        fail("FOLDER", "a folder of results written by `softplus-attention evaluate`", repr(str(folder)))
+        fail("FOLDER", "a folder with results of `softplus-attention evaluate`", repr(str(folder)))
     return written

@@ -1,4 +1,4 @@
-"""What every measure of ``softplus-attention evaluate`` is, and what they share: options, models, texts, files."""
+"""The base of every measure of ``softplus-attention evaluate``, with shared options, models, texts and tables."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from softplus_attention.evaluation.texts import Documents
 
 MODEL_HELP = (
-    "[NAME=]FOLDER[+OPTION=VALUE...]: a folder with a saved model or a name on the hub, what to call it, and what to "
-    "change at inference for it alone, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
+    "[NAME=]FOLDER[+OPTION=VALUE...]: folder of a saved model or name on the Hub, an optional name for results, and "
+    "changes at inference for this model, such as runs/lssar/model+power=31 or yarn=runs/softmax/model+rope=yarn:4"
 )
-RESUME = "The same command again reuses what is finished."
-# What says of a folder that it holds results of ours, or a run.
+RESUME = "If stopped, run the same command again: finished results are reused."
+# Files that mark a folder as ours: results, or a training run.
 OWN_FILES = ("*--*.json", "*--*.json.old*", "run.json", "results.json", "bench.json", "passkey.jsonl", "report.html")
 MULTIPLES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -39,7 +39,7 @@ CsvTable = tuple[list[str], list[list[Any]]]
 
 @dataclass
 class Outcome:
-    """The results of the models that could be measured; ``status`` is 1 where some could not."""
+    """Results of the models that could be measured; ``status`` is 1 if some could not."""
 
     results: list[Result]
     status: int = 0
@@ -49,23 +49,23 @@ class Outcome:
 class Measure:
     """One measure: its options, how it runs, and how its results become text, CSV files and charts.
 
-    A module of this folder that holds one as ``MEASURE`` is a measure; nothing else has to name it.
+    Defining one as ``MEASURE`` in a module of this package is enough to register it.
     """
 
     name: str
-    place: int  # in --help and in a report
+    place: int  # position in --help and in the report
     help: str
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], Outcome]
     table: Callable[[Results], str]
     csv: Mapping[str, Callable[[Results], CsvTable]]  # by file name
-    title: str  # of its section in a report
-    read: Callable[[Result], Any]  # checks the ``results`` of a file that a stranger may have made
+    title: str  # of its section in the report
+    read: Callable[[Result], Any]  # validates the ``results`` of an untrusted file
     charts: Callable[[Sequence[LoadedResult], SeriesStyles, str], list[Block]]
-    drawn: Callable[[Block], bool] = lambda block: True  # what `evaluate` draws; a report draws everything
+    drawn: Callable[[Block], bool] = lambda block: True  # charts that `evaluate` draws; the report draws all
     needs_model: bool = True
-    shares_sequences: bool = False  # among the processes that torchrun starts
+    shares_sequences: bool = False  # among the processes of torchrun
 
     def add_parser(self, actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
         parser = actions.add_parser(self.name, help=self.help, description=f"{self.description} {RESUME}")
@@ -76,7 +76,7 @@ class Measure:
         return parser
 
     def command(self, options: argparse.Namespace) -> int:
-        """Measures, prints the table, and writes CSV files and figures beside the results."""
+        """Measure, print the table, and write CSV files and figures next to the results."""
         from softplus_attention.training import distributed
         from softplus_attention.utils.device import resolve_device
 
@@ -86,7 +86,7 @@ class Measure:
             distributed.start(resolve_device(options.device).type)
         try:
             with warnings.catch_warnings():
-                # Of torch and transformers, about how they are used here: nothing that the user could change.
+                # Warnings of torch and transformers about our use of them, which the user cannot change.
                 warnings.simplefilter("ignore")
                 outcome = self.run(options)
                 if distributed.is_rank0():
@@ -94,7 +94,7 @@ class Measure:
                     self.finish(options.output, outcome.results)
         except KeyboardInterrupt:
             if distributed.is_rank0():
-                print("\nstopped; the same command continues where it was", file=sys.stderr)
+                print("\nstopped; run the same command again to continue", file=sys.stderr)
             return 130
         distributed.destroy_process_group()
         return outcome.status
@@ -107,20 +107,20 @@ class Measure:
             print(f"written: {path}")
         if find_spec("matplotlib") is None:
             print(
-                "figures were left out, since matplotlib is not installed: draw them later, here or elsewhere, with "
+                "no figures, because matplotlib is not installed; to draw them later or on another machine: "
                 f"softplus-attention evaluate figures {folder}",
                 file=sys.stderr,
             )
 
     def blocks(self, results: Sequence[Mapping[str, Any]]) -> list[Block]:
-        """Charts, tables and notes of result files, as `utils.results` reads them."""
+        """Charts, tables and notes of results as read by `utils.results`."""
         return self.charts([load(dict(result), self.read) for result in results], SeriesStyles(), "")
 
     def write_tables(self, folder: Path, results: Results) -> list[Path]:
         return [files.write_table(folder / f"{name}.csv", *rows(results)) for name, rows in self.csv.items()]
 
     def draw(self, folder: Path, results: Results) -> list[Path]:
-        """The figure as PNG and SVG; nothing where matplotlib is missing, or where there is nothing to draw."""
+        """Write the figure as PNG and SVG, unless matplotlib is missing or there is nothing to draw."""
         if find_spec("matplotlib") is None:
             return []
         from softplus_attention.charts.draw import draw
@@ -130,14 +130,14 @@ class Measure:
         return draw(figures, folder / self.name) if figures else []
 
     def check(self, folder: Path, results: Results) -> None:
-        """Files that somebody has changed or cut are named before anything is written."""
+        """Raise for files that were changed or truncated, before anything is written."""
         for result in results:
             try:
                 for rows in self.csv.values():
                     rows([result])
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 path = files.result_path(folder, result) if "name" in result.get("model", {}) else folder
-                fail("result file", f"one that holds what `evaluate {self.name}` measured", f"{str(path)!r}: {error!r}")
+                fail("result file", f"a complete result of `evaluate {self.name}`", f"{str(path)!r}: {error!r}")
 
 
 # ---- options
@@ -184,19 +184,19 @@ def add_text_arguments(parser: argparse.ArgumentParser, required: bool = True) -
 
 
 def add_integer(parser: Any, name: str, help_text: str, default: int | None = None) -> None:
-    """An option for a whole number; its help ends with the default where there is one."""
+    """An option for a whole number, whose help ends with the default if there is one."""
     shown = "" if default is None else " (default: %(default)s)"
     parser.add_argument(name, type=int, default=default, metavar="N", help=help_text + shown)
 
 
 def add_old_name(parser: Any, name: str, dest: str | None = None, **kwargs: Any) -> None:
-    """An option by the name that it had before: taken, and not in --help."""
+    """A deprecated name of an option, hidden from --help."""
     dest = dest or name.removeprefix("--").replace("-", "_")
     parser.add_argument(name, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kwargs)
 
 
 def check_at_least(options: argparse.Namespace, **least: int) -> None:
-    """Options that are not given are fine."""
+    """Check options against their minimum; options that were not given are skipped."""
     for name, value in least.items():
         given = getattr(options, name)
         if given is not None and given < value:
@@ -204,10 +204,10 @@ def check_at_least(options: argparse.Namespace, **least: int) -> None:
 
 
 def parse_lengths(text: str, training_length: int) -> list[int]:
-    """Tokens from "1,2,4" or "2x,4x" (times the training length) or "512,1024" (tokens), in rising order.
+    """Lengths in tokens, sorted, from "1,2,4" or "2x,4x" (times the training length) or "512,1024" (tokens).
 
-    A sequence of one token has no loss, so a list that begins with 1 cannot mean tokens. Another could mean either
-    where all of it is small and below the training length: it is refused.
+    A list that begins with 1 means multiples, since one token has no loss. Other lists of small numbers below the
+    training length are ambiguous and raise an error.
     """
     expected = "whole numbers such as 1,2,4 or 1x,8x,64x (times the training length) or 512,1024 (tokens)"
     lengths = []
@@ -228,15 +228,15 @@ def parse_lengths(text: str, training_length: int) -> list[int]:
 
 
 def check_output(path: Path) -> None:
-    """Before anything is measured for it."""
+    """Raise for an output folder that cannot be used, before anything is measured."""
     if path.exists() and not path.is_dir():
-        fail("--output", "a folder, or a name for one", f"{str(path)!r}, which is a file")
+        fail("--output", "a folder", f"{str(path)!r}, which is a file")
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        fail("--output", "a folder that can be written", f"{str(path)!r}: {error.strerror}")
+        fail("--output", "a writable folder", f"{str(path)!r}: {error.strerror}")
     check_no_strangers("--output", path, OWN_FILES)
 
 
@@ -244,7 +244,7 @@ def check_output(path: Path) -> None:
 
 
 def resolve_models(options: argparse.Namespace) -> tuple[list[ModelSpec], int]:
-    """The models and the length that all of them were trained at."""
+    """The models and their common training length."""
     from softplus_attention.evaluation.models import check_spec, parse_model_specs, read_training_length
     from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.utils.device import check_device
@@ -264,7 +264,7 @@ def resolve_models(options: argparse.Namespace) -> tuple[list[ModelSpec], int]:
         lengths = set(found.values())
         if len(lengths) > 1 or None in lengths:
             given = ", ".join(f"{name}: {length or 'not in its config'}" for name, length in found.items())
-            fail("--train-length", "given where the models' configs do not agree on it", given)
+            fail("--train-length", "given if the models' configs disagree or have no length", given)
         length = next(length for length in lengths if length is not None)
     for spec in specs:
         check_spec(spec, length)
@@ -277,8 +277,8 @@ def measure_each(
     training_length: int,
     measure: Callable[[LoadedModel], Result],
 ) -> Outcome:
-    """One model in memory at a time. If one of several fails, it is reported and the others are measured, but not by
-    several processes, which would wait for the one that failed."""
+    """Measure with one model in memory at a time. If one of several models fails, report it and continue; with several
+    processes raise, because the others would wait for the one that failed."""
     from softplus_attention.evaluation.models import load_for_evaluation
     from softplus_attention.training import distributed
 
@@ -291,10 +291,10 @@ def measure_each(
             if len(specs) == 1 or distributed.world_size() > 1:
                 raise
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            print(f"{spec.name} was not measured: {kind}{error}", file=sys.stderr)
+            print(f"{spec.name} could not be measured: {kind}{error}", file=sys.stderr)
             outcome.status = 1
     if not outcome.results:
-        fail("MODEL", "at least one that can be measured", f"none of {len(specs)}")
+        raise ValueError(f"none of the {len(specs)} models could be measured")
     return outcome
 
 
@@ -313,7 +313,7 @@ def documents_for(options: argparse.Namespace, loaded: LoadedModel) -> Documents
     return text_documents(raw_texts(options.text), options.text, tokenizer_for(options, loaded))
 
 
-# ---- lengths, one after the other
+# ---- one length after another
 
 
 def measure_lengths_in_turn(
@@ -324,14 +324,14 @@ def measure_lengths_in_turn(
     measure: Callable[[int, str], Result],
     gaps: tuple[type[Exception], ...],
 ) -> Result:
-    """``measure(length, title)`` for each length that the file does not have; it is saved after each. An error of
-    ``gaps`` leaves the length out, with its reason."""
+    """Call ``measure(length, title)`` for each length missing in the file, and save after each. Errors of the types in
+    ``gaps`` skip the length and record the reason."""
     for length in lengths:
         title = f"{name}, {length} tokens"
         if file.has("lengths", length=length):
             progress.say(f"{title}: found in {file.path}")
             continue
-        progress.update(f"{title}: begun")
+        progress.update(f"{title}: started")
         try:
             entry = measure(length, title)
         except gaps as error:
@@ -347,8 +347,10 @@ def measure_lengths_in_turn(
 def split_by_feasibility(
     lengths: Sequence[int], longest: int, max_positions: int | None = None
 ) -> tuple[list[int], list[dict[str, Any]], int]:
-    """The lengths that some document has and the model has positions for, the others, each with the reason, and the
-    longest that some document has: what every model is measured on, however many positions it has."""
+    """(lengths to measure, skipped lengths with reasons, longest length that fits into a document).
+
+    The last one decides the texts, so that all models are measured on the same texts whatever their positions.
+    """
     in_documents = [length for length in lengths if length <= longest]
     bounds = {longest: f"the longest document has {longest} tokens"}
     if max_positions is not None:
@@ -360,7 +362,7 @@ def split_by_feasibility(
         fail("--lengths", f"at most {bound} ({bounds[bound]})", min(lengths))
     for length in found:
         if in_documents[-1] % length:
-            fail("--lengths", f"divisors of the longest that the documents allow, {in_documents[-1]}", length)
+            fail("--lengths", f"divisors of {in_documents[-1]}, the longest that fits into a document", length)
     return found, skipped, in_documents[-1]
 
 
@@ -370,7 +372,7 @@ def split_by_feasibility(
 def by_length_table(
     title: str, rows: Mapping[str, Mapping[int, str]], training_length: float, width: int = 10
 ) -> list[str]:
-    """A line for each model, a column for each length."""
+    """One line per model, one column per length."""
     lengths = sorted({length for cells in rows.values() for length in cells})
     first = max(24, *(len(name) + 2 for name in rows))
     head = [
@@ -384,10 +386,10 @@ def by_length_table(
 
 
 def skipped_lines(results: Results) -> list[str]:
-    """What was left out, once for each reason."""
+    """Skipped models, lengths or tasks, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for result in results:
         for skip in result["results"]["skipped"]:
             what = f" at {skip['length']}" if "length" in skip else f": {skip['task']}"
             reasons.setdefault(skip["reason"], []).append(f"{result['model']['name']}{what}")
-    return [f"left out: {', '.join(which)}: {reason}" for reason, which in reasons.items()]
+    return [f"skipped: {', '.join(which)}: {reason}" for reason, which in reasons.items()]

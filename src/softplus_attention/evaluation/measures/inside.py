@@ -1,4 +1,4 @@
-"""``evaluate inside``: entropy, sink, keys, zeros and tiles of the attention, by length, layer and head."""
+"""``evaluate inside``: entropy, sink, effective keys, zeros and empty tiles by length, layer and head."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from softplus_attention.evaluation.models import LoadedModel
     from softplus_attention.evaluation.texts import Documents
 
-# Rows of one head that exist at a time: blocks of a batch share the memory of the weights.
-TOKENS_AT_ONCE = 4096
+MAX_BATCH_TOKENS = 4096  # limits the memory of the weights of one head
 # Columns of the table: log N, then those of SHOWN.
 HEADS = ("log N", "stage 1", "frozen", "final", "first key", "eff. keys", "zeros", "empty tiles")
 SHOWN = [name for name in QUANTITIES if name != "mass"]
@@ -54,8 +53,8 @@ SHOWN = [name for name in QUANTITIES if name != "mass"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_text_arguments(parser)
     parser.add_argument("--lengths", default="1,2,4,8,16", help="as in `evaluate lengths` (default: %(default)s)")
-    add_integer(parser, "--sequences", "texts", 4)
-    add_integer(parser, "--blocks", "of 64 rows per sequence, at most", 8)
+    add_integer(parser, "--sequences", "number of texts", 4)
+    add_integer(parser, "--blocks", "maximum number of blocks of 64 rows per sequence", 8)
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -95,11 +94,10 @@ def measure_inside(
     file.results["skipped"] = skipped
 
     def measure(length: int, title: str) -> Result:
-        # The beginnings of the same texts, as many at every length.
-        rows = texts.rows[:, :length]
+        rows = texts.rows[:, :length]  # the beginnings of the same texts at every length
         started = time.perf_counter()
         try:
-            at_once = min(sequences_at_once(model, length, TOKENS_AT_ONCE), len(rows))
+            at_once = min(sequences_at_once(model, length, MAX_BATCH_TOKENS), len(rows))
             inside = look_inside(model, rows, blocks=blocks, frozen_length=trained, at_once=at_once)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -120,7 +118,7 @@ def measure_inside(
 
 
 def table(results: Results) -> str:
-    """Means over the layers that see as many keys, and their heads; each layer and head is in the files."""
+    """Means over the heads of layers that see the same number of keys; the files have every layer and head."""
     rows: dict[str, list[tuple[int, list[Number]]]] = {}
     for result in results:
         entries = result["results"]["lengths"]
@@ -147,7 +145,7 @@ def csv_rows(results: Results) -> CsvTable:
             for head in entry["heads"]:
                 log_keys = layers.head_log_keys(entry, head)
                 place = [result["model"]["name"], entry["length"], log_keys, head["layer"], head["head"]]
-                rows.append([*place, *(head[word] for word in QUANTITIES)])
+                rows.append([*place, *(head[name] for name in QUANTITIES)])
     return ["model", "length", "log_keys", "layer", "head", *QUANTITIES], rows
 
 
@@ -155,10 +153,10 @@ TITLE = "Inside the attention"
 
 
 class Quantity(NamedTuple):
-    name: str  # in the files
+    name: str  # in result files
     title: str
     label: str
-    is_share: bool = False  # of 0 to 1
+    is_share: bool = False  # from 0 to 1
 
 
 ENTROPY = Quantity("entropy", "Entropy of the weights", "entropy (nats)")
@@ -172,8 +170,8 @@ BY_LENGTH = (
     Quantity("empty_tiles", "Tiles without any weight", "share of the tiles", True),
 )
 HELD = "stage1_entropy_frozen"
-HELD_SUFFIX = ", log N held"
-HELD_CAPTION = "Hollow marks: the same queries and keys with log N held at that of the training length."
+HELD_SUFFIX = ", log N fixed"
+HELD_CAPTION = "Hollow marks: the same queries and keys with log N fixed at that of the training length."
 
 
 def read(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -202,12 +200,12 @@ class Part(NamedTuple):
     def name(self) -> str:
         return self.member.label + (f", {self.group.words}" if self.group.words else "")
 
-    def series(self, name: str, styles: SeriesStyles, words: str = "", is_share: bool = False) -> Series:
+    def series(self, name: str, styles: SeriesStyles, suffix: str = "", is_share: bool = False) -> Series:
         value = layers.share_of_log_keys if is_share else layers.mean_over_heads
         values = [value(row, self.group, name) for row in self.rows]
-        band = None if words else layers.middle_half(self.rows, self.group, name, is_share)
+        band = None if suffix else layers.middle_half(self.rows, self.group, name, is_share)
         lengths, look = [row["length"] for row in self.rows], styles.of(self.member.name)
-        return Series(self.name + words, lengths, values, None, look, dashed=bool(words), band=band)
+        return Series(self.name + suffix, lengths, values, None, look, dashed=bool(suffix), band=band)
 
     def has(self, name: str) -> bool:
         return any(layers.mean_over_heads(row, self.group, name) is not None for row in self.rows)
@@ -230,19 +228,19 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
         shares = [(m.label, share_map(m, name)) for m in measured]
         shares = [(label, one) for label, one in shares if any(v is not None for row in one.values for v in row)]
         if shares:
-            caption = "Mean over heads; 1 is the entropy of equal weights over the keys that the layer sees."
+            caption = "Mean over heads; 1 is the entropy of equal weights over the keys visible to the layer."
             blocks.append(HeatMaps(f"Entropy of stage 1 / log N{suffix}{folder}", shares, caption))
     for quantity in (STAGE1, ENTROPY, SINK):
         maps = [(m.label, head_map(m, quantity, measured)) for m in measured if quantity in head_quantities(m)]
         if maps:
-            caption = f"Every layer and head at {longest_words(measured)}."
+            caption = f"Every layer and head at {longest_length(measured)}."
             blocks.append(HeatMaps(f"{quantity.title}, by head{folder}", maps, caption))
     return blocks + notes(members)
 
 
 def by_layer_chart(members: Sequence[LoadedResult], quantity: Quantity, styles: SeriesStyles, folder: str) -> LineChart:
     lines = [series_by_layer(m, quantity.name, styles) for m in members]
-    caption = f"Mean over heads, at the longest length measured: {longest_words(members)}."
+    caption = f"Mean over heads at the longest measured length: {longest_length(members)}."
     if quantity is STAGE1:
         held = [series_by_layer(m, HELD, styles, HELD_SUFFIX) for m in members]
         lines += [line for line in held if any(value is not None for value in line.y)]
@@ -251,15 +249,15 @@ def by_layer_chart(members: Sequence[LoadedResult], quantity: Quantity, styles: 
     return LineChart(f"{quantity.title}, by layer{folder}", "layer", quantity.label, lines, caption, y_range=limits)
 
 
-def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, words: str, base: float | None) -> list[Block]:
-    told_apart = any(part.group.words for part in parts)
-    means = f"Mean over {'these layers and their' if told_apart else 'layers and'} heads"
-    means += ", the middle half of the heads as a band"
+def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, suffix: str, base: float | None) -> list[Block]:
+    grouped = any(part.group.words for part in parts)
+    means = f"Mean over {'the heads of these layers' if grouped else 'layers and heads'}"
+    means += "; the band is the middle half of the heads"
     equal = equal_series(parts)
     held = [part for part in parts if part.has(HELD)]
-    titles = [f"Entropy of stage 1{share}, by length{words}" for share in ("", " / log N")]
+    titles = [f"Entropy of stage 1{share}, by length{suffix}" for share in ("", " / log N")]
     entropies = [stage1_series(parts, held, styles, is_share) for is_share in (False, True)]
-    captions = [f"{means}, before re-weighting.", f"1 is the entropy of equal weights. {means}."]
+    captions = [f"Before re-weighting. {means}.", f"1 is the entropy of equal weights. {means}."]
     captions = [f"{caption} {HELD_CAPTION}" if held else caption for caption in captions]
     blocks: list[Block] = [
         by_length(titles[0], STAGE1.label, [*entropies[0], *equal], captions[0], base),
@@ -272,7 +270,7 @@ def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, words: str, ba
         scale = "log" if quantity.name == "effective_keys" and all_positive(series) else "linear"
         lines = [*series, *equal] if quantity is ENTROPY else series
         limits = (0, None) if quantity.is_share else (None, None)
-        title = f"{quantity.title}, by length{words}"
+        title = f"{quantity.title}, by length{suffix}"
         blocks.append(by_length(title, quantity.label, lines, f"{means}.", base, y_scale=scale, y_range=limits))
     return blocks
 
@@ -290,14 +288,14 @@ def equal_series(parts: Sequence[Part]) -> list[Series]:
     ]
 
 
-STEADY = "How much stage 1's entropy grows, with log N and with log N held"
+STEADY = "Growth of stage 1's entropy, with log N and with log N fixed"
 STEADY_CAPTION = (
-    "In nats, from the training length (or the shortest measured) to the longest. Kept steady by log N, the entropy "
-    "would change by about 0, and by more with log N held; equal weights change by as much as log N does. Shares are "
-    "of log N, at both ends. Where nothing is held, the scores have no log N."
+    "In nats, from the training length (or the shortest measured) to the longest. If log N keeps the entropy constant, "
+    "it changes by about 0 with log N and by more with log N fixed; equal weights change as much as log N. Shares are "
+    "fractions of log N at both ends. Empty cells: the scores have no log N."
 )
 STEADY_HEAD = [
-    "model", "from", "to", "equal weights", "with log N", "log N held", "share with log N", "share with log N held",
+    "model", "from", "to", "equal weights", "with log N", "log N fixed", "share with log N", "share with log N fixed",
 ]  # fmt: skip
 
 
@@ -311,20 +309,20 @@ def steady_table(parts: Sequence[Part], folder: str) -> Table:
         equal = [layers.log_keys(row, part.group) for row in ends]
         entropies = [[layers.mean_over_heads(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
         shares = [[layers.share_of_log_keys(row, part.group, name) for row in ends] for name in (STAGE1.name, HELD)]
-        changes = [grown(*pair) for pair in (equal, *entropies)]
-        body.append([part.name, *(row["length"] for row in ends), *changes, *(both(*pair) for pair in shares)])
+        changes = [format_change(*pair) for pair in (equal, *entropies)]
+        body.append([part.name, *(row["length"] for row in ends), *changes, *(format_range(*pair) for pair in shares)])
     return Table(f"{STEADY}{folder}", STEADY_HEAD, body, STEADY_CAPTION)
 
 
-def grown(first: Number, last: Number) -> str:
+def format_change(first: Number, last: Number) -> str:
     return "" if first is None or last is None else f"{last - first:+.2f}"
 
 
-def both(first: Number, last: Number) -> str:
+def format_range(first: Number, last: Number) -> str:
     return "" if first is None or last is None else f"{first:.2f} to {last:.2f}"
 
 
-def longest_words(members: Sequence[LoadedResult]) -> str:
+def longest_length(members: Sequence[LoadedResult]) -> str:
     lengths = {m.content[-1]["length"] for m in members}
     if len(lengths) == 1:
         return f"{lengths.pop()} tokens"
@@ -343,11 +341,11 @@ def one_layer(layer: int) -> LayerGroup:
     return LayerGroup("", frozenset([layer]))
 
 
-def series_by_layer(m: LoadedResult, name: str, styles: SeriesStyles, words: str = "") -> Series:
+def series_by_layer(m: LoadedResult, name: str, styles: SeriesStyles, suffix: str = "") -> Series:
     row = m.content[-1]
     numbers = layer_numbers(row)
     values = [layers.mean_over_heads(row, one_layer(layer), name) for layer in numbers]
-    return Series(m.label + words, numbers, values, None, styles.of(m.name), dashed=bool(words))
+    return Series(m.label + suffix, numbers, values, None, styles.of(m.name), dashed=bool(suffix))
 
 
 def share_map(m: LoadedResult, name: str) -> HeatMap:
@@ -368,13 +366,13 @@ def share_map(m: LoadedResult, name: str) -> HeatMap:
 
 
 def head_quantities(m: LoadedResult) -> list[Quantity]:
-    """Stage 1's entropy too, unless it is that of the final weights."""
+    """Stage 1's entropy is left out if it equals that of the final weights."""
     is_same = all(head.get(STAGE1.name) == head.get(ENTROPY.name) for row in m.content for head in row["heads"])
     return [ENTROPY, SINK] if is_same else [STAGE1, ENTROPY, SINK]
 
 
 def head_map(m: LoadedResult, quantity: Quantity, members: Sequence[LoadedResult]) -> HeatMap:
-    """The colours mean the same for all members."""
+    """All members share one colour scale."""
     row = m.content[-1]
     values = {(head["layer"], head["head"]): number_of(head, quantity.name) for head in row["heads"]}
     heads = sorted({head for _, head in values})
@@ -398,9 +396,10 @@ MEASURE = Measure(
     name="inside",
     place=4,
     help="entropy, sink, effective keys, zeros and empty tiles by layer, head and length",
-    description="What the weights look like, for each layer and head, by length: the entropy of stage 1 (also with "
-    "log N held at the training length) and of the final weights, the mass on the first token, the effective number "
-    "of keys, exact zeros, and tiles of 64 by 64 without any weight. Rows are looked at a block at a time.",
+    description="Statistics of the attention weights for each layer and head by length: the entropy of stage 1 (also "
+    "with log N fixed at that of the training length) and of the final weights, the mass on the first token, the "
+    "effective number of keys, exact zeros, and tiles of 64 by 64 without any weight. Computed one block of rows at a "
+    "time, in memory linear in the length.",
     add_arguments=add_arguments,
     run=run,
     table=table,
@@ -408,5 +407,5 @@ MEASURE = Measure(
     title=TITLE,
     read=read,
     charts=charts,
-    drawn=lambda block: isinstance(block, LineChart),  # each head has its place in the report
+    drawn=lambda block: isinstance(block, LineChart),  # the heat maps per head are in the report
 )

@@ -1,4 +1,4 @@
-"""``evaluate lengths``: loss by length, what the context beyond the training length is worth, loss by position."""
+"""``evaluate lengths``: loss by length, gain from context beyond the training length, loss by position."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from softplus_attention.evaluation.texts import Documents
 
 CONTROL_FRACTION = 0.25
-SEEN = 0.01  # nats: a smaller rise of the loss is none
+MIN_RISE = 0.01  # nats: a smaller increase of the loss does not count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,15 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         default="1,2,4,8,16,32,64",
-        help="times the training length (1,2,4 or 2x,8x), or tokens (512,4096); numbers without an x are tokens unless "
-        "the first is 1; each divides the longest (default: %(default)s)",
+        help="multiples of the training length (1,2,4 or 2x,8x), or tokens (512,4096); numbers without x are tokens "
+        "unless the first is 1; each must divide the longest (default: %(default)s)",
     )
-    add_integer(parser, "--sequences", "documents cut to the longest length, at most", 32)
+    add_integer(parser, "--sequences", "maximum number of sequences of the longest length", 32)
     parser.add_argument(
         "--control",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="score the end of each text again without the long context (default: on)",
+        help="score the end of each sequence again without the long context (default: on)",
     )
     parser.add_argument(
         "--control-fraction",
@@ -111,9 +111,9 @@ def measure_lengths(
     progress: Progress | None = None,
     group: Any = None,
 ) -> Result:
-    """The result file's content; lengths that an earlier run finished with the same settings are not run again.
+    """Content of the result file; lengths finished in an earlier run with the same settings are reused.
 
-    With a ``group`` each sequence lies on all its processes, which all call this; the first one writes.
+    ``group``: processes that share each sequence; all call this function, rank 0 writes the file.
     """
     from softplus_attention.evaluation.lengths import LengthEvaluator, cut_documents
     from softplus_attention.evaluation.loss import TokenLoss
@@ -156,11 +156,11 @@ def measure_lengths(
 
 
 def number(value: float | None, sign: str = "") -> str:
-    return "no number" if value is None else f"{value:{sign}.4f}"
+    return "not finite" if value is None else f"{value:{sign}.4f}"
 
 
 def table(results: Results) -> str:
-    """Loss of each model by length, and under it what the context beyond the training length is worth."""
+    """Loss of each model by length, then the gain from context beyond the training length."""
     trained = results[0]["model"]["training_length"]
     rows = {result["model"]["name"]: result["results"]["lengths"] for result in results}
     losses = {name: {entry["length"]: number(entry["loss"]) for entry in own} for name, own in rows.items()}
@@ -171,13 +171,13 @@ def table(results: Results) -> str:
         if any(entry["control"] for entry in own)
     }
     if gains:
-        lines.append(f"\ngain by the context beyond {trained} tokens, on the same target tokens (negative: it hurts)")
+        lines.append(f"\ngain from context beyond {trained} tokens on the same target tokens (negative: it hurts)")
         every = {name: {length: gains[name].get(length, "-") for length in losses[name]} for name in gains}
         lines += by_length_table("", every, trained)[2:]
     used = results[0]["results"]["used"]
     lines.append(
-        f"\n{counted(used['sequences'], 'text')} of {used['longest']} tokens, from "
-        f"{counted(used['documents'], 'document')} of that length"
+        f"\n{counted(used['sequences'], 'text')} of {used['longest']} tokens from "
+        f"{counted(used['documents'], 'document')} of at least that length"
     )
     lines += skipped_lines(results)
     if len({result["settings"]["data"]["fingerprint"] for result in results}) > 1:
@@ -191,8 +191,8 @@ def csv_rows(results: Results) -> CsvTable:
     for result in results:
         for entry in result["results"]["lengths"]:
             control = entry["control"] or {}
-            values = [entry[word] for word in ("length", "times", "loss", "standard_error")]
-            values += [control.get(word) for word in ("full", "short", "gain")]
+            values = [entry[name] for name in ("length", "times", "loss", "standard_error")]
+            values += [control.get(name) for name in ("full", "short", "gain")]
             rows.append([result["model"]["name"], result["model"]["attention"], *values])
     return head, rows
 
@@ -236,15 +236,15 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
     gains = [series for series in (gain_series(m, styles) for m in members) if series.x]
     if gains:
         caption = (
-            "The control: the loss of the same target tokens with the last tokens only, minus that with the whole "
-            "context. Above 0 the long context is used; at 0 a flat curve means that it is ignored."
+            "The control: the loss of the same target tokens with 1x context only, minus that with the full context. "
+            "Above 0 the long context is used; at 0 a flat loss curve only means that it is ignored."
         )
-        title = f"What the context beyond the window is worth{folder}"
+        title = f"Gain from context beyond the training length{folder}"
         blocks.append(by_length(title, "gain (nats)", gains, caption, base, baseline=0))
     placed = [series for series in (position_series(m, styles) for m in members) if series.x]
     if placed:
         chart = by_length(f"Loss by position at the longest length{folder}", "mean loss (nats)", placed, "", base)
-        caption = "Means over buckets of positions, drawn at the end of each bucket."
+        caption = "Means over buckets of positions, plotted at the end of each bucket."
         blocks.append(replace(chart, x_label="position in the sequence", caption=caption))
     if gains:
         controls = [
@@ -258,7 +258,7 @@ def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = 
 
 
 def differences(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str) -> list[Block]:
-    """Of models on the same texts, text by text: the errors of these are smaller than those of each loss."""
+    """Paired differences of models on the same texts, whose errors are smaller than those of each loss."""
     reference = next((m for m in members if m.model.get("attention") == "softmax"), members[0] if members else None)
     if reference is None:
         return []
@@ -268,10 +268,10 @@ def differences(members: Sequence[LoadedResult], styles: SeriesStyles, folder: s
         shared = [row for row in m.content if m is not reference and are_paired(m, reference, row, rows)]
         pairs = [paired(row["by_text"], rows[row["length"]]["by_text"]) for row in shared]
         if shared:
-            means, errors = ([pair[place] for pair in pairs] for place in (0, 1))
+            means, errors = [mean for mean, _ in pairs], [error for _, error in pairs]
             series.append(Series(m.label, [row["length"] for row in shared], means, errors, styles.of(m.name)))
-    caption = "Below 0 is better. Bars are standard errors of the differences, text by text."
-    title = f"Loss less that of {reference.label}{folder}"
+    caption = "Below 0 is better. Bars are standard errors of the paired differences over texts."
+    title = f"Loss minus that of {reference.label}{folder}"
     return (
         [by_length(title, "difference (nats)", series, caption, common_training_length(members), baseline=0)]
         if series
@@ -286,43 +286,43 @@ def are_paired(m: LoadedResult, reference: LoadedResult, row: dict[str, Any], ro
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, Number]:
-    """The mean of the differences, and its standard error."""
-    gaps = [one - other for one, other in zip(first, second, strict=True)]
-    mean = fsum(gaps) / len(gaps) if gaps else 0.0
-    if len(gaps) < 2:
+    """The mean difference and its standard error."""
+    values = [one - other for one, other in zip(first, second, strict=True)]
+    mean = fsum(values) / len(values) if values else 0.0
+    if len(values) < 2:
         return mean, None
-    return mean, (fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1) / len(gaps)) ** 0.5
+    return mean, (fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values)) ** 0.5
 
 
 def trained_row(m: LoadedResult) -> dict[str, Any] | None:
-    """At the training length, or at the shortest beyond it."""
+    """The row at the training length, or at the shortest length beyond it."""
     rows = [row for row in m.content if row.get("loss") is not None and row["length"] >= (m.training_length or 0)]
     return rows[0] if rows else None
 
 
 def rise(row: dict[str, Any], first: dict[str, Any]) -> tuple[float, bool]:
-    """How much the loss is above that at 1x, and whether that is more than chance and than can be seen."""
+    """Loss minus that at 1x, and whether it exceeds both two standard errors and MIN_RISE."""
     above = row["loss"] - first["loss"]
     texts, others = row.get("by_text") or [], first.get("by_text") or []
     error = paired(texts, others)[1] if len(texts) == len(others) and None not in [*texts, *others] else None
-    return above, above > max(SEEN, 2 * (error or 0.0))
+    return above, above > max(MIN_RISE, 2 * (error or 0.0))
 
 
 def verdict(m: LoadedResult) -> str:
-    """Computed, in one line: how far the model holds, and what the context beyond 1x is worth to it."""
+    """One line: up to which length the loss holds, and the gain from context beyond 1x."""
     first = trained_row(m)
     if first is None or not m.training_length:
         return ""
     rows = [row for row in m.content if row["length"] >= first["length"]]
     holds = list(takewhile(lambda row: row.get("loss") is not None and not rise(row, first)[1], rows))
-    words = f"{m.label}: holds to {times(holds[-1], m)}"
+    line = f"{m.label}: holds to {times(holds[-1], m)}"
     if len(holds) < len(rows) and rows[-1].get("loss") is not None:
-        words += f", loses {rise(rows[-1], first)[0]:.2f} nats at {times(rows[-1], m)}"
+        line += f", loses {rise(rows[-1], first)[0]:.2f} nats at {times(rows[-1], m)}"
     controls = controlled(m)
     if controls and (gain := control_gain(controls[-1]))[0] is not None:
         error = f" ± {gain[1]:.3f}" if gain[1] is not None else ""
-        words += f"; context beyond 1x worth {gain[0]:.3f}{error} nats at {times(controls[-1], m)}"
-    return f"{words}."
+        line += f"; context beyond 1x worth {gain[0]:.3f}{error} nats at {times(controls[-1], m)}"
+    return f"{line}."
 
 
 def times(row: dict[str, Any], m: LoadedResult) -> str:
@@ -333,7 +333,7 @@ SUMMARY_HEAD = ["model", "attention", "parameters", "training length", "loss at 
 
 
 def summary_row(m: LoadedResult) -> list[Cell]:
-    """Of a table of models."""
+    """Cells of the table of models."""
     first, last = trained_row(m), m.content[-1] if m.content else None
     controls = controlled(m)
     parameters = number_of(m.model, "parameters")
@@ -379,7 +379,7 @@ def position_series(m: LoadedResult, styles: SeriesStyles) -> Series:
 
 
 def used_texts(members: Sequence[LoadedResult]) -> str:
-    """What each was measured on: once where it is the same for all."""
+    """The texts of each model, stated once if all have the same."""
     counts = {m.label: text_count(m.results.get("used")) for m in members}
     different = {count for count in counts.values() if count}
     if len(different) == 1 and all(counts.values()):
@@ -397,10 +397,10 @@ MEASURE = Measure(
     name="lengths",
     place=1,
     help="loss by length, and whether the long context is used",
-    description="The mean loss over all positions of the same documents, cut to 1 to 64 times the training length, and "
-    "by position. The control compares the loss on the same target tokens with the full context and with the last 1x "
-    "tokens alone: a flat curve can come from a model that ignores what is far away. Under torchrun each sequence lies "
-    "on all processes, for lengths that one does not hold.",
+    description="Mean loss over all positions of the same documents cut to 1 to 64 times the training length, and loss "
+    "by position. The control compares the loss on the same target tokens with the full context and with only the last "
+    "1x tokens, because a model that ignores distant tokens has a flat curve too. Under torchrun each sequence is "
+    "split over all processes, for lengths that do not fit on one device.",
     add_arguments=add_arguments,
     run=run,
     table=table,

@@ -1,4 +1,4 @@
-"""Result files as charts take them, and what charts of all measures share."""
+"""Result files in the form that charts take, and helpers shared by the charts of all measures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ LENGTH = "length (tokens)"
 
 @dataclass(frozen=True)
 class LoadedResult:
-    """A result of `evaluate`, read and checked."""
+    """A validated result of `evaluate`."""
 
     name: str
     training_length: float | None
     complete: bool
     settings: dict[str, Any]
     results: dict[str, Any]
-    content: Any  # what the measure's own ``read`` made of ``results``
-    group: str = ""  # the folder: what lies in one was measured together
+    content: Any  # ``results`` as returned by the measure's ``read``
+    group: str = ""  # folder; results of one folder are compared
     model: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ def load(data: dict[str, Any], read: Callable[[dict[str, Any]], Any], group: str
 
 
 def data_name(settings: Mapping[str, Any]) -> str:
-    """What was read, in words; nothing where the settings do not say."""
+    """Name of the texts, or "" if the settings have none."""
     data = settings.get("data", settings.get("text"))
     if not isinstance(data, dict):
         return ""
@@ -55,7 +55,7 @@ def data_name(settings: Mapping[str, Any]) -> str:
 
 
 def tell_apart(members: Sequence[LoadedResult]) -> list[LoadedResult]:
-    """Results of one model with other settings, or of two by one name, by names that say the difference."""
+    """Add what differs (texts, settings or fingerprint) to the names of results with the same name."""
     found = []
     for member in members:
         others = [other for other in members if other.name == member.name]
@@ -64,21 +64,21 @@ def tell_apart(members: Sequence[LoadedResult]) -> list[LoadedResult]:
             own = flat_settings(member.settings)
             different = [name for name in own if len({other.get(name) for other in settings}) > 1]
             data = data_name(member.settings) if len({data_name(other.settings) for other in others}) > 1 else ""
-            words = [data] * bool(data)
-            words += [
+            parts = [data] * bool(data)
+            parts += [
                 f"{name} {own[name]}"
                 for name in different
                 if "fingerprint" not in name
                 and "sha256" not in name
                 and not (data and name.startswith(("data: ", "text: ")))
             ]
-            member = replace(member, name=f"{member.name} ({', '.join(words[:2]) or member.model.get('fingerprint')})")
+            member = replace(member, name=f"{member.name} ({', '.join(parts[:2]) or member.model.get('fingerprint')})")
         found.append(member)
     return found
 
 
 def common_training_length(members: Sequence[LoadedResult]) -> float | None:
-    """The training length, where all have the same."""
+    """The training length if all members have the same, else None."""
     lengths = {member.training_length for member in members}
     return lengths.pop() if len(lengths) == 1 else None
 
@@ -90,16 +90,16 @@ def by_length(
 
 
 def columns_by_length(rows: Sequence[dict[str, Any]], *names: str) -> tuple[list[float], list[list[Number]]]:
-    """The lengths, and each named number at them."""
+    """The lengths, and for each name its values at these lengths."""
     return [row["length"] for row in rows], [[number_of(row, name) for row in rows] for name in names]
 
 
 def length_names(lengths: Sequence[float], training_length: float | None) -> list[str]:
-    """Of the columns of a heat map."""
+    """Column names of a heat map."""
     return [f"{n}" + (f"\n{n / training_length:g}x" if training_length else "") for n in lengths]
 
 
-# What a comparison is about, and what leaves the numbers as they are: no reason to compare with care.
+# Settings whose differences need no warning: those that are compared on purpose, and those that do not change results.
 COMPARED = {"attention", "local_attention", "power", "power_rounding", "power_growth", "score_scale"}
 WITHOUT_EFFECT = {
     "compile", "device", "evaluate_every", "evaluate_sequences", "gradient_checkpointing", "keep", "log_every", "loss",
@@ -117,14 +117,14 @@ def flat_settings(settings: Mapping[str, Any], before: str = "") -> dict[str, st
 
 
 def differing_settings(members: Sequence[LoadedResult]) -> str:
-    """Names of settings that are not the same for all: such curves are not to be compared without a thought."""
+    """Names of settings that differ between members, for a warning."""
     settings = [flat_settings(member.settings) for member in members]
     names = {name for found in settings for name in found}
     return ", ".join(sorted(name for name in names if len({found.get(name) for found in settings}) > 1))
 
 
 def notes(members: Sequence[LoadedResult]) -> list[str]:
-    """What a reader must know of these results: lengths left out, settings that differ, results not finished."""
+    """Notes for the reader: skipped lengths, differing settings, unfinished results."""
     found = []
     for member in members:
         skipped = member.results.get("skipped")

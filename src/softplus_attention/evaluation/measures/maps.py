@@ -1,4 +1,4 @@
-"""``evaluate maps``: the attention weights of one text, a figure for each model."""
+"""``evaluate maps``: the attention weights of one text, one figure per model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--text", help="the text to map")
     text.add_argument("--file", type=Path, help="a UTF-8 file with the text")
     parser.add_argument("--tokenizer", help="default: the one saved with each model")
-    add_integer(parser, "--map-size", "cells each way, at most", 64)
+    add_integer(parser, "--map-size", "maximum number of cells per side", 64)
 
 
 def run(options: argparse.Namespace) -> Outcome:
@@ -59,7 +59,7 @@ def measure_maps(loaded: LoadedModel, tokenizer: Any, text: str, folder: Path | 
     if len(ids) < 2:
         fail("--text", "a text of at least 2 tokens", repr(text))
     if loaded.longest is not None and len(ids) > loaded.longest:
-        fail("--text", f"at most {loaded.longest} tokens, for which {loaded.spec.name} has positions", len(ids))
+        fail("--text", f"at most {loaded.longest} tokens, the positions of {loaded.spec.name}", len(ids))
     check_ids(int(ids.max()), loaded.model, "--tokenizer")
     sequences_at_once(loaded.model, len(ids))
     settings = {"text": text, "size": size, "tokens": digest_tokens(ids.tolist())}
@@ -82,7 +82,7 @@ def table(results: Results) -> str:
 
 
 def csv_rows(results: Results) -> CsvTable:
-    """The weights that are not 0; the text of each cell is in the JSON."""
+    """Nonzero weights; the text of each cell is in the JSON file."""
     rows = [
         [result["model"]["name"], found["layer"], found["head"], query, key, weight]
         for result in results
@@ -102,11 +102,11 @@ def read(results: dict[str, Any]) -> tuple[str, list[str], int, dict[tuple[int, 
     maps = {}
     for entry in rows_of(results, "maps"):
         rows = typed(entry, "weights", list, "a list")
-        for place, row in enumerate(rows):
-            if not isinstance(row, list) or len(row) != place + 1:
-                raise UnreadableError(f"row {place} of `weights` must have {place + 1} numbers")
+        for query, row in enumerate(rows):
+            if not isinstance(row, list) or len(row) != query + 1:
+                raise UnreadableError(f"row {query} of `weights` must have {query + 1} numbers")
             if any(number(weight, "weights") is None or weight < 0 for weight in row):
-                raise UnreadableError(f"row {place} of `weights` must hold numbers from 0 up")
+                raise UnreadableError(f"row {query} of `weights` must have numbers >= 0")
         if len(rows) != len(tokens):
             raise UnreadableError(f"`weights` must have a row for each of the {len(tokens)} tokens, got {len(rows)}")
         maps[count_of(entry, "layer"), count_of(entry, "head")] = rows
@@ -129,7 +129,7 @@ MEASURE = Measure(
     name="maps",
     place=5,
     help="the attention maps of a text, models side by side",
-    description="Writes the final weights of every layer and head for one text, for the explorer of the report.",
+    description="Writes the final weights of every layer and head for one text, for the report's attention explorer.",
     add_arguments=add_arguments,
     run=run,
     table=table,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from softplus_attention.evaluation.passkey import PasskeyPrompt
     from softplus_attention.evaluation.texts import Documents
 
-SHOWN_WRONG = 3  # wrong answers that a result keeps of each cell
+MAX_WRONG = 3  # wrong answers saved per cell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="0,0.25,0.5,0.75,1",
         help="positions of the key, from 0 (beginning) to 1 (end) (default: %(default)s)",
     )
-    add_integer(parser, "--trials", "in each cell", 10)
+    add_integer(parser, "--trials", "trials per length and depth", 10)
     add_prompt_arguments(parser, "sentences")
 
 
@@ -166,7 +166,7 @@ def measure_passkey(
             ]
             right = trials - len(wrong)
             place = {"length": length, "times": length / loaded.training_length, "depth": depth}
-            count = {"trials": trials, "correct": right, "accuracy": right / trials, "wrong": wrong[:SHOWN_WRONG]}
+            count = {"trials": trials, "correct": right, "accuracy": right / trials, "wrong": wrong[:MAX_WRONG]}
             file.add("cells", place | count, ["length", "depth"])
     progress.clear()
     return file.save(complete=True)
@@ -176,7 +176,7 @@ def table(results: Results) -> str:
     lines = []
     for result in results:
         cells = {(cell["length"], cell["depth"]): cell["accuracy"] for cell in result["results"]["cells"]}
-        lengths, depths = (sorted({key[place] for key in cells}) for place in (0, 1))
+        lengths, depths = sorted({length for length, _ in cells}), sorted({depth for _, depth in cells})
         lines.append(f"{result['model']['name']}: exact match, %")
         lines.append(f"{'depth':>8}" + "".join(f"{length:>9}" for length in lengths) + "  tokens")
         for depth in depths:
@@ -190,13 +190,13 @@ def table(results: Results) -> str:
 
 
 def csv_rows(results: Results) -> CsvTable:
-    words = ["length", "times", "depth", "trials", "correct", "accuracy"]
+    columns = ["length", "times", "depth", "trials", "correct", "accuracy"]
     rows = [
-        [result["model"]["name"], *(cell[word] for word in words)]
+        [result["model"]["name"], *(cell[column] for column in columns)]
         for result in results
         for cell in result["results"]["cells"]
     ]
-    return ["model", *words], rows
+    return ["model", *columns], rows
 
 
 TITLE = "Passkeys"
@@ -260,8 +260,8 @@ MEASURE = Measure(
     name="passkey",
     place=2,
     help="find a number hidden in a long text: length by depth",
-    description="Hides a random number in a text of each length, at each depth, and asks for it: the share of exact "
-    "answers.",
+    description="Hides a random number in a text at each length and depth, asks for it, and reports the fraction of "
+    "exact answers.",
     add_arguments=add_arguments,
     run=run,
     table=table,

@@ -1,4 +1,4 @@
-"""``evaluate synthetic``: a small model learns a task at a short length and is tested at up to 1000 times of it."""
+"""``evaluate synthetic``: train a small model on a task at a short length, test it at up to 1000 times that length."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ if TYPE_CHECKING:
 
 SIZES = ("layers", "width", "heads", "steps", "batch_size")
 TASK_OPTIONS = {
-    "symbols": "recall: of keys, of values; copy: of the string",
-    "key_tokens": "recall: tokens of a key (default: 1)",
-    "value_tokens": "recall: tokens of a value (default: 1)",
-    "pairs": "recall: the rest is noise (default: 8; 0: as many as fit)",
-    "queries": "recall (default: 16)",
-    "writes": "flip-flop: in a sequence, about (default: 4)",
+    "symbols": "recall: symbols for keys and for values; copy: symbols of the string",
+    "key_tokens": "recall: tokens per key (default: 1)",
+    "value_tokens": "recall: tokens per value (default: 1)",
+    "pairs": "recall: key-value pairs, the rest is noise (default: 8; 0: as many as fit)",
+    "queries": "recall: queries per sequence (default: 16)",
+    "writes": "flip-flop: expected writes per sequence (default: 4)",
 }
 PRESETS: dict[str, dict[str, Any]] = {
-    # A local layer and a global one without positions, powers learned as factors of log N: two minutes on one core.
+    # One local layer, one global layer without positions, powers learned as factors of log N: 2 minutes on one core.
     "mixed": {
         "layers": 2, "width": 64, "heads": 2, "steps": 1800, "batch_size": 32,
         "optimizer": "muon", "learning_rate": 1e-2, "window": 8, "global_every": 2, "power": "learned-log",
     },
-    # Rotary positions in every layer, as in the paper: a minute on one core. Learns copy and flip-flop, not recall.
+    # Rotary positions in every layer, as in the paper: 1 minute on one core. Learns copy and flip-flop, not recall.
     "rotary": {"layers": 2, "width": 64, "heads": 2, "steps": 600, "batch_size": 64, "learning_rate": 2e-3},
 }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "attentions", nargs="+", metavar="ATTENTION", help="names of the catalogue: lssar, softmax, ..."
+        "attentions", nargs="+", metavar="ATTENTION", help="names from the catalogue: lssar, softmax, ..."
     )
     parser.add_argument(
         "--task", nargs="+", default=["recall"], metavar="TASK", help="recall, copy, flip-flop (default: recall)"
     )
     add_output(parser)
-    add_integer(parser, "--train-length", "tokens", 64)
-    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: to 64x)")
-    add_integer(parser, "--sequences", "tested at each length, at most", 64)
-    add_integer(parser, "--test-tokens", "tested at each length, about", 1 << 18)
+    add_integer(parser, "--train-length", "training length in tokens", 64)
+    parser.add_argument("--lengths", help="as in `evaluate lengths` (default: 1 to 64x)")
+    add_integer(parser, "--sequences", "maximum number of test sequences per length", 64)
+    add_integer(parser, "--test-tokens", "approximate number of test tokens per length", 1 << 18)
     parser.add_argument(
         "--preset",
         default="mixed",
@@ -80,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    replaced = parser.add_argument_group("in place of the preset's")
+    replaced = parser.add_argument_group("overrides of the preset")
     for name in SIZES:
         add_integer(replaced, f"--{name.replace('_', '-')}", f"{name.replace('_', ' ')}, as in train")
     replaced.add_argument("--learning-rate", type=float, metavar="X", help="peak learning rate, as in train")
     replaced.add_argument("--optimizer", help="adamw or muon")
-    add_integer(replaced, "--window", "with --global-every: what the local layers see")
-    add_integer(replaced, "--global-every", "every n-th layer sees everything, without positions (see train)")
+    add_integer(replaced, "--window", "with --global-every: window of the local layers")
+    add_integer(replaced, "--global-every", "every N-th layer is global, without positions (see train)")
     replaced.add_argument("--power", help="for attentions with a second stage, as in train (learned-log, log:0.6, 15)")
     task = parser.add_argument_group("the task")
     for name, help_text in TASK_OPTIONS.items():
@@ -106,11 +106,11 @@ def run(options: argparse.Namespace) -> Outcome:
     given |= {name: getattr(options, name) for name in ("window", "global_every")}
     settings = PRESETS[options.preset] | {name: value for name, value in given.items() if value is not None}
     if unknown := set(options.task) - set(TASKS):
-        fail("--task", f"of {', '.join(TASKS)}", ", ".join(sorted(unknown)))
+        fail("--task", f"one or more of {', '.join(TASKS)}", ", ".join(sorted(unknown)))
     lengths = parse_lengths(options.lengths or "1,2,4,8,16,32,64", options.train_length)
-    folder, where = options.output, {"seed": options.seed, "device": options.device}
+    folder, common = options.output, {"seed": options.seed, "device": options.device}
     configs = [
-        (task, training_config(task, name, options.train_length, folder, settings, **where))
+        (task, training_config(task, name, options.train_length, folder, settings, **common))
         for task in [make_task(name, **task_options(options, name, TASKS)) for name in options.task]
         for name in options.attentions
     ]
@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> Outcome:
 
 
 def task_options(options: argparse.Namespace, name: str, tasks: Any) -> dict[str, Any]:
-    """Those of the options that the task has; one that none of the chosen tasks has is an error."""
+    """Options of the task ``name``; raises for an option that none of the chosen tasks has."""
     given = {option: getattr(options, option) for option in TASK_OPTIONS if getattr(options, option) is not None}
     has = {task: {field.name for field in dataclasses.fields(tasks[task])} for task in options.task}
     for option in given:
@@ -138,7 +138,7 @@ def measure_synthetic(
     test_tokens: int = 1 << 18,
     progress: Progress | None = None,
 ) -> Result:
-    """Each length is tested on at most ``sequences`` sequences and about ``test_tokens`` tokens, four at least."""
+    """Test each length on at most ``sequences`` sequences and about ``test_tokens`` tokens, but on at least 4."""
     import torch
 
     from softplus_attention.evaluation.models import LoadedModel, ModelSpec
@@ -156,7 +156,7 @@ def measure_synthetic(
     }
     place = str(source.relative_to(folder)) if source.is_relative_to(folder) else str(source)
     empty = {"task": task.name, "training": {**training, "model": place}, "lengths": [], "skipped": []}
-    # The end of the run's folder tells trainings apart, and so the files.
+    # The hash at the end of the run folder's name distinguishes trainings, also in file names.
     variant = Path(config.output).name.rpartition("--")[2]
     file = ResultFile(folder, "synthetic", loaded.description(), settings, loaded.model.device, empty, variant)
 
@@ -181,19 +181,19 @@ def table(results: Results) -> str:
 
 
 def csv_rows(results: Results) -> CsvTable:
-    words = ["length", "times", "sequences", "answers", "accuracy", "exact"]
+    columns = ["length", "times", "sequences", "answers", "accuracy", "exact"]
     rows = [
         [task_label(result["results"]["task"], result["settings"]), result["model"]["attention"], result["variant"]]
-        + [entry[word] for word in words]
+        + [entry[column] for column in columns]
         for result in results
         for entry in result["results"]["lengths"]
     ]
-    # The digits of the file's name: trainings of one attention with other settings.
-    return ["task", "attention", "training", *words], rows
+    # "training" is the hash in the file name, which distinguishes training settings.
+    return ["task", "attention", "training", *columns], rows
 
 
 def task_label(task: str, settings: Mapping[str, Any]) -> str:
-    """The task in words, with what makes its forms differ, as far as the settings of the result say it."""
+    """Title of the task, with the number of pairs for recall."""
     pairs = settings.get("pairs")
     if task != "recall" or pairs is None:
         return task
@@ -201,7 +201,7 @@ def task_label(task: str, settings: Mapping[str, Any]) -> str:
 
 
 TITLE = "Synthetic tasks"
-QUANTITIES = (("accuracy", "answer tokens right"), ("exact", "sequences all right"))
+QUANTITIES = (("accuracy", "answer tokens right"), ("exact", "sequences entirely right"))
 
 
 def read(results: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
@@ -213,18 +213,18 @@ def read(results: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 def charts(members: Sequence[LoadedResult], styles: SeriesStyles, folder: str = "") -> list[Block]:
     blocks: list[Block] = []
-    forms = [task_label(m.content[0], m.settings) for m in members]
-    for form in dict.fromkeys(forms):
-        those = [m for m, own in zip(members, forms, strict=True) if own == form]
+    labels = [task_label(m.content[0], m.settings) for m in members]
+    for label in dict.fromkeys(labels):
+        those = [m for m, own in zip(members, labels, strict=True) if own == label]
         base = common_training_length(those) or trained_at(those)
-        for place, (_, title) in enumerate(QUANTITIES):
-            columns = [columns_by_length(m.content[1], *(name for name, _ in QUANTITIES)) for m in those]
+        for name, title in QUANTITIES:
+            columns = [columns_by_length(m.content[1], name) for m in those]
             series = [
-                Series(m.label, lengths, values[place], None, styles.of(m.name))
-                for m, (lengths, values) in zip(those, columns, strict=True)
+                Series(m.label, lengths, values, None, styles.of(m.name))
+                for m, (lengths, (values,)) in zip(those, columns, strict=True)
             ]
             caption = "Trained at 1x, tested beyond."
-            blocks.append(by_length(f"{form}: {title}{folder}", title, series, caption, base, y_range=(0, 1)))
+            blocks.append(by_length(f"{label}: {title}{folder}", title, series, caption, base, y_range=(0, 1)))
         blocks += notes(those)
     return blocks
 
@@ -239,8 +239,8 @@ MEASURE = Measure(
     name="synthetic",
     place=3,
     help="train short and test long on associative recall, copy and flip-flop",
-    description="Trains a small GPT with each attention on a task at a short length and tests it at multiples of it: "
-    "the share of right answer tokens. A training that was stopped goes on too.",
+    description="Trains a small GPT with each attention on a task at a short length and tests it at multiples of that "
+    "length. Reports the fraction of correct answer tokens. Stopped training is resumed too.",
     add_arguments=add_arguments,
     run=run,
     table=table,

@@ -1,4 +1,4 @@
-"""ROUGE of the summscreen task. The harness loads this file by itself, so it imports nothing of the package."""
+"""ROUGE of the summscreen task. The harness loads this file by path, so it must not import the package."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def scorer() -> Any:
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """F1 of each kind, in percent, of the one summary against the one reference."""
+    """F1 of each kind in percent, for one summary and one reference."""
     scores = scorer().score(doc["output"], results[0])
     return {kind: 100 * scores[kind].fmeasure for kind in KINDS}
