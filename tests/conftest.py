@@ -64,20 +64,16 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 
-@pytest.fixture
-def thread_count() -> int:
-    """One, since tests run in parallel, one process per core. Test files of threaded code override this."""
-    return 1
-
-
 @pytest.fixture(autouse=True)
-def threads(thread_count: int) -> Iterator[None]:
-    """Every test starts with the same number of threads, and must restore it."""
-    torch.set_num_threads(thread_count)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test starts with the ``THREADS`` of its file, and must restore them. The default is one, since tests run in
+    parallel, one process per core."""
+    count = getattr(request.module, "THREADS", 1)
+    torch.set_num_threads(count)
     yield
     left = torch.get_num_threads()
-    torch.set_num_threads(thread_count)
-    assert left == thread_count, "the number of threads was not restored"
+    torch.set_num_threads(count)
+    assert left == count, "the number of threads was not restored"
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from softplus_attention import attention_weights, softplus_attention, softplus_a
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+THREADS = 2
 T, D = 4096, 32
 ROWS = 160
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -21,11 +22,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 CASES = [(name, dtype) for name in HOSTILE for dtype in DTYPES] + [(name, torch.float32) for name in FLOAT32_ONLY]
 IDS = [f"{name}-{str(dtype).removeprefix('torch.')}" for name, dtype in CASES]
-
-
-@pytest.fixture
-def thread_count() -> int:
-    return 2
 
 
 def hostile(name: str, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor, Tensor]:

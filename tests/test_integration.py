@@ -21,6 +21,7 @@ from softplus_attention import (
 )
 from softplus_attention.kernels import ops as _registered  # noqa: F401
 
+THREADS = 2
 D = 16
 POWERS: dict[str, Any] = {
     "p15": 15,
@@ -30,11 +31,6 @@ POWERS: dict[str, Any] = {
     "length": PowerByLength(3, 1, 4),
 }
 IMPLS = ["chunked", "reference"]
-
-
-@pytest.fixture
-def thread_count() -> int:
-    return 2
 
 
 def qkv(t: int = 20, *, heads: int = 2, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:

@@ -20,6 +20,7 @@ from softplus_attention import (
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+THREADS = 2
 T, D, HEADS = 37, 20, 4
 PAD = 11
 WIDER = T + PAD
@@ -35,11 +36,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"power": 15, "window": 6},
     "without-offset": {"power": 3, "offset": False},
 }
-
-
-@pytest.fixture
-def thread_count() -> int:
-    return 2
 
 
 class Text:

@@ -27,13 +27,9 @@ from softplus_attention.nn import SoftplusAttention
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+THREADS = 2
 LENGTHS = [1, 2, 3, 4, 5, 8, 17, 33, 63, 111]
 LOW_PRECISION = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture
-def thread_count() -> int:
-    return 2
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import allowed_error, largest_error
 
 from softplus_attention import PowerByLength, softplus_attention_decode
 from softplus_attention.kernels.cpu.decode import SMALL
 
+THREADS = 2
 POWERS = {
     "lssa": None,
     "15": 15,
@@ -20,9 +22,9 @@ POWERS = {
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
-@pytest.fixture
-def thread_count() -> int:
-    return 2
+def decode_both(*cache, **options):
+    """The outputs of the decode path and of the reference."""
+    return [softplus_attention_decode(*cache, enable_gqa=True, impl=x, **options) for x in ("chunked", "reference")]
 
 
 def caches(keys: int, dtype: torch.dtype = torch.float32, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
@@ -58,18 +60,15 @@ def test_within_the_yardstick(dtype, keys):
         exact = decode(*(x.double() for x in (q, k, v)), "reference")
         low = decode(*(x.float() for x in (q, k, v)), "reference").to(dtype)
         ours = decode(q, k, v, "chunked")
-    scale = exact.abs().max()
-    allowed = 2 * (low.double() - exact).abs().max() + torch.finfo(dtype).eps * scale
-    assert (ours.double() - exact).abs().max() <= allowed
+    assert largest_error(ours, exact) <= allowed_error(low, exact, dtype)
 
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_windows_and_starts(window):
     q, k, v = caches(60)
     lengths, starts = torch.tensor([60, 41]), torch.tensor([7, 0])
-    options = {"cache_starts": starts, "window": window, "enable_gqa": True}
-    short, exact = (softplus_attention_decode(q, k, v, lengths, **options, impl=i) for i in ("chunked", "reference"))
-    torch.testing.assert_close(short, exact, atol=1e-5, rtol=1e-4)
+    options = {"cache_starts": starts, "window": window}
+    torch.testing.assert_close(*decode_both(q, k, v, lengths, **options), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("keys", [40, 700])
@@ -80,9 +79,7 @@ def test_nan_affects_only_rows_that_see_it(where, keys):
     bad[0, 0, 5] = torch.nan
     bad[1, :, keys - 3 :] = torch.inf
     lengths = torch.tensor([keys, keys - 3], dtype=torch.int32)
-    short, exact = (
-        softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl=i) for i in ("chunked", "reference")
-    )
+    short, exact = decode_both(q, k, v, lengths)
     assert short.isnan().equal(exact.isnan())
     assert short[0, 2:].isfinite().all()
     assert short[1].isfinite().all()
@@ -97,8 +94,7 @@ def test_non_finite_unit_keys(bad, offset):
     k = F.normalize(k, dim=-1)
     k[0, 1, 7, 2] = bad
     lengths = torch.tensor([40, 40], dtype=torch.int32)
-    options = {"offset": offset, "enable_gqa": True, "normalized_keys": True}
-    short, exact = (softplus_attention_decode(q, k, v, lengths, impl=i, **options) for i in ("chunked", "reference"))
+    short, exact = decode_both(q, k, v, lengths, offset=offset, normalized_keys=True)
     assert short[0, 2:].isnan().all()
     torch.testing.assert_close(short, exact, atol=1e-5, rtol=1e-4, equal_nan=True)
 
@@ -108,9 +104,7 @@ def test_keys_of_any_size(size):
     q, k, v = caches(700)
     k[:, :, ::3] *= size
     lengths = torch.tensor([700, 700], dtype=torch.int32)
-    short, exact = (
-        softplus_attention_decode(q, k, v, lengths, enable_gqa=True, impl=i) for i in ("chunked", "reference")
-    )
+    short, exact = decode_both(q, k, v, lengths)
     assert short.isfinite().all()
     torch.testing.assert_close(short, exact, atol=2e-5, rtol=1e-4)
 

@@ -7,17 +7,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randn
+from helpers import largest_error, randn
+from paged_cases import DecodeBatch
 from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention_decode, softplus_attention_paged
-from softplus_attention.dispatch import Impl
 from softplus_attention.kernels.cpu import native
-from softplus_attention.kernels.cpu.pages import decode_pages
-from softplus_attention.power import Power, power_record
+from softplus_attention.power import Power
 
+THREADS = 2
 LENGTHS = [40, 17, 1, 530, 16]
-SCALE = 2.5
 HALF_OF_ULP = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
@@ -27,69 +26,27 @@ def cpp(native_library):
         yield found.ops
 
 
-@pytest.fixture
-def thread_count() -> int:
-    return 2
+def make_pages(page: int, heads: tuple[int, int], dtype: torch.dtype, d: int = 36) -> DecodeBatch:
+    """Requests with raw keys. The first two share their first page; unused slots are NaN."""
+    return DecodeBatch(LENGTHS, page, heads, dtype, d, shared=True)
 
 
-class Pages:
-    """Requests of ``LENGTHS`` raw keys. The first two share their first page; unused slots are NaN."""
-
-    def __init__(self, page: int, heads: tuple[int, int], dtype: torch.dtype, width: int = 36) -> None:
-        query_heads, kv_heads = heads
-        self.q = randn(len(LENGTHS), query_heads, width, seed=0).to(dtype)
-        self.k = [randn(kv_heads, n, width, seed=50 + n).to(dtype) for n in LENGTHS]
-        self.v = [randn(kv_heads, n, 12, seed=90 + n).to(dtype) for n in LENGTHS]
-        if page <= LENGTHS[1]:
-            self.k[1][:, :page], self.v[1][:, :page] = self.k[0][:, :page], self.v[0][:, :page]
-        blocks = [-(-n // page) for n in LENGTHS]
-        order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0)).tolist()
-        pages = torch.full((len(order), kv_heads, page, width + 12), torch.nan, dtype=dtype)
-        self.k_pages, self.v_pages = pages.split([width, 12], -1)
-        self.table = torch.full((len(LENGTHS), max(blocks)), 10**6, dtype=torch.int32)
-        for b, n in enumerate(LENGTHS):
-            for block in range(blocks[b]):
-                self.table[b, block] = own = order.pop()
-                piece = slice(block * page, min((block + 1) * page, n))
-                pages[own, :, : piece.stop - piece.start] = torch.cat([self.k[b][:, piece], self.v[b][:, piece]], -1)
-        if page <= LENGTHS[1]:
-            pages[self.table[1, 0]] = torch.nan
-            self.table[1, 0] = self.table[0, 0]
-
-    def decode(self, window: int | None, power: Power, offset: bool = True) -> Tensor:
-        record = power_record(power, offset)
-        pages = (self.k_pages, self.v_pages, self.table, torch.tensor(LENGTHS, dtype=torch.int32))
-        out = decode_pages(self.q, *pages, window, lambda seen: record, SCALE, normalized_keys=False)
-        assert out is not None
-        return out
-
-    def alone(
-        self, dtype: torch.dtype, window: int | None, power: Power, offset: bool, impl: Impl = "reference"
-    ) -> Tensor:
-        out = []
-        for q, k, v in zip(self.q, self.k, self.v, strict=True):
-            cache = (q[None, :, None].to(dtype), k[None].to(dtype), v[None].to(dtype))
-            lengths = torch.tensor([k.shape[1]], dtype=torch.int32)
-            options = {"power": power, "score_scale": SCALE, "window": window, "offset": offset, "enable_gqa": True}
-            out.append(softplus_attention_decode(*cache, lengths, **options, impl=impl))  # type: ignore[arg-type]
-        return torch.cat(out)[:, :, 0]
-
-    def assert_right(self, window: int | None, power: Power, offset: bool = True) -> None:
-        found, dtype, options = self.decode(window, power, offset), self.q.dtype, (window, power, offset)
-        exact = self.alone(torch.float64, *options)
-        with native.using("torch"):
-            low = torch.stack([self.alone(torch.float32, *options, impl) for impl in ("reference", "chunked")])  # type: ignore[arg-type]
-        allowed = 2 * (low.to(dtype).double() - exact).abs().max() + 2 * HALF_OF_ULP[dtype] * exact.abs().max()
-        assert (found.double() - exact).abs().max() <= allowed
+def assert_within_yardstick(pages: DecodeBatch, window: int | None, power: Power, offset: bool = True) -> None:
+    options = {"window": window, "power": power, "offset": offset}
+    found, exact, dtype = pages.decode(**options), pages.alone(torch.float64, **options), pages.q.dtype
+    with native.using("torch"):
+        low = torch.stack([pages.alone(torch.float32, impl=impl, **options) for impl in ("reference", "chunked")])
+    allowed = 2 * largest_error(low.to(dtype), exact) + 2 * HALF_OF_ULP[dtype] * exact.abs().max()
+    assert largest_error(found, exact) <= allowed
 
 
 @pytest.mark.parametrize("heads", [(6, 6), (6, 2), (8, 1), (20, 2)], ids=lambda x: f"{x[0]} over {x[1]}")
 @pytest.mark.parametrize("page", [1, 7, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_pages_match_each_request_alone(dtype, page, heads):
-    pages = Pages(page, heads, dtype)
-    pages.assert_right(None, 15)
-    pages.assert_right(5, torch.linspace(1, 15, heads[0]))
+    pages = make_pages(page, heads, dtype)
+    assert_within_yardstick(pages, None, 15)
+    assert_within_yardstick(pages, 5, torch.linspace(1, 15, heads[0]))
 
 
 @pytest.mark.parametrize("power", [None, 1, 2.5, PowerByLength(3, slope=2, n0=8), 1e6], ids=str)
@@ -98,23 +55,23 @@ def test_pages_match_each_request_alone(dtype, page, heads):
 def test_powers_over_pages(power, window, offset):
     if power is None and not offset:
         pytest.skip("LSSA has no offset")
-    Pages(16, (6, 2), torch.float32).assert_right(window, power, offset)
+    assert_within_yardstick(make_pages(16, (6, 2), torch.float32), window, power, offset)
 
 
 @pytest.mark.parametrize("width", [2, 15, 16, 64, 100, 128, 256])
 def test_head_dimensions(width):
-    Pages(16, (3, 3), torch.float32, width).assert_right(None, 15)
+    assert_within_yardstick(make_pages(16, (3, 3), torch.float32, width), None, 15)
 
 
 def test_paged_op():
     """One request of the batch has two new rows. Bad arguments raise errors."""
-    pages = Pages(16, (6, 2), torch.float32)
+    pages = make_pages(16, (6, 2), torch.float32)
     q, cu = torch.cat([pages.q[:1], pages.q]), torch.tensor([0, 2, 3, 4, 5, 6], dtype=torch.int32)
     rest = (pages.k_pages, pages.v_pages, pages.table, torch.tensor(LENGTHS, dtype=torch.int32), cu, 2, max(LENGTHS))
-    short = softplus_attention_paged(q, *rest, score_scale=SCALE, enable_gqa=True)
-    general = softplus_attention_paged(q, *rest, score_scale=SCALE, enable_gqa=True, impl="reference")
+    short = softplus_attention_paged(q, *rest, score_scale=pages.scale, enable_gqa=True)
+    general = softplus_attention_paged(q, *rest, score_scale=pages.scale, enable_gqa=True, impl="reference")
     torch.testing.assert_close(short, general, atol=1e-5, rtol=1e-4)
-    assert torch.equal(short[2:], pages.decode(None, 15)[1:])
+    assert torch.equal(short[2:], pages.decode()[1:])
     with pytest.raises(ValueError, match="enable_gqa"):
         softplus_attention_paged(q, *rest)
     with pytest.raises(ValueError, match="`power`"):
