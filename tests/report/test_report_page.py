@@ -1,4 +1,4 @@
-"""The report's page in a real Chromium: no complaints, figures drawn, the explorer read by pointer and by keys."""
+"""The report's page in Chromium: no console messages, figures drawn, explorer read by pointer and keys."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ in_chromium = pytest.mark.skipif(not HAS_CHROMIUM, reason=MISSING)
 FIGURES = "return document.querySelectorAll('.plot svg[role=img]').length"
 
 
-def test_chromium_is_there_where_it_must_be():
-    """CI sets the variable: there the page tests may not be skipped."""
+def test_chromium_is_installed_in_ci():
+    """CI sets the variable, so that page tests are not skipped there."""
     if os.environ.get(REQUIRED):
         assert HAS_CHROMIUM, MISSING
 
@@ -72,7 +72,7 @@ def test_every_figure_has_its_files(report):
     assert "<img" not in svg
 
 
-def test_a_second_report_draws_nothing_again(report):
+def test_second_report_redraws_only_missing_figures(report):
     pictures = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.png")}
     assert len(pictures) > 15
     one = sorted(pictures)[3]
@@ -92,7 +92,7 @@ def test_figures_are_drawn(browser, report, look, tmp_path):
     assert browser.run("return document.querySelectorAll('.plot .series path.line').length") > 20
     assert browser.run("return document.querySelectorAll('.plot rect.cell').length") > 20
     assert browser.run("return document.querySelectorAll('.panel canvas.map').length") == 2
-    # A phone's innerWidth grows with what overflows it.
+    # scrollWidth, because a phone's innerWidth grows with overflowing content.
     assert browser.run("return document.documentElement.scrollWidth") <= (390 if look == "phone" else 1280)
     assert browser.run("return [...document.querySelectorAll('img')].every(image => image.src.startsWith('data:'))")
     paper = browser.run("return getComputedStyle(document.body).backgroundColor")
@@ -107,7 +107,7 @@ READING = "return document.querySelector('.panel:nth-child({}) .reading').textCo
 
 
 @in_chromium
-def test_the_explorer_changes_its_map(page):
+def test_explorer_changes_its_map(page):
     before = [page.run(MAP.format(panel)) for panel in (1, 2)]
     page.choose(".panel:nth-child(1) label:nth-child(3) select", "1")
     after = [page.run(MAP.format(panel)) for panel in (1, 2)]
@@ -121,33 +121,29 @@ def test_the_explorer_changes_its_map(page):
 
 
 @in_chromium
-def test_weights_are_read(page):
-    """By the pointer and by the arrow keys, in both panels at once, and the numbers are the file's."""
+def test_explorer_shows_weights(page):
+    """Pointer and arrow keys show the file's numbers in both panels at once."""
     selector = ".panel:nth-child(1) canvas.map"
     page.run("document.querySelector('.explorer').scrollIntoView()")
     side = page.run(f"return document.querySelector('{selector}').clientWidth")
     cell, size = side / len(report_results.TOKENS), len(report_results.TOKENS)
     page.hover(selector, round((2.5 - size / 2) * cell), round((5.5 - size / 2) * cell))
     for panel, sharp in ((1, False), (2, True)):
-        words = page.run(READING.format(panel))
-        assert words.startswith("Query 5 “␣years”, key 2 “␣Ishmael”: ")
+        reading = page.run(READING.format(panel))
+        assert reading.startswith("Query 5 “␣years”, key 2 “␣Ishmael”: ")
         weight = report_results.weights(0, 0, sharp)[5][2]
-        assert words.endswith("exactly 0") if weight == 0 else float(words.split()[-1]) == weight
+        assert reading.endswith("exactly 0") if weight == 0 else float(reading.split()[-1]) == weight
     page.press(selector, "down", "right", "right")
     assert page.run(READING.format(2)).startswith(f"Query 6 “␣ago”, key 4 “{report_results.HOSTILE_TOKEN[:4]}␣onload")
 
 
 @in_chromium
-def test_different_texts_are_said(browser, tmp_path):
-    """Two of the same text come first; a panel with another text says so, and its cells are not moved along."""
-    other = report_results.maps(True)
-    other["text"], other["tokens"] = (
-        "Something else entirely",
-        [f"{place}" for place in range(len(report_results.TOKENS))],
-    )
+def test_explorer_with_different_texts(browser, tmp_path):
+    """Two models with the same text are shown first; for another text there is a warning, and cells do not follow."""
+    tokens = [f"{number}" for number in range(len(report_results.TOKENS))]
+    other = report_results.maps(True) | {"text": "Something else entirely", "tokens": tokens}
     found = {"a": report_results.maps(False), "b": other, "c": report_results.maps(True)}
-    frames = {f"maps--{n}.json": report_results.frame("maps", f"{n} by a long name", m) for n, m in found.items()}
-    report_results.write(tmp_path, frames)
+    report_results.write_results(tmp_path, "maps", **{f"{name} with a long name": m for name, m in found.items()})
     assert main(["report", str(tmp_path)]) == 0
     browser.look(width=390, height=844, phone=True)
     browser.open(tmp_path / "report.html")
@@ -171,8 +167,8 @@ def test_different_texts_are_said(browser, tmp_path):
 
 
 @in_chromium
-def test_small_shares_are_read(page):
-    """A sink of 0.036% is that in its cell and to the pointer."""
+def test_small_percentages_are_shown(page):
+    """A sink of 0.036% is shown in its cell and by the pointer."""
     titles = "[...document.querySelectorAll('figure.heats h3')]"
     maps = f"{titles}.find(t => t.textContent === 'Weight on the first token, by head').closest('figure')"
     figure = f"[...{maps}.querySelectorAll('h4')].find(t => t.textContent === 'mix').parentElement"
@@ -187,9 +183,8 @@ def test_small_shares_are_read(page):
 @in_chromium
 @pytest.mark.parametrize(("heads", "shown"), [(6, True), (20, False)])
 def test_numbers_fit_their_cells_on_a_phone(browser, heads, shown, tmp_path):
-    """Smaller where the longest does not fit, left out where nobody could read it."""
-    found = report_results.frame("inside", "mix", report_results.mixed_inside(64, heads))
-    report_results.write(tmp_path, {"inside--mix.json": found})
+    """They shrink to fit, and disappear where they would be too small to read."""
+    report_results.write_results(tmp_path, "inside", mix=report_results.mixed_inside(64, heads))
     assert main(["report", str(tmp_path)]) == 0
     browser.look(width=390, height=844, phone=True)
     browser.open(tmp_path / "report.html")
@@ -203,14 +198,14 @@ def test_numbers_fit_their_cells_on_a_phone(browser, heads, shown, tmp_path):
 
 
 @in_chromium
-def test_charts_are_read_by_keys_and_switched(page):
+def test_charts_by_keys_and_legend(page):
     titles = "[...document.querySelectorAll('figure.lines h3')]"
     name = page.run(f"return {titles}.find(t => t.textContent === 'Loss by length').closest('figure').id")
     page.press(f"#{name} .plot svg[role=img]", "right", "right")
-    words = page.run(f"return document.querySelector('#{name} .reading').textContent")
-    assert "256 (2x)" in words
-    assert f"{report_results.HOSTILE} 2.1" in words
-    assert "sharp 1.8" in words
+    reading = page.run(f"return document.querySelector('#{name} .reading').textContent")
+    assert "256 (2x)" in reading
+    assert f"{report_results.HOSTILE} 2.1" in reading
+    assert "sharp 1.8" in reading
     lines = f"return document.querySelectorAll('#{name} .series').length"
     assert page.run(lines) == 2
     page.click(f"#{name} .legend li:nth-child(1) button")
@@ -218,7 +213,7 @@ def test_charts_are_read_by_keys_and_switched(page):
 
 
 @in_chromium
-def test_the_theme_is_chosen(page):
+def test_theme_switch(page):
     def paper() -> str:
         return page.run("return getComputedStyle(document.body).backgroundColor")
 

@@ -1,4 +1,4 @@
-"""Made-up result files in the formats of docs/evaluation.md, for the report's tests: no model stands behind them."""
+"""Invented result files in the formats of docs/evaluation.md, for the report's tests; no model was measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+
+from softplus_attention.charts.model import text_rows
+from softplus_attention.report import build
+from softplus_attention.report.discovery import find_results
+from softplus_attention.utils.files import csv_text
 
 HOSTILE = "</script><img src=x onerror=\"window.hacked='name'\"> $x_{ \u202e=1+1"
 HOSTILE_TOKEN = "<svg onload=window.hacked='token'>"
@@ -78,7 +83,7 @@ def inside(sink: float) -> dict[str, Any]:
 
 
 def mixed_inside(window: int, count: int = 2) -> dict[str, Any]:
-    """Two local layers and a global one; log N lowers stage 1's entropy by 1 nat against log N held, beyond 128."""
+    """Two local layers and a global one; beyond 128, log N lowers stage 1's entropy by 1 nat."""
     rows = []
     for n in LENGTHS:
         heads = []
@@ -117,7 +122,7 @@ def study() -> dict[str, Any]:
 
 
 def weights(layer: int, head: int, sharp: bool) -> list[list[float]]:
-    """Rows that add up to 1; the sharp model has exact zeros."""
+    """Weights with row sums of 1; the sharp model has exact zeros."""
     rows = []
     for query in range(len(TOKENS)):
         raw = [math.exp(-abs(query - key - layer) * (1 + head)) + (0.0 if sharp else 0.1) for key in range(query + 1)]
@@ -175,7 +180,7 @@ def training() -> dict[str, Any]:
 
 
 def results(name: str, sharp: bool) -> dict[str, dict[str, Any]]:
-    """Every measure of one model, by file name."""
+    """Results of every measure for one model, by file name."""
     size = 0.0 if sharp else 0.3
     content = {
         "lengths": lengths(size), "passkey": passkey(1 - size), "synthetic": synthetic(), "inside": inside(size),
@@ -191,7 +196,7 @@ def stability(rate: float, losses: list[Any], score: float | None, stopped: str 
 
 
 def everything() -> dict[str, dict[str, Any]]:
-    """Files of every kind that a report shows, two models among them, one with a hostile name."""
+    """Files of every kind that a report shows, of two models, one with a hostile name."""
     more = {
         "bench.json": speed(), "demo/results.json": demo(), "newton/cpu.json": newton(), "run/run.json": training(),
         "stability/a.json": stability(0.01, [9, 4, 3], 20.0),
@@ -205,3 +210,31 @@ def write(folder: Path, files: dict[str, dict[str, Any]]) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data))
+
+
+def write_results(folder: Path, measure: str, **results: Any) -> None:
+    """Write results of one measure for the named models."""
+    write(folder, {f"{measure}--{name}.json": frame(measure, name, found) for name, found in results.items()})
+
+
+def render_html(folder: Path) -> tuple[str, list[tuple[str, str]]]:
+    """The page without figure files, and the problems found."""
+    found = find_results(folder)
+    return build.render_html(found, build.all_sections(found), {}, "files"), found.problems
+
+
+def blocks_in(folder: Path) -> list[Any]:
+    return [block for section in build.all_sections(find_results(folder)) for block in section.blocks]
+
+
+def figures_in(folder: Path) -> dict[str, Any]:
+    """Charts and tables by title; there must be no problems."""
+    found = find_results(folder)
+    sections = build.all_sections(found)
+    assert found.problems == []
+    return {figure.title: figure for section in sections for figure in section.figures()}
+
+
+def csv_of(figure: Any) -> str:
+    head, rows = figure.table()
+    return csv_text(head, text_rows(rows))
