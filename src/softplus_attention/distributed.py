@@ -318,9 +318,8 @@ def context_parallel_attention(
     if q.shape[2] != record.rows or k.shape[2] != record.rows:
         check.fail("q, k, v", f"the {record.rows} rows that the record gives this process", check.describe_tensor(q))
     window = chosen.window(window)
-    if record.mode == "ulysses":
-        return ulysses(chosen, q, k, v, record, parameters or {}, is_causal, window)
-    return gather(chosen, q, k, v, record, parameters or {}, is_causal, window)
+    run = ulysses if record.mode == "ulysses" else gather
+    return run(chosen, q, k, v, record, parameters or {}, is_causal, window)
 
 
 def gather(
@@ -543,10 +542,9 @@ def softplus_attention_decode_sharded(
         distinct = most > reference.EQUAL_SCORES
         x = torch.where(distinct, torch.relu(per_key * f - shift), 0) / torch.where(distinct, most, 1)
         p = power_of_rows(power, counts)
-        p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
         weights = torch.where(distinct, torch.where(x > 0, torch.where(x > 0, x, 1) ** p, 0), f)
     weights = torch.where(visible, weights, 0)
-    values = torch.where(visible.any(-2).any(1, keepdim=True)[..., None], v, 0)
+    values = torch.where(reference.seen_by_some_row(visible), v, 0)
     local = reference.weighted_sum(weights, reference.expand_kv_heads(values, heads).to(dtype))
     both = torch.cat([local, weights.sum(-1, keepdim=True)], -1)
     dist.all_reduce(both, group=group)

@@ -109,14 +109,12 @@ def power_record(power: Power, offset: bool = True) -> PowerRecord:
 
 
 def power_of_rows(power: Power, counts: Tensor) -> Tensor | float:
-    """The power as a number or a tensor that broadcasts to (B, H, T_q), as ``counts`` does."""
-    if isinstance(power, PowerByLength):
-        return power.at(counts)
-    if isinstance(power, Tensor):
-        return broadcast_power(power)
+    """A number, or a tensor that broadcasts to (B, H, T_q, 1), in the dtype of ``counts`` (B|1, H|1, T_q)."""
     if power is None:
         raise AssertionError("LSSA has no power")
-    return float(power)
+    if isinstance(power, PowerByLength):
+        return power.at(counts)[..., None]
+    return broadcast_power(power).to(counts.dtype)[..., None] if isinstance(power, Tensor) else float(power)
 
 
 def broadcast_power(power: Tensor) -> Tensor:

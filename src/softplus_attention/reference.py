@@ -133,9 +133,8 @@ def attention_stages(
     a = l1_normalised(softplus(scores), visible)
     if power is None:
         return Stages(counts, scores, a, a)
-    p = power_of_rows(power, counts)
-    p = p.to(dtype)[..., None] if isinstance(p, Tensor) else p
-    return Stages(counts, scores, a, sharpened(a, visible, counts, p, choose_offset(counts, offset)))
+    p, o = power_of_rows(power, counts), choose_offset(counts, offset)
+    return Stages(counts, scores, a, sharpened(a, visible, counts, p, o))
 
 
 def reference_attention(

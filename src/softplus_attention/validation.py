@@ -119,15 +119,9 @@ def check_mask(mask: Tensor | None, shape: tuple[int, int, int, int], device: to
     """The mask with four axes, each of full size or 1."""
     if mask is None:
         return None
-    if not isinstance(mask, Tensor):
-        fail("attn_mask", "a bool tensor, True = visible", type(mask).__name__, TypeError)
-    if mask.dtype != torch.bool:
-        fail(
-            "attn_mask",
-            "a bool tensor, True = visible (additive biases are not supported)",
-            describe_tensor(mask),
-            TypeError,
-        )
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        expected = "a bool tensor, True = visible (additive biases are not supported)"
+        fail("attn_mask", expected, describe_tensor(mask), TypeError)
     if mask.device != device:
         fail("attn_mask", f"on the device of the queries, {device}", describe_tensor(mask))
     if mask.dim() > 4 or any(m not in (1, n) for m, n in zip(reversed(mask.shape), reversed(shape), strict=False)):
@@ -175,9 +169,7 @@ def check_score_scale(score_scale: float | None, head_dim: int, bounds: Iterable
 
 
 def check_cu_seqlens(name: str, cu: Tensor, total: int, longest: int, device: torch.device, validate: bool) -> None:
-    if not isinstance(cu, Tensor):
-        fail(name, "an int32 tensor", type(cu).__name__, TypeError)
-    if cu.dtype not in (torch.int32, torch.int64):
+    if not isinstance(cu, Tensor) or cu.dtype not in (torch.int32, torch.int64):
         fail(name, "an int32 tensor", describe_tensor(cu), TypeError)
     if cu.dim() != 1 or cu.numel() < 2:
         fail(name, "1-D with at least two entries", describe_tensor(cu))
@@ -208,9 +200,7 @@ def check_unit_keys(k: Tensor, seen: Tensor) -> None:
 def check_cache_lengths(
     name: str, lengths: Tensor, batch: int, least: int, most: int, device: torch.device, validate: bool
 ) -> None:
-    if not isinstance(lengths, Tensor):
-        fail(name, f"an int32 or int64 tensor (B,) = ({batch},)", type(lengths).__name__, TypeError)
-    if lengths.dtype not in (torch.int32, torch.int64):
+    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         fail(name, "an int32 or int64 tensor", describe_tensor(lengths), TypeError)
     if lengths.dim() != 1 or lengths.shape[0] != batch:
         fail(name, f"of shape (B,) = ({batch},)", describe_tensor(lengths))

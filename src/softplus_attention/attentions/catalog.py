@@ -14,9 +14,15 @@ from softplus_attention import dispatch
 from softplus_attention import validation as check
 from softplus_attention.attentions.composed import composed_attention, composed_weights
 from softplus_attention.attentions.sdpa import sdpa_attention
-from softplus_attention.attentions.spec import AttentionSpec, Parameters, check_parameters, learned_parameters
+from softplus_attention.attentions.spec import (
+    AttentionSpec,
+    Parameters,
+    check_parameters,
+    learned_parameters,
+    power_for_call,
+)
 from softplus_attention.kernels import ops
-from softplus_attention.power import Power, PowerByLength, PowerRecord, power_by_log, power_record
+from softplus_attention.power import Power, PowerByLength, PowerRecord, power_record
 from softplus_attention.reference import attention_stages, without_autocast
 from softplus_attention.visibility import Visibility, checked_cache, checked_documents
 
@@ -215,10 +221,7 @@ class Attention:
             return None
 
         def power(seen: Tensor) -> PowerRecord:
-            given = parameters or {}
-            if "power_per_log" in given:
-                return power_record(power_by_log(given["power_per_log"], seen[:, None, None]), self.spec.offset)
-            return power_record(given.get("power", self.spec.sharpening), self.spec.offset)
+            return power_record(power_for_call(self.spec, parameters, lambda: seen[:, None, None]), self.spec.offset)
 
         scale = check.check_score_scale(self.score_scale, q.shape[-1], bounds)
         decode = ops.implementation("cpu.pages").decode_pages
@@ -260,11 +263,12 @@ class Attention:
 
     def power(self, parameters: Parameters | None, visibility: Visibility) -> Power:
         """The power of the rows: from ``parameters`` if given there, else the attention's own."""
-        given = parameters or {}
-        if "power_per_log" in given:
+
+        def counts() -> Tensor | int:
             known = visibility.known_count()
-            return power_by_log(given["power_per_log"], visibility.counts() if known is None else known)
-        return given.get("power", self.spec.sharpening)
+            return visibility.counts() if known is None else known
+
+        return power_for_call(self.spec, parameters, counts)
 
     @property
     def score_scale(self) -> float | None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from softplus_attention.attentions.spec import AttentionSpec, Parameters, first_scale
-from softplus_attention.power import Power, power_by_log, power_of_rows
+from softplus_attention.attentions.spec import AttentionSpec, Parameters, first_scale, power_for_call
+from softplus_attention.power import Power, power_of_rows
 from softplus_attention.reference import (
     choose_offset,
     compute_dtype,
@@ -107,7 +107,6 @@ def first_stage(spec: AttentionSpec, scores: Tensor, visible: Tensor, counts: Te
 
 def second_stage(spec: AttentionSpec, a: Tensor, visible: Tensor, counts: Tensor, power: Power) -> Tensor:
     p = power_of_rows(power, counts)
-    p = p.to(a.dtype)[..., None] if isinstance(p, Tensor) else p
     if spec.second_stage == "exp":
         return softmax(p * (counts[..., None] * a if spec.times_n else a), visible)
     offset = choose_offset(counts, spec.offset)
@@ -149,9 +148,7 @@ def weights_of_rows(
     a = first_stage(spec, scores, visible, counts)
     if spec.second_stage == "none":
         return a
-    given = parameters or {}
-    power = power_by_log(given["power_per_log"], counts) if "power_per_log" in given else given.get("power")
-    return second_stage(spec, a, visible, counts, spec.sharpening if power is None else power)
+    return second_stage(spec, a, visible, counts, power_for_call(spec, parameters, lambda: counts))
 
 
 def composed_attention(

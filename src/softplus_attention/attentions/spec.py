@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from softplus_attention import validation as check
-from softplus_attention.power import PowerByLength, check_power
+from softplus_attention.power import Power, PowerByLength, check_power, power_by_log
 
 Positive = Literal["softplus", "exp", "sigmoid", "relu", "elu1"]
 Normaliser = Literal["l1", "mean", "none", "entmax"]
@@ -166,6 +166,14 @@ def is_number(x: object) -> bool:
 def learned_parameters(spec: AttentionSpec, num_heads: int) -> dict[str, Tensor]:
     """The initial values of the attention's own parameters, by name."""
     return {"ssmax_scale": torch.full((num_heads,), first_scale(spec))} if spec.learned_scale else {}
+
+
+def power_for_call(spec: AttentionSpec, parameters: Parameters | None, counts: Callable[[], Tensor | int]) -> Power:
+    """The power of the rows, from ``parameters`` or else from the spec. ``counts`` are those of ``power_by_log``."""
+    given = parameters or {}
+    if "power_per_log" in given:
+        return power_by_log(given["power_per_log"], counts())
+    return given.get("power", spec.sharpening)
 
 
 def first_scale(spec: AttentionSpec) -> float:
