@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT, run_compiled
 
-TESTS = Path(__file__).parents[1]
-
-
-def compare(*words: str) -> str:
-    """Run in a process without Triton's interpreter, which these tests may have enabled."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(TESTS / "kernel_fingerprints.py"), *words]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
-    return run.stdout
+TESTS = ROOT / "tests"
+SLOW = [f"{room} D{d}" for room in ("hopper", "triton", "decode") for d in (64, 128)]
 
 
 @pytest.mark.parametrize(
-    "words",
-    [("decode D64 bfloat16 LSSA",)]
-    + [
-        pytest.param((f"{room} D{d}",), marks=pytest.mark.slow)
-        for room in ("hopper", "triton", "decode")
-        for d in (64, 128)
-    ],
-    ids="".join,
+    "cases", ["decode D64 bfloat16 LSSA", *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)]
 )
-def test_kernels_match_recorded_fingerprints(words: tuple[str, ...]) -> None:
+def test_kernels_match_recorded_fingerprints(cases: str) -> None:
     triton = pytest.importorskip("triton")
     recorded = json.loads((TESTS / "kernels" / "fingerprints.json").read_text())["triton"]
     if triton.__version__ != recorded:
         pytest.skip(f"recorded with triton {recorded}, this is {triton.__version__}")
-    assert "cases as recorded" in compare(*words)
+    assert "cases as recorded" in run_compiled(str(TESTS / "kernel_fingerprints.py"), cases)
 
 
 NAMES = """
@@ -52,6 +34,4 @@ assert "add.s32" in instructions(one)
 
 
 def test_names_and_lines_do_not_matter() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", NAMES], env=environment, cwd=TESTS, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    run_compiled("-c", NAMES, python_path=("src", "tests"))

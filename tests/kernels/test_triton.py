@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from helpers import (
     assert_within_yardstick,
     largest_error,
     outcomes,
+    output_and_gradients,
     randn,
     some_scores_below_zero,
 )
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_cases import Case, assert_case, gpu_cases, interpreter_cases
 
@@ -123,15 +126,11 @@ def test_power_gradient_is_corrected_for_rounding() -> None:
 def test_equal_keys_keep_the_first_stage(power: int | None) -> None:
     """Sharpening cannot separate equal scores: output and gradients are those of stage 1, the mean of v."""
     q, k, v = randn(1, 1, 40, 16, seed=0), randn(1, 1, 1, 16, seed=1).expand(1, 1, 40, 16), randn(1, 1, 40, 16, seed=2)
-    results = []
-    for impl in ("triton", "chunked"):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = softplus_attention(*leaves, power=power, is_causal=True, impl=impl)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    attend = partial(softplus_attention, power=power, is_causal=True)
+    ours, theirs = (output_and_gradients(partial(attend, impl=impl), q, k, v) for impl in ("triton", "chunked"))
     mean = v.cumsum(2) / torch.arange(1, 41)[:, None]
-    torch.testing.assert_close(results[0][0], mean, atol=1e-5, rtol=1e-5)
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours[0], mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
 
 
 @interpreted
@@ -160,11 +159,8 @@ def test_masked_keys_may_be_nan(power: int | None, impl: str) -> None:
         k[:, :, 41:], v[:, :, 41:], q[:, :, 65:] = filling, filling, filling
         row = torch.arange(70, dtype=torch.int32)[None]
         end = torch.where(row < 65, (row + 1).clamp(max=41), 0)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = softplus_attention(*leaves, power=power, key_end=end, impl=impl)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for zeros, nans in zip(*results, strict=True):
-        torch.testing.assert_close(nans, zeros, atol=1e-6, rtol=1e-5)
+        results.append(output_and_gradients(partial(softplus_attention, power=power, key_end=end, impl=impl), q, k, v))
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
 
 
 @interpreted
@@ -176,12 +172,12 @@ def test_value_without_weight_affects_no_gradient(power: Any, bad: float) -> Non
     for value in (bad, 7.0):
         q, k, v = (randn(1, 2, 70, 16, seed=seed) for seed in range(3))
         v[0, 0, 3] = value
-        rows = (torch.full((1, 2, 70), 15.0) if power == "learned" else torch.ones(0)).requires_grad_()
-        leaves = [x.requires_grad_() for x in (q, k, v)] + ([rows] if power == "learned" else [])
-        out = softplus_attention(
-            *leaves[:3], power=rows if power == "learned" else power, is_causal=True, impl="triton"
-        )
-        results.append((out, *torch.autograd.grad(out.sum(), leaves, allow_unused=True)))
+        powers = [torch.full((1, 2, 70), 15.0)] if power == "learned" else []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, power: Any = 15) -> Tensor:
+            return softplus_attention(q, k, v, power=power, is_causal=True, impl="triton")
+
+        results.append(output_and_gradients(attend, q, k, v, *powers, grad_out=torch.ones_like(q)))
     (out, dq, _, _, *dp), (expected, expected_dq, _, _, *expected_dp) = results
     clear = out[0, 0].isfinite().all(-1)
     assert clear[4:].any()
@@ -202,26 +198,19 @@ def test_ranges_per_sequence(form: str) -> None:
         "one start for all": {"key_start": start, "key_end": end},
         "transposed": {"key_start": start.expand(3, 40).T.contiguous().T, "key_end": end},
     }[form]
-    results = []
-    for impl in ("triton", "reference"):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = softplus_attention(*leaves, impl=impl, **options)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, atol=2e-4, rtol=2e-4)
+    attend = partial(softplus_attention, **options)
+    results = (output_and_gradients(partial(attend, impl=impl), q, k, v) for impl in ("triton", "reference"))
+    torch.testing.assert_close(*results, atol=2e-4, rtol=2e-4)
 
 
 @interpreted
 @pytest.mark.parametrize("window", [2**31 - 1, 2**40])
 def test_window_longer_than_all_keys(window: int) -> None:
     """Row index plus window would overflow int32."""
-    results = []
-    for seen in (None, window):
-        leaves = [randn(1, 2, 70, 16, seed=seed).requires_grad_() for seed in range(3)]
-        out = softplus_attention(*leaves, is_causal=True, window=seen, impl="triton")
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    qkv = [randn(1, 2, 70, 16, seed=seed) for seed in range(3)]
+    attend = partial(softplus_attention, is_causal=True, impl="triton")
+    results = (output_and_gradients(partial(attend, window=x), *qkv) for x in (window, None))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 @interpreted

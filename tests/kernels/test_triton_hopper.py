@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import ROOT, run_compiled
 from hypothesis import given
 from hypothesis import strategies as st
 from triton._C.libtriton import native_specialize_impl
@@ -183,10 +180,7 @@ def test_number_of_cached_kinds_is_limited(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("flags", [[], pytest.param(["--train"], marks=pytest.mark.slow)], ids=["forward", "training"])
 def test_launches_match_triton(flags: list[str]) -> None:
     """In a process without Triton's interpreter."""
-    script = Path(__file__).parents[1] / "launches_without_gpu.py"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, str(script), *flags], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run_compiled(str(ROOT / "tests" / "launches_without_gpu.py"), *flags)
 
 
 COMPILED = (
@@ -248,10 +242,7 @@ for name in sys.argv[1:]:
 def test_strides_and_barriers(names: list[str]) -> None:
     """Triton passes strides below 2^31 as 32-bit integers; their products, and the reciprocal that replaces a division,
     must be 64-bit. Barriers are invalidated at the end, before their memory is reused."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
-    run = subprocess.run([sys.executable, "-c", OUTPUT, *names], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    run_compiled("-c", OUTPUT, *names, python_path=("src", "benchmarks"))
 
 
 @pytest.mark.parametrize("kernels", [COMPILED, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["", "others"])
@@ -262,16 +253,13 @@ def test_compile_for_hopper(kernels: tuple[tuple[str, int, int, str, str], ...])
         for name, width, power, dtype, others in kernels
     ]
     code = "import sys, instructions\nfor command in sys.argv[1:]:\n    assert instructions.main(command.split()) == 0"
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(str(Path(__file__).parents[2] / x) for x in ("src", "benchmarks"))
-    run = subprocess.run([sys.executable, "-c", code, *commands], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    output = run_compiled("-c", code, *commands, python_path=("src", "benchmarks"))
     again = r"hopper-\w+-again.*\n(?:(?!triton).*\n)*"  # not optimised
-    assert "each product is waited for" not in re.sub(again, "", run.stdout)
-    assert "that a product may still read" not in run.stdout
+    assert "each product is waited for" not in re.sub(again, "", output)
+    assert "that a product may still read" not in output
     found = re.findall(
         r"(hopper-[\w-]+), D=(\d+), p=(-?\d+), (\w+), .*\nshared memory (\d+) bytes\n.* instructions per score",
-        run.stdout,
+        output,
     )
     kinds = [(name, int(width), int(power), dtype) for name, width, power, dtype, _ in found]
     assert kinds == [(name, width, power, dtype) for name, width, power, dtype, _ in kernels]

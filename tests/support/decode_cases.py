@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from helpers import doubtful_rows, largest_error, randn, unit_in_the_last_place
+from helpers import allowed_error, doubtful_rows, largest_error, randn
 from torch import Tensor
 
 from softplus_attention import PowerByLength, softplus_attention_decode
@@ -86,8 +86,7 @@ def assert_agrees(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, *, garbage: 
     assert ours.dtype == q.dtype
     assert ours.shape == truth.shape
     assert truth.isfinite().all()
-    budget = 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
-    error = largest_error(ours * clear, truth)
+    error, budget = largest_error(ours * clear, truth), allowed_error(theirs, truth, q.dtype)
     assert error <= budget, f"error {error:.3e}, allowed {budget:.3e}"
     return ours
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from softplus_attention import softplus_attention, softplus_attention_decode, so
 from softplus_attention.reference import EQUAL_SCORES, attention_stages
 from softplus_attention.visibility import Visibility
 
+ROOT = Path(__file__).parents[2]
 Attention = Callable[..., Tensor]
 Layout = Callable[[Tensor], Tensor]
 
@@ -121,6 +126,32 @@ def largest_error(x: Tensor, truth: Tensor) -> float:
     return float((x.double() - truth).abs().max()) if x.numel() else 0.0
 
 
+def allowed_error(low: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """Twice the error of the low-precision reference, plus one unit in the last place at the scale of the truth."""
+    return 2 * largest_error(low, truth) + unit_in_the_last_place(truth, dtype)
+
+
+def output_and_gradients(
+    attend: Callable[..., Tensor], *inputs: Tensor, grad_out: Tensor | None = None
+) -> list[Tensor]:
+    """The output of ``attend`` for copies of ``inputs``, and the gradients of the sum of its squares or for
+    ``grad_out``."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    grad_out = 2 * out.detach() if grad_out is None else grad_out
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def run_compiled(*arguments: str, python_path: tuple[str, ...] = ()) -> str:
+    """The output of a Python process without Triton's interpreter, which these tests may have enabled."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    if python_path:
+        environment["PYTHONPATH"] = os.pathsep.join(str(ROOT / x) for x in python_path)
+    run = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    return run.stdout
+
+
 def outcomes(
     function: Attention,
     q: Tensor,
@@ -171,14 +202,20 @@ def assert_within_yardstick(
     Its error against the float64 reference is at most twice the error of the reference in q's dtype, plus one unit in
     the last place at the tensor's scale.
     """
-    ours, theirs, truth = outcomes(function, q, k, v, impl, power, layout, options, gradients)
-    for name, exact in truth.items():
+    results = outcomes(function, q, k, v, impl, power, layout, options, gradients)
+    assert_outcomes_within_yardstick(*results)
+
+
+def assert_outcomes_within_yardstick(
+    ours: dict[str, Tensor], theirs: dict[str, Tensor], truth: dict[str, Tensor], names: Iterable[str] | None = None
+) -> None:
+    for name in truth if names is None else names:
+        exact = truth[name]
         assert exact.isfinite().all(), f"{name}: the float64 reference is not finite"
         assert ours[name].shape == exact.shape, f"{name}: shape {tuple(ours[name].shape)}"
         assert ours[name].dtype == theirs[name].dtype, f"{name}: dtype {ours[name].dtype}"
-        error, budget = largest_error(ours[name], exact), 2 * largest_error(theirs[name], exact)
-        budget += unit_in_the_last_place(exact, ours[name].dtype)
-        message = f"{name}: error {error:.3e}, allowed {budget:.3e} ({impl}, {q.dtype})"
+        error, budget = largest_error(ours[name], exact), allowed_error(theirs[name], exact, ours[name].dtype)
+        message = f"{name}: error {error:.3e}, allowed {budget:.3e} ({ours[name].dtype})"
         assert math.isfinite(error), message
         if error > budget:
             raise OutsideYardstickError(message, error / budget if budget else math.inf)
