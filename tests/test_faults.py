@@ -1,4 +1,4 @@
-"""Commands that are killed, run out of room, or meet themselves in one folder."""
+"""Commands that are killed, run out of disk space, or run twice in one folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ JOBS = ("train", "prepare", "evaluate", "report", "extend")
 KILLS = 20
 
 
-def trained(folder: Path) -> Any:
-    """The curve and the weights of a run."""
+def training_result(folder: Path) -> Any:
+    """The loss curve and the weights."""
     weights = {name: found for name, found in mutations.state_of(folder / "model").items() if "safetensors" in name}
     return Run(folder, {}).losses(), weights
 
 
-def prepared(folder: Path) -> Any:
-    return mutations.state_of(folder)
-
-
-def measured(folder: Path) -> Any:
-    """All numbers, without times."""
+def evaluation_result(folder: Path) -> Any:
+    """All results except times."""
     results = json.loads(next(folder.glob("lengths--*.json")).read_text())
     assert results["complete"]
     for entry in results["results"]["lengths"]:
@@ -37,15 +33,15 @@ def measured(folder: Path) -> Any:
     return results["results"], results["settings"], results["model"], (folder / "lengths.csv").read_text()
 
 
-def reported(folder: Path) -> Any:
-    """Every picture and table, without what a kill left a moment ago; the page names the folder."""
+def report_result(folder: Path) -> Any:
+    """All figures and tables, without temporary files of a kill. The page differs: it names the folder."""
     assert (folder / "report.html").is_file()
     found = mutations.state_of(folder / "report-files")
     return {name: state for name, state in found.items() if not name.endswith(".tmp")}
 
 
-def extended(folder: Path) -> Any:
-    """The model, its heads and what was measured, without times."""
+def extension_result(folder: Path) -> Any:
+    """The model, its heads and the measurements except times."""
     state = json.loads((folder / "extend.json").read_text())
     assert state["complete"]
     measured = {name: (own["loss"], own["needles"]) for name, own in state["measured"].items()}
@@ -70,48 +66,52 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         if path.suffix != ".json":
             path.unlink()
     return {
-        "train": Job("train", lambda out: ("train", *Run(out, settings).arguments([])), trained, 20_000),
-        "prepare": Job("prepare", lambda out: ("data", "prepare", text, "--output", out, *prepare), prepared, 100_000),
-        "evaluate": Job(
-            "evaluate", lambda out: ("evaluate", "lengths", model, *lengths, "--output", out), measured, 1000
+        "train": Job("train", lambda out: ("train", *Run(out, settings).arguments([])), training_result, 20_000),
+        "prepare": Job(
+            "prepare", lambda out: ("data", "prepare", text, "--output", out, *prepare), mutations.state_of, 100_000
         ),
-        "report": Job("report", lambda out: ("report", out), reported, 10_000, base / "results"),
-        "extend": Job("extend", lambda out: ("extend", llama, "--output", out, *extend), extended, 60_000),
+        "evaluate": Job(
+            "evaluate", lambda out: ("evaluate", "lengths", model, *lengths, "--output", out), evaluation_result, 1000
+        ),
+        "report": Job("report", lambda out: ("report", out), report_result, 10_000, base / "results"),
+        "extend": Job("extend", lambda out: ("extend", llama, "--output", out, *extend), extension_result, 60_000),
     }
 
 
 @pytest.fixture(scope="module")
-def wholes(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
-    base = tmp_path_factory.mktemp("whole")
+def undisturbed(jobs: dict[str, Job], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Undisturbed]:
+    base = tmp_path_factory.mktemp("undisturbed")
     return {name: faults.undisturbed(job, base / name / "out") for name, job in jobs.items()}
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_killed_once(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    faults.kill_often(jobs[name], wholes[name], tmp_path / "out", 2)
+@pytest.fixture(params=JOBS)
+def case(
+    request: pytest.FixtureRequest, jobs: dict[str, Job], undisturbed: dict[str, Undisturbed]
+) -> tuple[Job, Undisturbed]:
+    return jobs[request.param], undisturbed[request.param]
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_disk_is_full(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    faults.fill_the_disk(jobs[name], wholes[name], tmp_path / "out")
+def test_killed_once(case: tuple[Job, Undisturbed], tmp_path: Path) -> None:
+    faults.kill_often(*case, tmp_path / "out", 2)
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_two_at_once(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    faults.run_twice_at_once(jobs[name], wholes[name], tmp_path / "out")
+def test_disk_is_full(case: tuple[Job, Undisturbed], tmp_path: Path) -> None:
+    faults.fill_the_disk(*case, tmp_path / "out")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
-def test_killed_often(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    """One kill in a folder of its own, and many in one folder."""
-    killed = [faults.kill_often(jobs[name], wholes[name], tmp_path / str(seed), 1, seed) for seed in range(KILLS)]
-    assert sum(killed) >= KILLS // 4, "the moments came too late"
-    faults.kill_often(jobs[name], wholes[name], tmp_path / "out", KILLS)
+def test_two_processes_at_once(case: tuple[Job, Undisturbed], tmp_path: Path) -> None:
+    faults.run_twice_at_once(*case, tmp_path / "out")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
-def test_small_disk(name: str, jobs: dict[str, Job], wholes: dict[str, Undisturbed], tmp_path: Path) -> None:
-    size = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000, "extend": 160_000}[name]
-    faults.fill_a_small_disk(jobs[name], wholes[name], tmp_path / "disk", size)
+def test_killed_often(case: tuple[Job, Undisturbed], tmp_path: Path) -> None:
+    """One kill each in many folders, and many kills in one folder."""
+    killed = [faults.kill_often(*case, tmp_path / str(seed), 1, seed) for seed in range(KILLS)]
+    assert sum(killed) >= KILLS // 4, "most processes had ended before they were killed"
+    faults.kill_often(*case, tmp_path / "out", KILLS)
+
+
+@pytest.mark.slow
+def test_small_disk(case: tuple[Job, Undisturbed], tmp_path: Path) -> None:
+    sizes = {"train": 300_000, "prepare": 600_000, "evaluate": 4096, "report": 40_000, "extend": 160_000}
+    faults.fill_a_small_disk(*case, tmp_path / "disk", sizes[case[0].name])

@@ -1,4 +1,4 @@
-"""One prepared text and one run that nothing interrupted, for all tests of training."""
+"""Shared by the training tests: prepared data and an uninterrupted run."""
 
 from __future__ import annotations
 

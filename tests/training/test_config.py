@@ -1,4 +1,4 @@
-"""Configuration and its command: power schedules, presets, files, and what cannot be."""
+"""``TrainConfig`` and the ``train`` command: power schedules, presets, config files, and invalid settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestPowerSchedule:
         assert schedule.distinct(10) == len(set(powers))
         assert all(isinstance(p, int) for p in powers if float(p).is_integer())
 
-    def test_a_ramp_that_is_not_rounded(self) -> None:
+    def test_unrounded_ramp(self) -> None:
         schedule = power_schedule("ramp:3,15", rounded=False)
         assert schedule is not None
         assert schedule.at(1, 101) == pytest.approx(3.12)
@@ -64,14 +64,14 @@ class TestPowerSchedule:
             *("3,7@x", "log:", "log:0", "log:-1", "log:1,2", "log:nan"),
         ],
     )
-    def test_other_forms_are_refused(self, text: str) -> None:
+    def test_invalid_schedules(self, text: str) -> None:
         with pytest.raises(ValueError, match="`power` must be"):
             power_schedule(text)
 
 
 class TestConfiguration:
     @pytest.mark.parametrize(
-        ("changes", "words"),
+        ("changes", "message"),
         [
             ({"attention": "lssarr"}, "did you mean 'lssar'"),
             ({"attention": "softmax", "power": "3"}, "'softmax' has no second stage, so it takes no power. Leave out"),
@@ -102,23 +102,23 @@ class TestConfiguration:
             ({"learning_rate": 0.0}, "`learning_rate` must be above 0"),
         ],
     )
-    def test_impossible_settings(self, changes: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+    def test_invalid_settings(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
             TrainConfig(**PLACES, **changes)
 
     def test_power_of_a_preset_is_for_lssar(self) -> None:
         assert configured(PLACES, preset="small").power == "learned-log"
         assert configured({**PLACES, "power": "3"}, preset="small").power == "3"
-        for words in ({"attention": "softmax"}, {"attention": "lssar-p3"}):
-            config = configured({**PLACES, **words}, preset="small")
+        for settings in ({"attention": "softmax"}, {"attention": "lssar-p3"}):
+            config = configured({**PLACES, **settings}, preset="small")
             assert config.power is None
             assert config.global_every == 3
         assert configured(PLACES, preset="gpt2-small").power is None
         with pytest.raises(ValueError, match="a learned power cannot grow"):
             configured({**PLACES, "power_growth": 2.0}, preset="small")
 
-    def test_layers_of_a_preset_can_be_left_out(self) -> None:
-        mixed, plain = ({**PLACES, **words} for words in ({}, {"global_every": 0}))
+    def test_layers_of_a_preset_can_be_disabled(self) -> None:
+        mixed, plain = PLACES, {**PLACES, "global_every": 0}
         for settings, windows in ((mixed, [64, 64, None, 64]), (plain, [None] * 4)):
             config = configured(settings, preset="tiny")
             model = runs.model_config(config, 256, None)
@@ -128,7 +128,7 @@ class TestConfiguration:
         assert not config.changes(configured({**plain, "window": 0}, preset="tiny").as_dict())
 
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("settings", "message"),
         [
             ({"layers": 2}, r"`global_every` must be from 2 to 2 .*or 0 for none.*got 3"),
             ({"window": 0}, "`global_every` needs `window`, the number of tokens"),
@@ -136,12 +136,12 @@ class TestConfiguration:
             ({"global_every": 0, "local_attention": "softmax"}, "`local_attention` needs `global_every`"),
         ],
     )
-    def test_impossible_layers(self, words: dict[str, Any], message: str) -> None:
+    def test_invalid_layers(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            configured({**PLACES, **words}, preset="tiny")
+            configured({**PLACES, **settings}, preset="tiny")
 
     @pytest.mark.parametrize("preset", PRESETS)
-    def test_presets_are_whole(self, preset: str) -> None:
+    def test_head_dimensions_of_presets(self, preset: str) -> None:
         config = configured(PLACES, preset=preset)
         assert config.width // config.heads == (128 if preset == "small" else 64)
 
@@ -168,7 +168,7 @@ class TestConfiguration:
         assert (config.layers, config.learning_rate, config.steps, config.power) == (8, 6e-4, 9, "3")
 
     @pytest.mark.parametrize(
-        ("text", "words"),
+        ("text", "message"),
         [
             ("lerning_rate: 1", "did you mean 'learning_rate'"),
             ("steps: many", "`steps` must be of type int"),
@@ -178,10 +178,10 @@ class TestConfiguration:
             ("preset: huge", "there is no preset 'huge'"),
         ],
     )
-    def test_impossible_files(self, tmp_path: Path, text: str, words: str) -> None:
+    def test_invalid_files(self, tmp_path: Path, text: str, message: str) -> None:
         file = tmp_path / "run.yaml"
         file.write_text(text)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             configured(PLACES, file=file)
 
 
@@ -192,11 +192,11 @@ class TestCommand:
         text = " ".join(capsys.readouterr().out.split())
         for name in TrainConfig.__dataclass_fields__:
             assert f"--{name.replace('_', '-')}" in text or f"--no-{name.replace('_', '-')}" in text
-        for words in ("torchrun", "gpt2-small", "3,7@0.1,15@0.3", "10% of the steps"):
-            assert words in text
+        for expected in ("torchrun", "gpt2-small", "3,7@0.1,15@0.3", "10% of the steps"):
+            assert expected in text
 
     @pytest.mark.parametrize(
-        ("arguments", "words"),
+        ("arguments", "message"),
         [
             (["--preset", "huge"], "there is no preset 'huge'; there are tiny, small, gpt2-small"),
             (["--data", "x"], "`--output` is missing"),
@@ -216,18 +216,18 @@ class TestCommand:
         ],
     )
     def test_errors_are_one_line(
-        self, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str, tmp_path: Path, monkeypatch: Any
+        self, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any
     ) -> None:
         monkeypatch.chdir(tmp_path)
         assert main(["train", *arguments]) == 2
         error = capsys.readouterr().err
-        assert words in error
+        assert message in error
         assert error.count("\n") == 1
         assert not list(tmp_path.iterdir())
 
 
-def test_help_shows_the_settings() -> None:
-    """Of the class and of ``train``, each as the command line describes it."""
+def test_docstrings_list_the_settings() -> None:
+    """Those of the class and of ``train`` have the help texts of the command line."""
     for documented in (TrainConfig, train):
         text = pydoc.plain(pydoc.render_doc(documented))
         for field in dataclasses.fields(TrainConfig):

@@ -1,4 +1,4 @@
-"""Losses, Muon and compiled layers, beside torch's own."""
+"""Losses, Muon and compiled layers, compared with torch's own."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PLACES: dict[str, Any] = {"data": "data", "output": "output"}
 
 @pytest.mark.parametrize("name", ["plain", "chunked"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_match_the_models_own(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and every gradient, with ignored labels, a count from outside, and chunks that do not divide the tokens."""
+def test_losses_match_the_model(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients, with ignored labels, an external token count, and chunks that do not divide the tokens."""
     monkeypatch.setattr("softplus_attention.training.losses.CHUNK", 17)
     torch.manual_seed(0)
     config = SoftplusGPTConfig(
@@ -50,7 +50,7 @@ def test_losses_match_the_models_own(name: str, dtype: torch.dtype, monkeypatch:
         results.append((out.loss, mean, unseen, {n: p.grad.clone() for n, p in model.named_parameters()}))
     assert out.logits is None
     (*expected, gradients), (*found, others) = results
-    # One rounding of the products apart.
+    # They differ by one rounding of the products.
     tolerance = {"rtol": 1e-5, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 2**-9}
     torch.testing.assert_close(found, expected, **tolerance)
     for path, gradient in gradients.items():
@@ -69,7 +69,7 @@ class TestMuon:
         options: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95)}
         return model, build_optimizer("muon", model, learning_rate=1e-2, muon_learning_rate=2e-2, **options)
 
-    def test_muon_takes_hidden_matrices_only(self) -> None:
+    def test_muon_updates_hidden_matrices_only(self) -> None:
         model, optimizer = self.build()
         stepped = {p: group for group in optimizer.param_groups for p in group["params"]}
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(stepped)
@@ -79,11 +79,11 @@ class TestMuon:
             assert stepped[parameter]["weight_decay"] == (0.1 if parameter.dim() == 2 else 0.0), name
 
     @pytest.fixture
-    def as_torch_iterates(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bfloat16_iteration(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(optimizers, "iteration_dtype", lambda device: torch.bfloat16)
 
-    @pytest.mark.usefixtures("as_torch_iterates")
-    def test_steps_match_torchs_two_optimizers(self) -> None:
+    @pytest.mark.usefixtures("bfloat16_iteration")
+    def test_matches_torchs_two_optimizers(self) -> None:
         ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
 
         def steps(model: Any, optimizers: list[torch.optim.Optimizer], count: int) -> None:
@@ -121,8 +121,8 @@ class TestMuon:
             assert torch.equal(a, c), name
 
     @pytest.mark.parametrize("shape", [(48, 48), (32, 96), (96, 32)])
-    def test_on_a_cpu_it_iterates_in_float32(self, shape: tuple[int, int]) -> None:
-        """torch's update to the digits of bfloat16, and exact ones of it: a GPU's would be rounded to them."""
+    def test_float32_iteration_on_cpus(self, shape: tuple[int, int]) -> None:
+        """Equal to torch's update within bfloat16 precision, and orthogonal to float32 precision."""
         gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         ours, theirs = (torch.nn.Parameter(torch.zeros(shape)) for _ in range(2))
         ours.grad, theirs.grad = gradient.clone(), gradient.clone()
@@ -133,19 +133,19 @@ class TestMuon:
         assert float((ours - theirs).norm() / theirs.norm()) < 2e-2
         scale = -0.2 * math.sqrt(max(shape))
         left, _, right = torch.linalg.svd(gradient, full_matrices=False)
-        sizes = left.T @ (ours / scale) @ right.T  # the update has the gradient's own directions
+        sizes = left.T @ (ours / scale) @ right.T  # the update has the singular vectors of the gradient
         assert float((sizes - sizes.diag().diag()).abs().max()) < 1e-4
         assert float(sizes.diag().min()) > 0.5
         assert float(sizes.diag().max()) < 1.3
 
-    @pytest.mark.usefixtures("as_torch_iterates")
+    @pytest.mark.usefixtures("bfloat16_iteration")
     @pytest.mark.parametrize(
         ("most_stacked", "expected"), [(2**26, [4, 3, 3, 3, 1, 1, 1]), (2500, [2, 2, 1, 1, 1, 3, 1, 1, 1, 1, 1, 1])]
     )
-    def test_stacked_muon_is_bit_equal_to_torchs(
+    def test_stacked_muon_is_bit_equal(
         self, monkeypatch: pytest.MonkeyPatch, most_stacked: int, expected: list[int]
     ) -> None:
-        """On a CPU products of stacks and of single matrices round alike, so that nothing needs a tolerance."""
+        """No tolerance: on a CPU batched and single matrix products round alike."""
         monkeypatch.setattr(optimizers, "MAX_STACKED", most_stacked)
         chance = torch.Generator().manual_seed(0)
         shapes = [(32, 32)] * 4 + [(96, 32), (7, 5), (32, 96)] * 3 + [(1, 9), (9, 1), (64, 48)]
@@ -159,7 +159,7 @@ class TestMuon:
             for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
                 a.grad = torch.randn(a.shape, generator=chance)
                 if number == step:
-                    a.grad = None  # as of a part of the model that was not used
+                    a.grad = None  # an unused parameter
                 b.grad = None if a.grad is None else a.grad.clone()
             if step == 3:
                 stacked.load_state_dict(copy.deepcopy(torchs.state_dict()))
@@ -173,7 +173,7 @@ class TestMuon:
             assert torch.equal(stacked.state[a]["momentum_buffer"], torchs.state[b]["momentum_buffer"])
 
     @pytest.mark.filterwarnings("error")
-    def test_single_process_checkpoint_warns_nothing(self, tmp_path: Path) -> None:
+    def test_single_process_checkpoint_no_warning(self, tmp_path: Path) -> None:
         model, optimizer = self.build()
         save_state(tmp_path, model, optimizer)
         twin, fresh = self.build()
@@ -183,7 +183,7 @@ class TestMuon:
         load_state(tmp_path, twin, fresh)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
-    def test_learning_rate_of_groups_is_used(self) -> None:
+    def test_group_learning_rates_are_used(self) -> None:
         model, optimizer = self.build()
         optimizer.load_state_dict(optimizer.state_dict())
         for group in optimizer.param_groups:
@@ -195,11 +195,11 @@ class TestMuon:
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-# What `compile_model` raises; `monkeypatch` would remove the names afterwards.
+# Restores the limits that `compile_model` raises; `monkeypatch` would delete the names.
 @torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=False)
 def test_equal_layers_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled depends on the powers, not on the number of layers, and the loss is not compiled anew."""
-    # Dynamo alone, which is what shares the code: the test takes seconds.
+    """The number of graphs depends on the powers, not on the layers, and the loss is compiled only once."""
+    # Code is shared in dynamo, so the eager backend is enough and takes seconds only.
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     config = TrainConfig(**PLACES, layers=6, power="3,7@0.3,15@0.6", steps=9)
     ids = torch.randint(96, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -223,5 +223,5 @@ def test_equal_layers_share_compiled_code(monkeypatch: pytest.MonkeyPatch) -> No
                 model(input_ids=ids, labels=ids)
         counts.append(counters["stats"]["unique_graphs"])
     torch.compiler.reset()
-    # With and without gradients: the loss, a layer in at most four pieces, and one of these for each further power.
+    # With and without gradients: the loss, a layer in at most four graphs, and one more graph for each further power.
     assert counts[0] == counts[1] <= 2 * (1 + 4 + 2)

@@ -1,4 +1,4 @@
-"""What a run leaves for others: a folder that loads anywhere, its card, values for a reporter. The example configs."""
+"""Outputs of a run: model folder, model card, reporters. Also the example configs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ EXAMPLES = sorted((ROOT / "examples").glob("train-*.yaml"))
 
 
 class TestModelFolder:
-    def test_card_says_what_it_is_and_how_to_load(self, run: Run) -> None:
-        """Its own code loads it, in a program that knows nothing of this package."""
+    def test_card_describes_and_loads_the_model(self, run: Run) -> None:
+        """The code in the card loads the model in a fresh process."""
         run.finish(steps=4, evaluate_every=2, power="3,15@0.5", global_every=2, window=6)
         folder = run.output / "model"
         card = (folder / "README.md").read_text()
@@ -80,14 +80,14 @@ class TestModelFolder:
 
 class TestReportTo:
     @pytest.mark.parametrize("reporter", ["tensorboard", "wandb", "trackio"])
-    def test_gets_the_values(self, run: Run, reporter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_receives_the_values(self, run: Run, reporter: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip(reporter)
         home = run.output.with_name("home")
         for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": home, "TRACKIO_DIR": home}.items():
             monkeypatch.setenv(name, str(value))
         home.mkdir()
-        words = run.arguments([], report_to=reporter, steps=2)
-        command = [sys.executable, "-m", "softplus_attention", "train", *words]
+        arguments = run.arguments([], report_to=reporter, steps=2)
+        command = [sys.executable, "-m", "softplus_attention", "train", *arguments]
         found = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert found.returncode == 0, found.stderr
         place = run.output / "tensorboard" if reporter == "tensorboard" else home
@@ -107,12 +107,12 @@ class TestReportTo:
         )
         assert not run.output.exists()
 
-    def test_none_writes_metrics_alone(self, run: Run) -> None:
+    def test_none_writes_metrics_only(self, run: Run) -> None:
         run.finish(steps=1, report_to="none")
         assert run.entries()
         assert not (run.output / "tensorboard").exists()
 
-    def test_others_are_refused(self) -> None:
+    def test_unknown_reporter(self) -> None:
         with pytest.raises(ValueError, match="`report_to` must be one of tensorboard, wandb, trackio, none, got 'x'"):
             TrainConfig(data="data", output="run", report_to="x")
 

@@ -27,7 +27,7 @@ from softplus_attention.training.metrics import flops_per_token
 
 
 class Numbers:
-    """Sequences that name themselves: 7 of them, in another order each epoch."""
+    """7 sequences that contain epoch and index, in a different order each epoch."""
 
     epoch = 0
 
@@ -42,7 +42,7 @@ class Numbers:
         return {"input_ids": value, "labels": value}
 
 
-def test_repeated_data_from_any_place() -> None:
+def test_repeated_data_from_any_position() -> None:
     whole = [int(RepeatedDataset(Numbers(), 20)[n]["input_ids"][0]) for n in range(20)]
     assert sorted(whole[:7]) == list(range(7))
     assert sorted(whole[7:14]) == [100 + n for n in range(7)]
@@ -95,8 +95,8 @@ class TestRun:
         assert (everywhere.window, everywhere.positions) == (None, "none")
         assert everywhere.sharpening == PowerByLength(1, 2, math.exp(0.5))
 
-    def test_the_loss_is_the_models(self, run: Run, data: Path) -> None:
-        """The first step's, at the weights of the seed, beside a model built and sequences read by hand."""
+    def test_first_loss_matches_the_model(self, run: Run, data: Path) -> None:
+        """The loss of a model built with the same seed, on the same sequences."""
         run.finish(steps=1, power="3")
         config = TrainConfig(**{**run.settings, "data": str(data), "output": str(run.output), "steps": 1, "power": "3"})
         folder = runs.Folder(data)
@@ -109,9 +109,7 @@ class TestRun:
     def test_missing_tokenizer_is_named_first(self, run: Run, data: Path, tmp_path: Path) -> None:
         shutil.copytree(data, tmp_path / "without")
         (tmp_path / "without" / "tokenizer.json").unlink()
-        run.start(data=tmp_path / "without")
-        assert run.wait() == 2
-        assert "tokenizer.json is missing: restore it from a copy" in run.words()
+        assert "tokenizer.json is missing: restore it from a copy" in run.fail(2, data=tmp_path / "without")
         assert not run.output.exists()
 
     def test_without_a_validation_split(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,10 +119,8 @@ class TestRun:
         reason = "no-validation has no validation split. Pass --evaluate-every 0, or prepare again with"
         assert reason in capsys.readouterr().err
 
-    def test_float16_is_for_gpus(self, run: Run) -> None:
-        run.start(precision="fp16", device="cpu")
-        assert run.wait() == 2
-        assert "fp16 needs a GPU. Pass `--precision` bf16 or fp32" in run.words()
+    def test_float16_needs_a_gpu(self, run: Run) -> None:
+        assert "fp16 needs a GPU. Pass `--precision` bf16 or fp32" in run.fail(2, precision="fp16", device="cpu")
 
     @pytest.mark.slow
     def test_compiled_ramp(self, run: Run) -> None:
@@ -157,7 +153,7 @@ class TestRun:
         assert losses[24] < losses[1] - 1
 
 
-ALONE = """
+WITHOUT_OPTIONAL = """
 import sys
 for name in ("datasets", "pyarrow", "pandas", "zstandard", "matplotlib", "scipy", "sklearn", "entmax", "pyoperon"):
     sys.modules[name] = None
@@ -168,7 +164,9 @@ sys.exit(main(["train", *sys.argv[1:]]))
 
 @pytest.mark.slow
 def test_train_needs_few_packages(run: Run) -> None:
-    result = subprocess.run([sys.executable, "-c", ALONE, *run.arguments([], steps=2)], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_OPTIONAL, *run.arguments([], steps=2)], capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert (run.output / "model" / "tokenizer.json").exists()
 
@@ -177,8 +175,8 @@ def test_train_needs_few_packages(run: Run) -> None:
 def test_benchmark_runs(tmp_path: Path) -> None:
     output = tmp_path / "deep" / "training.json"
     script = Path(__file__).parents[2] / "benchmarks" / "training.py"
-    words = [sys.executable, str(script), "--quick", "--output", str(output), "--commit", "abc"]
-    table = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, str(script), "--quick", "--output", str(output), "--commit", "abc"]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     data = json.loads(output.read_text())
     assert data["commit"] == "abc"
     assert [row["attention"] for row in data["rows"]] == ["softmax", "lssar"]
