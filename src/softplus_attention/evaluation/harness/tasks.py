@@ -75,13 +75,6 @@ def task_manager(names: Sequence[str], include: Sequence[Path], metadata: Mappin
     return manager
 
 
-def language_model(loaded: LoadedModel, tokenizer: Any, *, batch_size: int | None, max_length: int | None) -> Any:
-    # Imported late: the harness takes seconds to import.
-    from softplus_attention.evaluation.harness.model import HarnessModel
-
-    return HarnessModel(loaded, tokenizer, most_rows=batch_size, max_length=max_length)
-
-
 def measure_downstream(
     loaded: LoadedModel,
     tokenizer: Any,
@@ -117,8 +110,11 @@ def measure_downstream(
     parts = split_parts(names)
     remaining = [part for part in parts if part not in file.results["finished"]]
     if remaining:
+        # Imported late: the harness takes seconds to import.
+        from softplus_attention.evaluation.harness.model import HarnessModel
+
         allowed = allowed_length(loaded, max_length, progress)
-        model = language_model(loaded, tokenizer, batch_size=batch_size, max_length=allowed)
+        model = HarnessModel(loaded, tokenizer, most_rows=batch_size, max_length=allowed)
         tokenizer_name = getattr(tokenizer, "name_or_path", "") or loaded.spec.source
         with overrides(data, remaining, texts, limit) as own:
             for part in remaining:
