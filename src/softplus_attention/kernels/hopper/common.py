@@ -325,8 +325,7 @@ def barriers(COUNT: gl.constexpr):
 
 @gluon.jit
 def invalidate_copies(copied):
-    """Must follow the last wait for any of them. It tells the hardware, and its place the compiler, that their memory
-    may be reused from here on."""
+    """Must follow the last wait for any of them: from here on the compiler and the hardware may reuse their memory."""
     count: gl.constexpr = copied.shape[0]
     for i in gl.static_range(count):
         mbarrier.invalidate(copied.index(i))

@@ -94,7 +94,7 @@ class RowTiles(NamedTuple):
 @gluon.jit
 def copy_rows(rows, s, i, wanted, TERMS: gl.constexpr, BM: gl.constexpr):
     """Starts the copies s if wanted: the i-th tile of a head's queries and output gradients by TMA, and the terms of
-    its rows by the threads that read them."""
+    its rows by cp.async."""
     at = (rows.place[0], rows.place[1], i * BM)
     expect_copies(rows.copied, s, rows.q_ring, 2, wanted)
     copy_tile(rows.copied, s, rows.q_ring, s & 1, rows.Q, at, wanted)
