@@ -153,7 +153,7 @@ def key_norms(call: KernelArguments, norms: Tensor, equal_score_flags: Tensor) -
 
 
 def forward(call: KernelArguments, saved: SavedForBackward) -> Scratch | None:
-    """Fills ``saved``, given the norms of ``key_norms``. Returns the scratch memory for ``launch_cache.replay``, or None
+    """Fills ``saved``, given the norms of ``key_norms``. Returns the scratch memory for ``launch_cache.replay``; None
     if the call cannot be replayed."""
     if hopper_launch.fits(call, saved.out):
         return hopper_launch.forward(call, saved)
