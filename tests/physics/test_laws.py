@@ -1,4 +1,4 @@
-"""Symbolic regression on forces that are known."""
+"""Symbolic regression on known forces."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_law_from_true_force(noise: float) -> None:
     assert listed["chosen"]["within"]["length"] == 7
 
 
-def test_law_from_true_force_on_its_own_scale() -> None:
+def test_law_from_true_force_on_linear_scale() -> None:
     data = newton(0.05)
     assert search(*data, scale="force", seconds=20)["chosen"]["within"]["law"] == NEWTON
     assert enumerated(*data, scale="force", size=7)["chosen"]["within"]["law"] == NEWTON
@@ -64,20 +64,20 @@ def test_exponents_and_their_intervals() -> None:
     exact = fitted_exponents(m1, m2, r, force)
     assert exact["exponents"] == pytest.approx({"m1": 1, "m2": 1, "r": -2}, abs=1e-12)
     assert exact["constant"] == pytest.approx(G)
-    # 95% intervals hold the truth about that often, also where the noise belongs to the system and not to the point.
+    # 95% intervals contain the truth about that often, also with noise per system.
     rng = np.random.default_rng(0)
-    held = []
+    covered = []
     for _ in range(200):
         systems = np.repeat(np.arange(60), 5)
         a, b = (np.repeat(np.exp(rng.uniform(-1, 1, 60)), 5) for _ in range(2))
         c = np.exp(rng.uniform(-1, 1, 300))
         noise = np.repeat(0.2 * rng.standard_normal(60), 5) + 0.1 * rng.standard_normal(300)
         low, high = fitted_exponents(a, b, c, a * b / c**2 * np.exp(noise), systems)["intervals"]["m1"]
-        held.append(low <= 1 <= high)
-    assert 0.88 <= np.mean(held) <= 0.99
+        covered.append(low <= 1 <= high)
+    assert 0.88 <= np.mean(covered) <= 0.99
     some = fitted_exponents(m1, m2, r, np.where(np.arange(1000) < 900, force, -1.0))
     assert some["points_left_out"] == 100
-    with pytest.raises(ValueError, match="`force` must be positive at 8 points or more"):
+    with pytest.raises(ValueError, match="`force` must be positive at 8 or more points"):
         fitted_exponents(m1, m2, r, -force)
 
 
@@ -85,7 +85,7 @@ def candidate(length: int, error: float) -> Candidate:
     return Candidate(f"{length}", length, error, lambda X: X[:, 0])
 
 
-def test_the_rules_choose_as_stated() -> None:
+def test_selection_rules() -> None:
     front = pareto_front([candidate(*x) for x in ((9, 0.99), (1, 10.0), (3, 9.0), (5, 1.05), (7, 1.0), (6, 2.0))], 10.0)
     assert [c.length for c in front] == [1, 3, 5, 7, 9]
     assert choose_within(front, 10.0).length == 5
@@ -93,7 +93,7 @@ def test_the_rules_choose_as_stated() -> None:
     assert choose_within(pareto_front([candidate(5, 1e-9), candidate(7, 1e-10)], 1.0), 1.0).length == 5
 
 
-def test_power_laws_are_recognised_in_any_form() -> None:
+def test_power_laws_in_any_form() -> None:
     X = np.exp(np.random.default_rng(0).uniform(-1, 1, (50, 3)))
     assert law_name(power_law(lambda X: 3 * X[:, 0] / (X[:, 2] * (X[:, 2] / X[:, 1])), X)) == NEWTON
     assert law_name(power_law(lambda X: X[:, 0] / X[:, 2] ** 2, X)) == "m1 / r^2"
@@ -110,9 +110,9 @@ def test_factor_of_least_absolute_error() -> None:
     assert errors[0] == min(errors)
 
 
-def test_bad_forces_are_refused() -> None:
+def test_bad_forces() -> None:
     m1, m2, r, force = newton(0, 50)
-    with pytest.raises(ValueError, match="`force` must be positive somewhere"):
+    with pytest.raises(ValueError, match="`force` must be positive at some points"):
         prepared(m1, m2, r, -force, "ln_force")
     with pytest.raises(ValueError, match="`scale` must be one of"):
         prepared(m1, m2, r, force, "log")

@@ -1,4 +1,4 @@
-"""Linear probes of models of orbits."""
+"""Linear probes of orbit models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softplus_attention.physics.sequences import planet_positions, sequences
 from softplus_attention.physics.training import to_tensors, usual_displacement
 
 
-def test_probe_finds_lines_not_noise() -> None:
+def test_probe_finds_linear_targets() -> None:
     rng = np.random.default_rng(0)
     states, states_test = rng.normal(5, 3, (4000, 6)), rng.normal(5, 3, (1000, 6))
     line = rng.normal(size=(6, 2))
@@ -37,20 +37,20 @@ def test_probe_matches_least_squares() -> None:
     states, states_test = rng.normal(size=(300, 8)), rng.normal(size=(100, 8))
     true, true_test = rng.normal(size=(300, 2)) + states[:, :2], rng.normal(size=(100, 2)) + states_test[:, :2]
     X, X_test = (np.hstack([x, np.ones((len(x), 1))]) for x in (states, states_test))
-    said = X_test @ np.linalg.lstsq(X, true, rcond=None)[0]
-    expected = (1 - ((said - true_test) ** 2).sum(0) / ((true_test - true_test.mean(0)) ** 2).sum(0)).mean()
+    predicted = X_test @ np.linalg.lstsq(X, true, rcond=None)[0]
+    expected = (1 - ((predicted - true_test) ** 2).sum(0) / ((true_test - true_test.mean(0)) ** 2).sum(0)).mean()
     assert linear_fit(states, {"x": true}, states_test, {"x": true_test})["x"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("positions", [49, 201, 1000], ids=lambda n: f"{n} positions")
-def test_positions_in_the_second_half(positions: int) -> None:
+def test_probed_positions(positions: int) -> None:
     at, planets = probed(positions), planet_positions(positions)
     assert set(at) <= set(planets[len(planets) // 2 :])
     assert len(set(at)) == len(at) == min(POSITIONS, len(planets) - len(planets) // 2)
     assert at[-1] == planets[-1]
 
 
-def test_states_and_targets_are_of_the_same_points() -> None:
+def test_states_match_targets() -> None:
     experiment = preset("smoke")
     form, drawn = experiment.clean_form, distribution(experiment.distribution)
     rng = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""``softplus-attention newton`` from orbits to laws: a short form always, the cpu preset under ``slow``."""
+"""``softplus-attention newton`` from orbits to laws: the smoke preset, and the cpu preset as a slow test."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from softplus_attention.physics.measure import predicted_forces, quality
 from softplus_attention.physics.modeling_orbit_gpt import OrbitGPTForForce
 from softplus_attention.physics.presets import PRESETS, preset
 from softplus_attention.physics.stages import read_arrays
-from softplus_attention.physics.summary import printed
+from softplus_attention.physics.summary import format_summary
 from softplus_attention.training import RunStopped
 from softplus_attention.training.run_folder import RunFolder
 
 
-def newton(folder: Path, words: str = "", preset: str = "smoke") -> int:
+def newton(folder: Path, options: str = "", preset: str = "smoke") -> int:
     """The command's exit status."""
-    return main(["newton", "--preset", preset, "--device", "cpu", "--output", str(folder), *words.split()])
+    return main(["newton", "--preset", preset, "--device", "cpu", "--output", str(folder), *options.split()])
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,8 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_once(tmp_path_factory, "newton", make)
 
 
-def results(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
+def results(folder: Path, name: str = "results.json") -> dict:
+    return json.loads((folder / name).read_text())
 
 
 def test_smoke_preset_from_orbits_to_laws(short_run: Path) -> None:
@@ -58,7 +58,7 @@ def test_smoke_preset_from_orbits_to_laws(short_run: Path) -> None:
     assert noisy["exponents"]["exponents"] == pytest.approx({"m1": 1, "m2": 1, "r": -2}, abs=0.1)
 
 
-def test_measures_length_layers_and_beyond(short_run: Path) -> None:
+def test_lengths_probes_and_distributions(short_run: Path) -> None:
     found = results(short_run)
     long = found["long"][0]
     assert [row["multiple"] for row in long["next_place"]] == [1, 2, 4]
@@ -66,7 +66,7 @@ def test_measures_length_layers_and_beyond(short_run: Path) -> None:
     assert set(long["force"]) == {"tuned-256", "untrained-256"}
     probes = found["probes"][0]["r2"]
     assert {len(values) for values in probes.values()} == {3}
-    # The embedding of one place cannot know the ellipse; what has attended can tell more of it.
+    # The embedding of one position cannot know the ellipse; layers after attention can.
     assert max(probes["ln semi-major axis"][1:]) > probes["ln semi-major axis"][0]
     assert set(found["cells"][0]["quality"]) == {"inside", "heavier", "wider"}
 
@@ -83,17 +83,17 @@ def test_finished_stages_are_skipped(short_run: Path, capsys: pytest.CaptureFixt
     before = model.stat().st_mtime_ns
     assert newton(short_run, "--stages pretrain,probe,tune,long,laws") == 0
     assert model.stat().st_mtime_ns == before
-    said = capsys.readouterr().out
-    assert "pretrain lssar" not in said
-    assert NEWTON in said
+    output = capsys.readouterr().out
+    assert "pretrain lssar" not in output
+    assert NEWTON in output
 
 
 def test_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
     shutil.copytree(short_run, tmp_path / "more")
     before = results(tmp_path / "more")
-    words = "--arms softmax --stages pretrain"
-    assert newton(tmp_path / "more", f"{words} --pretrain-steps 2") == 2  # another experiment
-    assert newton(tmp_path / "more", words) == 0
+    options = "--arms softmax --stages pretrain"
+    assert newton(tmp_path / "more", f"{options} --pretrain-steps 2") == 2  # another experiment
+    assert newton(tmp_path / "more", options) == 0
     after = results(tmp_path / "more")
     assert after["cells"] == before["cells"]
     assert sorted(run["arm"] for run in after["pretraining"]) == ["lssar", "softmax"]
@@ -102,11 +102,11 @@ def test_other_arms_are_collected(short_run: Path, tmp_path: Path) -> None:
 def test_long_stage_adds_later_cells(short_run: Path, tmp_path: Path) -> None:
     shutil.copytree(short_run, tmp_path / "later")
     run = tmp_path / "later" / "arms" / "lssar" / "seed0"
-    whole = json.loads((run / "long.json").read_text())
+    whole = results(run, "long.json")
     part = {**whole, "force": {"tuned-256": whole["force"]["tuned-256"]}}
     (run / "long.json").write_text(json.dumps(part))
     assert newton(tmp_path / "later", "--stages long") == 0
-    again = json.loads((run / "long.json").read_text())
+    again = results(run, "long.json")
     assert set(again["force"]) == set(whole["force"])
     assert again["roll_out"] == whole["roll_out"]
 
@@ -121,17 +121,18 @@ def test_damaged_files_are_named(
     if name == "force.npz":
         path.with_name("laws.json").unlink()
     assert newton(tmp_path / "cut", "--stages laws") == 2
-    assert "`--output` must be a folder of whole files" in (said := capsys.readouterr().err)
-    assert str(path) in said
+    error = capsys.readouterr().err
+    assert "`--output` must be a folder of undamaged files" in error
+    assert str(path) in error
 
 
 def test_stopped_training_reaches_the_same_weights(tmp_path: Path) -> None:
-    """The run folder is locked meanwhile; its checkpoints go once the model is saved."""
-    words = "--stages pretrain --pretrain-updates 30 --save-updates 5"  # the old names
-    assert newton(tmp_path / "whole", words) == 0
+    """The run folder is locked during training, and its checkpoints are removed once the model is saved."""
+    options = "--stages pretrain --pretrain-updates 30 --save-updates 5"  # the old names
+    assert newton(tmp_path / "whole", options) == 0
     place = tmp_path / "stopped" / "arms" / "lssar" / "seed0"
     command = [sys.executable, "-m", "softplus_attention", "newton", "--preset", "smoke", "--device", "cpu"]
-    command += ["--out", str(tmp_path / "stopped"), *words.split()]
+    command += ["--out", str(tmp_path / "stopped"), *options.split()]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         while not (place / "pretraining" / "checkpoint-5").exists():
             assert process.poll() is None, process.communicate()[1]
@@ -142,20 +143,18 @@ def test_stopped_training_reaches_the_same_weights(tmp_path: Path) -> None:
         ):
             pass
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
-    assert "stopped by SIGTERM" in said
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 143, error
+    assert "stopped by SIGTERM" in error
     assert not (place / "pretrained").exists()
-    assert newton(tmp_path / "stopped", words) == 0
-    weights = [folder / "pretrained" / "model.safetensors" for folder in (place, tmp_path / "whole/arms/lssar/seed0")]
+    assert newton(tmp_path / "stopped", options) == 0
+    whole = tmp_path / "whole" / "arms" / "lssar" / "seed0"
+    weights = [folder / "pretrained" / "model.safetensors" for folder in (place, whole)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert [start["from_step"] > 0 for start in json.loads((place / "pretraining/run.json").read_text())["starts"]] == [
-        False,
-        True,
-    ]
+    assert results(place, "pretrain.json")["losses"] == results(whole, "pretrain.json")["losses"]
+    starts = results(place / "pretraining", "run.json")["starts"]
+    assert [start["from_step"] > 0 for start in starts] == [False, True]
     assert not list((place / "pretraining").glob("checkpoint-*"))
-    losses = [json.loads((folder.parents[1] / "pretrain.json").read_text())["losses"] for folder in weights]
-    assert losses[0] == losses[1]
 
 
 def test_arrays_hold_what_laws_need(short_run: Path) -> None:
@@ -166,39 +165,34 @@ def test_arrays_hold_what_laws_need(short_run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
-        (["--stages", "simulate"], "`--stages` must be some of pretrain"),
-        (["--arms", "softmx"], "no attention is named 'softmx'"),
-        (["--arms", "softmax-window0"], "`arms` must be of windows of at least 1 time step"),
-        (
-            ["--arms", "softmax-window2", "--distribution", "published-code"],
-            "`arms` must be without a window in 'published-code'",
-        ),
-        (["--positions", "21"], "`positions` must be more than 25: labels and tests start at step 12"),
-        (["--positions", "50"], "`positions` must be odd"),
-        (["--device", "cuda:1"], "`--device` must be cpu or cuda"),
-        (["--labels", "0"], "`labels` must be at least 1"),
-        (["--labels", ""], "`--labels` must be at least one"),
-        (["--labels", "many"], "`--labels` must be ints separated by commas"),
-        (["--seeds", "1,1"], "`seeds` must be each named once"),
-        (["--width", "63"], "`width` must be an even multiple of `heads`, 2: rotary positions turn pairs, got 63"),
-        (["--width", "66", "--heads", "22"], "`width` must be an even multiple of `heads`, 22"),
-        (["--width", "63", "--arms", "softmax-alibi"], "`width` must be a multiple of `heads`, 2, got 63"),
-        (["--bins", "1"], "`bins` must be at least 2"),
-        (["--workers", "-1"], "`--workers` must be at least 0, got -1"),
-        (["--save-every", "-1"], "`--save-every` must be at least 0, got -1"),
-        (["--stages", "laws"], "the stage `tune` has left forces"),
-        (["--stages", "tune"], "`checkpoint` must be a folder with a config.json"),
-        (["--context-noise", "-1"], "`context_noise` must be a finite number, at least 0"),
-        (["--context-noise", "nan"], "`context_noise` must be a finite number, at least 0"),
+        ("--stages simulate", "`--stages` must be one of pretrain"),
+        ("--arms softmx", "no attention is named 'softmx'"),
+        ("--arms softmax-window0", "`arms` must be windows of at least 1 time step"),
+        ("--arms softmax-window2 --distribution published-code", "must be without a window in 'published-code'"),
+        ("--positions 21", "`positions` must be more than 25: labels and tests start at step 12"),
+        ("--positions 50", "`positions` must be odd"),
+        ("--device cuda:1", "`--device` must be cpu or cuda"),
+        ("--labels 0", "`labels` must be at least 1"),
+        ("--labels ,", "`--labels` must be at least one"),
+        ("--labels many", "`--labels` must be integers separated by commas"),
+        ("--seeds 1,1", "`seeds` must be without duplicates"),
+        ("--width 63", "`width` must be an even multiple of `heads`, 2 (rotary positions rotate pairs), got 63"),
+        ("--width 66 --heads 22", "`width` must be an even multiple of `heads`, 22"),
+        ("--width 63 --arms softmax-alibi", "`width` must be a multiple of `heads`, 2, got 63"),
+        ("--bins 1", "`bins` must be at least 2"),
+        ("--workers -1", "`--workers` must be at least 0, got -1"),
+        ("--save-every -1", "`--save-every` must be at least 0, got -1"),
+        ("--stages laws", "a folder with forces of the stage `tune`"),
+        ("--stages tune", "`checkpoint` must be a folder with a config.json"),
+        ("--context-noise -1", "`context_noise` must be a finite number, at least 0"),
+        ("--context-noise nan", "`context_noise` must be a finite number, at least 0"),
     ],
 )
-def test_bad_options_are_one_line(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["newton", "--preset", "smoke", "--device", "cpu", "--output", str(tmp_path), *words]) == 2
-    assert said in capsys.readouterr().err
+def test_bad_options(options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert newton(tmp_path, options) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -218,7 +212,7 @@ def newton_parser() -> argparse.ArgumentParser:
     return parsers.choices["newton"]
 
 
-def test_every_option_is_explained() -> None:
+def test_every_option_has_help() -> None:
     actions = {action.option_strings[-1]: action for action in newton_parser()._actions}
     old = {name for name, action in actions.items() if action.help == argparse.SUPPRESS}
     assert old == {"--out", "--pretrain-updates", "--tune-updates", "--save-updates"}
@@ -235,14 +229,18 @@ def test_unknown_distribution(capsys: pytest.CaptureFixture[str]) -> None:
         preset("smoke", distribution="solar")
 
 
-def test_a_folder_belongs_to_one_experiment(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert newton(short_run, "--form tokens") == 2
-    assert "`--output` must be a folder of the same experiment: `form` is 'continuous' in it" in capsys.readouterr().err
-
-
-def test_other_presets_are_refused(short_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert newton(short_run, "--stages laws", preset="cpu") == 2
-    assert "a folder of the same experiment: `preset` is 'smoke' in it, got preset = 'cpu'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("preset", "options", "difference"),
+    [
+        ("smoke", "--form tokens", "its `form` is 'continuous', got form = 'tokens'"),
+        ("cpu", "--stages laws", "its `preset` is 'smoke', got preset = 'cpu'"),
+    ],
+)
+def test_folder_of_another_experiment(
+    preset: str, options: str, difference: str, short_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert newton(short_run, options, preset) == 2
+    assert f"`--output` must be a folder of the same experiment: {difference}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -262,19 +260,19 @@ sys.exit(main(["newton", "--preset", "smoke", "--device", "cpu", "--output", {st
 
 def test_faithful_preset_runs_small(tmp_path: Path) -> None:
     """7000 bins, learned positions, many planets, raw F, partly labelled test systems, the nearest points."""
-    words = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-steps 2 --pretrain-batch 4 --tune-steps 2"
-    words += " --precision fp32 --arms lssar --labels 8 --without-pretraining no --stages pretrain,probe,tune,long"
-    assert newton(tmp_path, words, preset="faithful") == 0
+    options = "--layers 1 --width 16 --heads 2 --positions 60 --pretrain-steps 2 --pretrain-batch 4 --tune-steps 2"
+    options += " --precision fp32 --arms lssar --labels 8 --without-pretraining no --stages pretrain,probe,tune,long"
+    assert newton(tmp_path, options, preset="faithful") == 0
     found = results(tmp_path)
     assert found["experiment"]["bins"] == 7000
     arrays = read_arrays(tmp_path / "arms" / "lssar" / "seed0" / "tuned-8" / "force.npz")
-    # 1,000 systems of 30 steps, less the two of each that were labelled.
+    # 1,000 systems of 30 steps, without the two labelled steps of each.
     assert len(arrays["inside/said"]) == 1000 * 28
     assert arrays["inside/state"].shape == (28000, 6)
 
 
 @pytest.mark.parametrize("target", ["vector", "force", "ln_force"])
-def test_every_target_gives_forces(target: str) -> None:
+def test_forces_for_every_target(target: str) -> None:
     experiment = preset("smoke", target=target, test_systems=4, test_steps=3)
     config = experiment.config("softmax-window2", 0.2)
     assert config.window == 4
@@ -303,10 +301,10 @@ def test_cpu_preset_finds_newtons_law(tmp_path: Path) -> None:
     assert {cell["pretrained"] for cell in found["cells"]} == {True, False}
 
 
-def test_missing_stages_have_a_dash() -> None:
+def test_summary_of_missing_stages_has_dashes() -> None:
     row = {"arm": "lssar", "pretrained": True, "labels": 50, "r2_ln_force": {"mean": 0.5}}
     found = {"table": [row, {**row, "r2_ln_force": {}}], "controls": {}, "long": []}
-    lines = printed(found).splitlines()[2:4]
+    lines = format_summary(found).splitlines()[2:4]
     assert [line.split() for line in lines] == [
         ["lssar", "50", "0.5000", "-", "-", "-"],
         ["lssar", "50", "-", "-", "-", "-"],

@@ -1,4 +1,4 @@
-"""Orbits against an independent integrator, their conserved quantities, the speed, and what is refused."""
+"""Orbits against an independent integrator, conserved quantities, speed, and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def systems(name: str, count: int, planets: int = 1, seed: int = 0) -> OrbitalSy
 def test_two_bodies_match_an_integrator(name: str) -> None:
     from scipy.integrate import solve_ivp
 
-    # The integrator, not Kepler's equation, is what a near-parabolic periapsis is hard for.
+    # A near-parabolic periapsis is hard for the integrator, not for Kepler's equation.
     drawn = systems(name, 6)
     drawn = replace(drawn, eccentricity=np.minimum(drawn.eccentricity, 0.8))
     steps = 40
@@ -62,7 +62,8 @@ def test_energy_and_spin_are_conserved(name: str, planets: int) -> None:
     np.testing.assert_allclose(spin, np.broadcast_to(spin[:, :1], spin.shape), rtol=1e-10)
 
 
-def test_what_rests() -> None:
+def test_bodies_at_rest() -> None:
+    """The centre of mass of two bodies; the star with several planets."""
     two = systems("identifiable", 20)
     places = simulate(two, 60).positions
     masses = np.stack([two.planet_mass[:, 0], two.star_mass], -1)[:, None, :, None]
@@ -72,11 +73,8 @@ def test_what_rests() -> None:
     assert np.ptp(many[:, :, -1], axis=1).max() == 0
 
 
-@given(
-    e=st.floats(0, 0.999),
-    M=st.floats(-np.pi, np.pi),
-)
-def test_keplers_equation_holds_for_every_ellipse(e: float, M: float) -> None:
+@given(e=st.floats(0, 0.999), M=st.floats(-np.pi, np.pi))
+def test_keplers_equation(e: float, M: float) -> None:
     E, sine, cosine = eccentric_anomaly(np.array([M]), np.array([e]))
     assert abs(E - e * np.sin(E) - M).item() < 1e-14
     assert (sine, cosine) == (np.sin(E), np.cos(E))
@@ -109,7 +107,7 @@ def test_later_steps_match_a_longer_run() -> None:
 
 
 def test_simulation_speed() -> None:
-    """3,000 sequences of 999 positions per second on one idle core; a fifth of it is asked for on a busy one."""
+    """3,000 sequences of 999 positions per second on one idle core; the test requires a fifth, for a busy one."""
     drawn = systems("published-code", 500)
     simulate(drawn[:50], 500)
     begun = time.perf_counter()
@@ -119,7 +117,7 @@ def test_simulation_speed() -> None:
 
 
 def test_published_data_hide_the_mass() -> None:
-    """The planet's mass can hardly be seen: in most systems the star does not leave its bin of 7000."""
+    """The star, whose motion depends on the planet's mass, stays in one of 7000 bins in most systems."""
     drawn = systems("published-code", 300)
     star = simulate(drawn, 499).positions[:, :, 1]
     bins = np.floor((star + 50) / (100 / 7000))
@@ -129,21 +127,13 @@ def test_published_data_hide_the_mass() -> None:
 
 def good(**changes: object) -> OrbitalSystems:
     one = np.ones((1, 1))
-    words: dict[str, object] = {
-        "semi_major_axis": one,
-        "eccentricity": 0.1 * one,
-        "phase": one,
-        "orientation": one,
-        "planet_mass": one,
-        "star_mass": np.ones(1),
-        "centre": np.zeros((1, 2)),
-        "time_step": np.ones(1),
-    }
-    return OrbitalSystems(**(words | changes))  # type: ignore[arg-type]
+    kwargs: dict[str, object] = dict.fromkeys(("semi_major_axis", "phase", "orientation", "planet_mass"), one)
+    kwargs |= {"eccentricity": 0.1 * one, "star_mass": np.ones(1), "centre": np.zeros((1, 2)), "time_step": np.ones(1)}
+    return OrbitalSystems(**(kwargs | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"eccentricity": [[1.0]]}, "`eccentricity` must be from 0 to below 1: the orbit must be bound"),
         ({"eccentricity": [[1.5]]}, "the orbit must be bound"),
@@ -157,13 +147,13 @@ def good(**changes: object) -> OrbitalSystems:
         ({"semi_major_axis": [1.0]}, "`semi_major_axis` must be of shape"),
     ],
 )
-def test_impossible_systems_are_refused(changes: dict[str, object], said: str) -> None:
+def test_impossible_systems(changes: dict[str, object], message: str) -> None:
     good()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         good(**changes)
 
 
-def test_states_that_escape_are_refused() -> None:
+def test_impossible_states() -> None:
     place, one = np.array([[1.0, 0.0]]), np.ones(1)
     with pytest.raises(ValueError, match="the orbit must be bound"):
         systems_from_state(place, np.array([[0.0, 20.0]]), one, one, 0.1)

@@ -1,4 +1,4 @@
-"""Sequences and the model that reads them."""
+"""Sequences, and the models that read them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from softplus_attention.physics.modeling_orbit_gpt import (
     OrbitGPTForTrajectories,
     check_checkpoint,
 )
-from softplus_attention.physics.orbits import simulate
+from softplus_attention.physics.orbits import OrbitalSystems, simulate
 from softplus_attention.physics.presets import preset
 from softplus_attention.physics.sequences import (
     PLANET,
     STAR,
     TIME_STEP,
+    Batch,
     SequenceForm,
     detokenise,
     force_targets,
@@ -33,19 +34,20 @@ from softplus_attention.physics.sequences import (
 )
 from softplus_attention.physics.training import partial_choice, to_tensors
 
+TIMES = distribution("identifiable").time_steps
 
-def drawn(name: str = "identifiable", count: int = 3, planets: int = 1):
+
+def draw(name: str = "identifiable", count: int = 3, planets: int = 1) -> OrbitalSystems:
     return distribution(name).sample(count, np.random.default_rng(1), planets)
 
 
+def make_batch(systems: OrbitalSystems, form: SequenceForm) -> Batch:
+    return sequences(systems, form, np.random.default_rng(0), TIMES)[0]
+
+
 def small(**changes: object) -> OrbitGPTConfig:
-    words: dict[str, object] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "displacement": 0.2,
-    }
-    return OrbitGPTConfig(**(words | changes))  # type: ignore[arg-type]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "displacement": 0.2}
+    return OrbitGPTConfig(**(sizes | changes))  # type: ignore[arg-type]
 
 
 def test_roles_follow_the_layout() -> None:
@@ -64,7 +66,7 @@ def test_tokens_invert_within_half_a_bin() -> None:
 
 @pytest.mark.parametrize("planets", [1, 4])
 def test_tokens_are_time_step_then_bodies(planets: int) -> None:
-    systems = drawn("published-code", planets=planets)
+    systems = draw("published-code", planets=planets)
     form = SequenceForm("tokens", positions=30, extent=50.0, bins=7000)
     times = distribution("published-code").time_steps
     batch, places = sequences(systems, form, np.random.default_rng(0), times)
@@ -77,61 +79,49 @@ def test_tokens_are_time_step_then_bodies(planets: int) -> None:
 
 
 def test_noise_is_on_inputs_only() -> None:
-    systems = drawn()
-    times = distribution("identifiable").time_steps
-    clean, _ = sequences(systems, SequenceForm(positions=21), np.random.default_rng(0), times)
-    noisy, _ = sequences(systems, SequenceForm(positions=21, context_noise=0.1), np.random.default_rng(0), times)
+    clean = make_batch(draw(), SequenceForm(positions=21))
+    noisy = make_batch(draw(), SequenceForm(positions=21, context_noise=0.1))
     np.testing.assert_array_equal(clean["targets"], noisy["targets"])
-    apart = (noisy["coordinates"] - clean["coordinates"])[:, 1:]
-    assert 0.05 < apart.std() < 0.2
+    noise = (noisy["coordinates"] - clean["coordinates"])[:, 1:]
+    assert 0.05 < noise.std() < 0.2
     np.testing.assert_array_equal(clean["coordinates"][:, 0], noisy["coordinates"][:, 0])
 
 
-def test_mixed_batches_hold_systems_of_every_size() -> None:
+def test_mixed_batches_have_all_planet_counts() -> None:
     form = SequenceForm("tokens", positions=40, extent=50.0, bins=128)
     batch = mixed_batch(distribution("published-code"), form, 64, 10, np.random.default_rng(0))
     assert set(batch["bodies"].tolist()) == set(range(2, 12))
     assert all(len(values) == 64 for values in batch.values())
 
 
-def test_labels_stand_at_the_planets_positions() -> None:
-    systems = drawn()
-    form, times = SequenceForm(positions=9), distribution("identifiable").time_steps
-    places = simulate(systems, 4).positions
-    for target in ("ln_force", "force", "vector"):
-        batch = labelled_batch(systems, form, target, np.random.default_rng(0), times)
-        at = ~np.isnan(batch["forces"]).any(-1)
-        assert at.tolist() == [[False, True] * 4 + [False]] * 3
-        expected = force_targets(systems, places, target)
-        np.testing.assert_allclose(batch["forces"][:, 1::2], expected, rtol=1e-6)
+@pytest.mark.parametrize("target", ["ln_force", "force", "vector"])
+def test_labels_are_at_planet_positions(target: str) -> None:
+    systems = draw()
+    batch = labelled_batch(systems, SequenceForm(positions=9), target, np.random.default_rng(0), TIMES)
+    labelled = ~np.isnan(batch["forces"]).any(-1)
+    assert labelled.tolist() == [[False, True] * 4 + [False]] * 3
+    expected = force_targets(systems, simulate(systems, 4).positions, target)
+    np.testing.assert_allclose(batch["forces"][:, 1::2], expected, rtol=1e-6)
 
 
 def test_partly_labelled_systems() -> None:
     chosen = partial_choice(preset("faithful"), 0, 20, 30)
     assert (chosen.sum(1) == 2).all()
-    systems, times = drawn(), distribution("identifiable").time_steps
-    batch = labelled_batch(
-        systems,
-        SequenceForm(positions=21),
-        "force",
-        np.random.default_rng(0),
-        times,
-        lambda s, k: chosen[:s, :k] | False,
-    )
+    form, rng = SequenceForm(positions=21), np.random.default_rng(0)
+    batch = labelled_batch(draw(), form, "force", rng, TIMES, lambda systems, steps: chosen[:systems, :steps])
     assert np.isfinite(batch["forces"]).sum() == chosen[:3, :10].sum()
 
 
-def test_empty_labels_are_refused() -> None:
-    times = distribution("identifiable").time_steps
+def test_bad_labels() -> None:
     form, rng = SequenceForm(positions=9), np.random.default_rng(0)
     with pytest.raises(ValueError, match="`labels` must be at least one labelled system"):
-        labelled_batch(drawn()[:0], form, "force", rng, times)
+        labelled_batch(draw()[:0], form, "force", rng, TIMES)
     with pytest.raises(ValueError, match="`labels` must be at least one label"):
-        labelled_batch(drawn(), form, "force", rng, times, lambda s, k: np.zeros((s, k), dtype=bool))
+        labelled_batch(draw(), form, "force", rng, TIMES, lambda s, k: np.zeros((s, k), dtype=bool))
     with pytest.raises(ValueError, match="`target` must be one of"):
-        labelled_batch(drawn(), form, "energy", rng, times)
+        labelled_batch(draw(), form, "energy", rng, TIMES)
     with pytest.raises(ValueError, match="one planet"):
-        labelled_batch(drawn(planets=2), form, "force", rng, times)
+        labelled_batch(draw(planets=2), form, "force", rng, TIMES)
     with pytest.raises(ValueError, match="`labels` must be at least 1"):
         preset("cpu", labels=(0,))
     with pytest.raises(ValueError, match="`labels` must be at least one"):
@@ -143,14 +133,13 @@ def test_empty_labels_are_refused() -> None:
 def test_models_are_causal(attention: str, differences: bool) -> None:
     torch.manual_seed(0)
     model = OrbitGPTForTrajectories(small(attention=attention, differences=differences, octaves=2)).eval()
-    times = distribution("identifiable").time_steps
-    batch = to_tensors(sequences(drawn(), SequenceForm(positions=21), np.random.default_rng(0), times)[0])
+    batch = to_tensors(make_batch(draw(), SequenceForm(positions=21)))
     moved = {**batch, "coordinates": batch["coordinates"].clone()}
     moved["coordinates"][:, 12:] += 1
     with torch.no_grad():
-        here, there = model(**batch).predictions, model(**moved).predictions
-    torch.testing.assert_close(here[:, :12], there[:, :12])
-    assert (here[:, 12:] - there[:, 12:]).abs().min() > 0
+        before, after = model(**batch).predictions, model(**moved).predictions
+    torch.testing.assert_close(before[:, :12], after[:, :12])
+    assert (before[:, 12:] - after[:, 12:]).abs().min() > 0
 
 
 @pytest.mark.parametrize("changes", [{}, {"differences": True}, {"form": "tokens", "bins": 64, "extent": 6.0}])
@@ -158,20 +147,13 @@ def test_roll_out_with_cache_matches_without(changes: dict[str, object]) -> None
     torch.manual_seed(0)
     config = small(attention="lssar", initializer_range=0.2, **changes)
     model = OrbitGPTForTrajectories(config).eval()
-    experiment = preset(
-        "smoke",
-        positions=13,
-        first_step=4,
-        form=config.form,
-        bins=config.bins,
-        differences=config.differences,
-    )
-    systems = drawn(count=2)
-    said = roll_out(model, experiment, systems, 9, 0)
-    np.testing.assert_allclose(said[:, :6], simulate(systems, 6).positions, atol=1e-6)
-    # The same, reading everything anew for each body.
-    times = distribution("identifiable").time_steps
-    batch = to_tensors(sequences(systems, experiment.clean_form, np.random.default_rng(0), times)[0])
+    model_settings = {"form": config.form, "bins": config.bins, "differences": config.differences}
+    experiment = preset("smoke", positions=13, first_step=4, **model_settings)
+    systems = draw(count=2)
+    predicted = roll_out(model, experiment, systems, 9, 0)
+    np.testing.assert_allclose(predicted[:, :6], simulate(systems, 6).positions, atol=1e-6)
+    # The same without a cache.
+    batch = to_tensors(make_batch(systems, experiment.clean_form))
     coordinates = batch["coordinates"]
     for body in range(6):
         kinds = torch.from_numpy(roles(coordinates.shape[1], 1)).expand(2, -1)
@@ -182,7 +164,7 @@ def test_roll_out_with_cache_matches_without(changes: dict[str, object]) -> None
             place = detokenise(last.numpy(), 64, 6.0)
         else:
             place = last.numpy()
-        np.testing.assert_allclose(said.reshape(2, -1, 2)[:, 12 + body], place[:, 0], atol=1e-4)
+        np.testing.assert_allclose(predicted.reshape(2, -1, 2)[:, 12 + body], place[:, 0], atol=1e-4)
         coordinates = torch.cat([coordinates, last], 1)
 
 
@@ -194,13 +176,10 @@ def test_published_model_size() -> None:
     assert abs(count / 1e6 - 108.5) < 0.3
 
 
-def test_forms_are_not_mixed(tmp_path: Path) -> None:
-    words = {"form": "tokens", "bins": 64}
-    model = OrbitGPTForTrajectories(small(**words))
+def test_wrong_form_or_checkpoint(tmp_path: Path) -> None:
+    model = OrbitGPTForTrajectories(small(form="tokens", bins=64))
     model.save_pretrained(tmp_path / "tokens")
-    with pytest.raises(
-        ValueError, match="`checkpoint` must be of form 'continuous', as the sequences are, got 'tokens'"
-    ):
+    with pytest.raises(ValueError, match="`checkpoint` must be of form 'continuous', like the sequences, got 'tokens'"):
         check_checkpoint(tmp_path / "tokens", "continuous")
     assert check_checkpoint(tmp_path / "tokens", "tokens").bins == 64
     with pytest.raises(ValueError, match=r"`checkpoint` must be a folder with a config\.json"):
@@ -208,9 +187,9 @@ def test_forms_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ValueError, match="`checkpoint` must be an OrbitGPT"):
         check_checkpoint(tmp_path)
-    with pytest.raises(TypeError, match="`coordinates` must be token numbers"):
+    with pytest.raises(TypeError, match="`coordinates` must be token ids"):
         model(torch.zeros(1, 4, 2), torch.zeros(1, 4, dtype=torch.long))
-    with pytest.raises(TypeError, match="`coordinates` must be real numbers"):
+    with pytest.raises(TypeError, match="`coordinates` must be floats"):
         OrbitGPTForTrajectories(small())(torch.zeros(1, 4, 2, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="at most 8 positions"):
         OrbitGPTForTrajectories(small(learned_positions=8))(

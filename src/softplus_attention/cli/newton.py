@@ -1,4 +1,4 @@
-"""``softplus-attention newton``: from simulated orbits to the law of gravitation, or to what is found in its place."""
+"""``softplus-attention newton``: from simulated orbits to the law of force that symbolic regression finds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from softplus_attention.validation import check_installed, fail
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+from softplus_attention.utils import DOCS
+from softplus_attention.validation import check_installed, fail, fail_choice
 
 PRESET_NAMES = ("smoke", "cpu", "gpu", "faithful", "paper")
 STAGE_NAMES = ("pretrain", "probe", "tune", "long", "laws", "figures")
-NEEDED = {"laws": ("scipy", "pyoperon"), "figures": ("matplotlib",)}  # beside what trains
+STAGE_PACKAGES = {"laws": ("scipy", "pyoperon"), "figures": ("matplotlib",)}  # in addition to those for training
 DISTRIBUTION_NAMES = (
     "identifiable",
     "identifiable-heavier",
@@ -24,14 +22,14 @@ DISTRIBUTION_NAMES = (
     "published-code",
     "published-text",
 )
-# Sizes that replace the preset's, and what they are. Each is at least 1.
+# Options that override sizes of the preset, each at least 1, with their help.
 NUMBERS = {
     "pretrain_updates": "optimizer steps of pre-training",
     "pretrain_batch": "systems per step and process in pre-training",
     "tune_updates": "optimizer steps of force tuning",
     "tune_batch": "labelled systems per step and process in force tuning",
     "test_systems": "systems on which the predicted force is tested",
-    "positions": "positions of a sequence: the time step, then each body at every step; odd if roll-outs follow",
+    "positions": "positions of a sequence: the time step, then each body at every step; odd for roll-outs",
     "layers": "layers of the model",
     "width": "width of the hidden states, a multiple of --heads",
     "heads": "attention heads of a layer",
@@ -39,37 +37,40 @@ NUMBERS = {
     "law_seconds": "maximum seconds of each restart of the symbolic regression",
     "law_restarts": "restarts of the symbolic regression, which share one front",
 }
-
-# What the options are called, where results files keep an older name.
+# Options whose setting keeps an older name in results files.
 RENAMED = {"pretrain_updates": "pretrain_steps", "tune_updates": "tune_steps"}
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "newton",
         help="train a GPT on orbits, predict the force, and find its law by symbolic regression",
-        description="Trains a GPT on simulated orbits, tunes it to predict the force, and searches the law by "
-        "symbolic regression, with controls. A stage whose files exist under --output is not run again; the stages "
-        "laws and figures need only those files.",
+        description="Trains a GPT on simulated orbits, fine-tunes it to predict the force, and searches for the law of "
+        "force by symbolic regression, with controls. Stages whose files exist under --output are skipped; the stages "
+        f"laws and figures need only these files. {DOCS}/newton",
     )
     parser.add_argument(
         "--preset",
         choices=PRESET_NAMES,
         default="cpu",
-        help="sizes and settings; the options below override single settings (default: %(default)s)",
+        help="sizes and settings, which the options below override (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="folder for all files (default: newton-PRESET)")
     parser.add_argument("--out", type=Path, dest="output", help=argparse.SUPPRESS)
-    parser.add_argument("--stages", default=",".join(STAGE_NAMES), help="some of %(default)s")
-    parser.add_argument("--arms", help="attentions of the catalogue, or NAME-windowK for a window of K time steps")
-    parser.add_argument("--seeds", help="seeds of weights and systems, one run for each, for example 0,1,2")
-    parser.add_argument("--labels", help="numbers of labelled systems, for example 50,200,2000")
+    parser.add_argument(
+        "--stages", default=",".join(STAGE_NAMES), metavar="STAGE,...", help="stages to run (default: %(default)s)"
+    )
+    parser.add_argument("--arms", metavar="NAME,...", help="attentions, or NAME-windowK for a window of K time steps")
+    parser.add_argument("--seeds", metavar="N,...", help="seeds of weights and systems, one run each, such as 0,1,2")
+    parser.add_argument("--labels", metavar="N,...", help="numbers of labelled systems, such as 50,200,2000")
     parser.add_argument(
         "--target", choices=("ln_force", "force", "vector"), help="regression target of the force model"
     )
-    parser.add_argument("--distribution", choices=DISTRIBUTION_NAMES, help="distribution of the systems")
-    parser.add_argument("--form", choices=("continuous", "tokens"), help="how a model reads coordinates")
-    parser.add_argument("--context-noise", type=float, help="noise on the input in pre-training, in AU")
+    parser.add_argument(
+        "--distribution", choices=DISTRIBUTION_NAMES, metavar="NAME", help=", ".join(DISTRIBUTION_NAMES)
+    )
+    parser.add_argument("--form", choices=("continuous", "tokens"), help="encoding of the coordinates")
+    parser.add_argument("--context-noise", type=float, metavar="AU", help="noise on the input in pre-training")
     parser.add_argument("--differences", choices=("yes", "no"), help="also feed the displacement since the last step")
     parser.add_argument("--precision", choices=("fp32", "tf32", "bf16"), help="arithmetic in training")
     parser.add_argument(
@@ -89,10 +90,10 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="checkpoint every N steps, from which a call that was stopped continues (default: never)",
+        help="steps between checkpoints, from which the same command continues (default: none)",
     )
     parser.add_argument("--save-updates", type=int, dest="save_every", default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--commit", help="the commit to name in the results")
+    parser.add_argument("--commit", help="commit to record in the results (default: from git)")
     parser.set_defaults(run=run)
 
 
@@ -107,22 +108,22 @@ def check_numbers(options: argparse.Namespace) -> None:
             fail(option_name(name), f"at least {least}", value)
 
 
-def listed(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
+def parse_list(name: str, text: str, kind: type[Any]) -> tuple[Any, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         fail(f"--{name}", "at least one, separated by commas", repr(text))
     try:
         return tuple(kind(part) for part in parts)
     except ValueError:
-        fail(f"--{name}", f"{kind.__name__}s separated by commas", repr(text))
+        fail(f"--{name}", "integers separated by commas", repr(text))
 
 
 def read_changes(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says beside the preset."""
+    """The settings that the command line overrides."""
     changes: dict[str, Any] = {}
     for name, kind in (("arms", str), ("seeds", int), ("labels", int)):
         if getattr(options, name) is not None:
-            changes[name] = listed(name, getattr(options, name), kind)
+            changes[name] = parse_list(name, getattr(options, name), kind)
     for name in ("target", "distribution", "form", "context_noise", "precision", *NUMBERS):
         if getattr(options, name) is not None:
             changes[name] = getattr(options, name)
@@ -133,20 +134,20 @@ def read_changes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    stages = listed("stages", options.stages, str)
+    stages = parse_list("stages", options.stages, str)
     for stage in stages:
         if stage not in STAGE_NAMES:
-            fail("--stages", f"some of {', '.join(STAGE_NAMES)}", repr(stage))
+            fail_choice("--stages", STAGE_NAMES, stage)
     check_numbers(options)
-    check_installed(*(package for stage, needed in NEEDED.items() if stage in stages for package in needed))
+    check_installed(*(package for stage in stages for package in STAGE_PACKAGES.get(stage, ())))
     from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.physics.presets import preset
     from softplus_attention.physics.stages import Folder, run_stages, write_json
-    from softplus_attention.physics.summary import printed, summary
+    from softplus_attention.physics.summary import format_summary, summary
     from softplus_attention.physics.training import ComputeOptions
     from softplus_attention.training import distributed
 
-    silence_transformers()  # loading a model for another head is what is done here on purpose
+    silence_transformers()  # force models load an orbit model with a new head on purpose
     experiment = preset(options.preset, **read_changes(options))
     compute = ComputeOptions.of(
         options.device, workers=options.workers, compile=options.compile, save_every=options.save_every
@@ -158,6 +159,6 @@ def run(options: argparse.Namespace) -> int:
         command = shlex.join(["softplus-attention", *getattr(options, "arguments", sys.argv[1:])])
         found = summary(folder, command, options.commit, time.perf_counter() - begun)
         write_json(folder.path / "results.json", found)
-        print(printed(found))
+        print(format_summary(found))
         print(f"{folder.path / 'results.json'}, {time.perf_counter() - begun:.0f} s")
     return 0

@@ -1,5 +1,5 @@
-"""Newton from orbits: exact orbits, a GPT that predicts them, its force, and the law that symbolic regression finds.
+"""Newton from orbits: exact orbits, a GPT that predicts them and the force, and symbolic regression of its law.
 
-Nothing here is imported with the package. ``orbits``, ``distributions`` and ``sequences`` need numpy alone; the models
-need torch and transformers; pyoperon, scipy and matplotlib are loaded by the functions that use them.
+The package does not import this folder. ``orbits``, ``distributions`` and ``sequences`` need only numpy; the models
+need torch and transformers; pyoperon, scipy and matplotlib are imported by the functions that use them.
 """

@@ -13,20 +13,20 @@ from softplus_attention.physics.sequences import FORMS, TARGETS
 
 @strict
 class OrbitGPTConfig(SoftplusGPTConfig):
-    r"""SoftplusGPT with coordinates in and out. All of ``SoftplusGPTConfig`` (attention, power, window, sizes), and:
+    r"""SoftplusGPT with coordinates as input and output. Fields of ``SoftplusGPTConfig``, and:
 
     Args:
         form: "continuous" or "tokens"; see ``softplus_attention.physics.sequences``.
-        bins: per coordinate, in the tokenised form.
-        extent: coordinates lie within +- this, in AU.
-        displacement: the usual way of a body in one time step, in AU: the unit of the continuous form's predictions.
-        differences: whether the continuous form also reads the way of each body since one time step earlier. It could
-            find that by attending; small models take long to learn so.
-        octaves: wavelengths of the sines and cosines that stand beside the coordinates: 4 extents, 2 extents, ...
-        learned_positions: how many positions have a learned vector; None for the attention's own (RoPE).
-        role_embeddings: whether each position is told to be time step, planet or star.
-        target: what a force model says: "ln_force", "force" or "vector"; None in a model of orbits.
-        target_mean, target_scale: the labels' mean and scale, by which the head's numbers become forces.
+        bins: number of bins per coordinate, for form "tokens".
+        extent: coordinates are within +- this, in AU.
+        displacement: typical displacement of a body in one time step, in AU: the unit of continuous predictions.
+        differences: with form "continuous", also read the displacement of each body since the previous time step.
+            Attention could compute it, but small models take long to learn that.
+        octaves: number of wavelengths of sinusoidal coordinate features: 4 extents, 2 extents, ...
+        learned_positions: number of learned position embeddings; None: the attention's own positions (RoPE).
+        role_embeddings: whether to embed the role of each position: time step, planet or star.
+        target: output of a force model: "ln_force", "force" or "vector"; None for an orbit model.
+        target_mean, target_scale: mean and scale of the labels, used to normalize the target.
     """
 
     model_type = "orbit_gpt"
@@ -55,7 +55,7 @@ class OrbitGPTConfig(SoftplusGPTConfig):
     def validate_form(self) -> None:
         """Called by ``@strict``."""
         if self.form not in FORMS:
-            check.fail("form", f"one of {', '.join(FORMS)}", repr(self.form))
+            check.fail_choice("form", FORMS, self.form)
         if self.target is not None and self.target not in TARGETS:
             check.fail("target", f"None or one of {', '.join(TARGETS)}", repr(self.target))
         for name in ("extent", "displacement", "target_scale"):

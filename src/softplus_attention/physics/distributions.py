@@ -1,4 +1,4 @@
-"""Distributions of orbital systems: two published ones, and one in which orbits determine the force."""
+"""Distributions of orbital systems: two published ones, and one whose orbits determine the force."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from softplus_attention.physics.orbits import Array, OrbitalSystems
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 WEEK, HALF_YEAR = 7 * 0.0027, 180 * 0.0027
 Range = tuple[float, float]
@@ -15,12 +15,12 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class Distribution:
-    """How systems are drawn; the ranges of masses, axes and eccentricities are those of "identifiable"."""
+    """How systems are drawn. Ranges of masses, axes and eccentricities are used by "identifiable" and its variants."""
 
     name: str
     time_steps: tuple[float, ...]
     most_planets: int
-    extent: float  # coordinates stay within +- extent but for rare systems
+    extent: float  # coordinates are within +- extent, except in rare systems
     planet_mass: Range = (0.3, 3.0)
     star_mass: Range = (0.3, 3.0)
     semi_major_axis: Range = (1.0, 3.0)
@@ -72,13 +72,13 @@ def log_uniform(limits: Range, shape: tuple[int, ...], rng: np.random.Generator)
 
 IDENTIFIABLE = Distribution("identifiable", (0.06,), most_planets=10, extent=6.0)
 DISTRIBUTIONS: dict[str, Distribution] = {
-    # As the public code draws them.
+    # As in the published code.
     "published-code": Distribution("published-code", (WEEK, HALF_YEAR), most_planets=10, extent=50.0),
-    # As the text says they are drawn.
+    # As in the text of the paper.
     "published-text": Distribution("published-text", (WEEK, HALF_YEAR), most_planets=10, extent=50.0),
-    # Masses wide and comparable, so that the star's own motion shows both; every orbit sampled finely enough.
+    # Wide ranges of comparable masses, so that the star's motion shows both; every orbit is sampled finely enough.
     "identifiable": IDENTIFIABLE,
-    # Beyond what "identifiable" ever shows: heavier, and farther out.
+    # Out of distribution for "identifiable": heavier, and farther out.
     "identifiable-heavier": replace(
         IDENTIFIABLE, name="identifiable-heavier", planet_mass=(3.0, 6.0), star_mass=(3.0, 6.0)
     ),
@@ -88,5 +88,5 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 
 def distribution(name: str) -> Distribution:
     if name not in DISTRIBUTIONS:
-        fail("distribution", f"one of {', '.join(DISTRIBUTIONS)}", repr(name))
+        fail_choice("distribution", DISTRIBUTIONS, name)
     return DISTRIBUTIONS[name]

@@ -1,4 +1,4 @@
-"""Figures of a folder: orbits, force arrows, predicted against true F, Pareto fronts, length and probes."""
+"""Figures of an experiment: orbits, force arrows, predicted against true F, Pareto fronts, length and probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softplus_attention.utils.files import replacing
 
 
 def draw_all(folder: Folder) -> list[Path]:
-    """Draws every figure whose data are there; returns the paths."""
+    """Draws every figure whose data exist; returns the paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def draw_all(folder: Folder) -> list[Path]:
 
 
 def first_runs(folder: Folder, name: str) -> list[tuple[str, Path]]:
-    """The first seed of each arm for which a file is there."""
+    """For each arm, the file of the first seed that has it."""
     found = []
     for arm in folder.experiment.arms:
         files = [folder.run(arm, seed) / name for seed in folder.experiment.seeds]
@@ -52,14 +52,12 @@ def first_runs(folder: Folder, name: str) -> list[tuple[str, Path]]:
 
 
 def grid(pyplot: Any, rows: int, columns: int, size: float = 3.0) -> tuple[Any, Any]:
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(size * columns, size * rows), squeeze=False, layout="constrained"
-    )
-    return figure, axes
+    shape = (size * columns, size * rows)
+    return pyplot.subplots(rows, columns, figsize=shape, squeeze=False, layout="constrained")
 
 
 def orbits(folder: Folder, pyplot: Any) -> Any:
-    """The planet's path relative to the star: true, and rolled out beyond the trained number of steps."""
+    """The planet's path relative to the star: true, and rolled out beyond the training length."""
     runs = first_runs(folder, "roll_out.npz")
     if not runs:
         return None
@@ -84,7 +82,7 @@ def orbits(folder: Folder, pyplot: Any) -> Any:
 
 
 def shown_cells(folder: Folder) -> list[Any]:
-    """The pre-trained cell with most labels of each arm's first seed."""
+    """For each arm, the pre-trained cell with most labels of the first seed that has forces."""
     cells = []
     for arm in folder.experiment.arms:
         found = [
@@ -99,7 +97,7 @@ def shown_cells(folder: Folder) -> list[Any]:
 
 
 def force_arrows(folder: Folder, pyplot: Any) -> Any:
-    """True and predicted forces as arrows. Where the target is a magnitude, both have the true direction."""
+    """True and predicted forces as arrows. If the target is a magnitude, both have the true direction."""
     cells = shown_cells(folder)
     if not cells:
         return None
@@ -119,7 +117,7 @@ def force_arrows(folder: Folder, pyplot: Any) -> Any:
             axis.plot(0, 0, "*", color="C1", ms=9)
             axis.set_aspect("equal")
             axis.set_title(f"{cell.arm}, {cell.labels} labels", fontsize=8)
-            # quiver's arrows have no entry of their own in a legend.
+            # quiver adds no legend entry.
             for name, colour in (("true", "0.45"), ("said", "C3")):
                 axis.plot([], [], color=colour, label=f"force, {'predicted' if name == 'said' else name}")
     axes[0, 0].legend(fontsize=7)
@@ -151,7 +149,7 @@ def said_against_true(folder: Folder, pyplot: Any) -> Any:
 
 
 def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
-    """Error against length: from predicted forces, from true ones with the same noise, and from true ones."""
+    """Error against expression length, from predicted forces, true forces with the same noise, and true forces."""
     cells = [cell for cell in shown_cells(folder) if (cell.folder / "laws.json").is_file()]
     if not cells:
         return None
@@ -178,15 +176,15 @@ def pareto_fronts(folder: Folder, pyplot: Any) -> Any:
 
 
 def length(folder: Folder) -> list[LineChart]:
-    """Force, next place and roll-out beyond the trained number of steps: the median of the seeds and their range."""
+    """Errors of force, next position and roll-out beyond the training length: median and range of the seeds."""
     found: dict[str, list[Any]] = {}
     for arm, seed in folder.runs():
         if (folder.run(arm, seed) / "long.json").is_file():
             found.setdefault(arm, []).append(read_json(folder.run(arm, seed) / "long.json"))
     panels: dict[str, Callable[[Any], dict[int, float]]] = {
         "1 - R^2 of the force": lambda run: {int(r["multiple"]): 1 - r["r2"] for r in pretrained_force(run)},
-        "error of the next place, AU": lambda run: {r["multiple"]: r["error"] for r in run["next_place"]},
-        "roll-out: off the ellipse, semi-major axes": lambda run: {
+        "error of the next position, AU": lambda run: {r["multiple"]: r["error"] for r in run["next_place"]},
+        "roll-out: distance from the ellipse, semi-major axes": lambda run: {
             r["multiple"]: r["median_ellipse_error"] for r in run["roll_out"]
         },
     }

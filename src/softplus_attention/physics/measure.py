@@ -1,7 +1,8 @@
-"""What a model of orbits knows: linear probes of its layers, predicted forces, and what holds beyond its training."""
+"""Measurements of orbit models: linear probes of the layers, predicted forces, errors beyond the training length."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +36,11 @@ from softplus_attention.physics.training import (
 POSITIONS_AT_ONCE = 1 << 16
 RIDGE = 1e-6
 SYSTEMS_AT_ONCE = 64
-# Positions looked at in a sequence. Neighbours say nearly the same, and twelve layers at all of 500 fill a machine.
+# Probed positions of a sequence. Neighbours are nearly equal, and twelve layers at all 500 do not fit into memory.
 POSITIONS = 50
 SHOWN = 4
 
-# ---- linear probes: what can be read off each layer by a line, without tuning
+# ---- linear probes: ridge regression from each layer, without tuning
 
 
 def hidden_states(model: OrbitGPTForTrajectories, batch: dict[str, torch.Tensor]) -> list[Array]:
@@ -48,23 +49,27 @@ def hidden_states(model: OrbitGPTForTrajectories, batch: dict[str, torch.Tensor]
     length = batch["coordinates"].shape[1]
     at = torch.from_numpy(probed(length)).to(device)
     layers: list[list[Array]] = []
-    for begin in range(0, batch["coordinates"].shape[0], SYSTEMS_AT_ONCE):
-        part = {name: values[begin : begin + SYSTEMS_AT_ONCE].to(device) for name, values in batch.items()}
+    for part in split_batch(batch, SYSTEMS_AT_ONCE, device):
         with torch.no_grad():
             outputs = model(part["coordinates"], part["roles"], part["bodies"], output_hidden_states=True)
         layers.append([h[:, at].flatten(0, 1).float().cpu().numpy() for h in outputs.hidden_states or ()])
     return [np.concatenate(parts) for parts in zip(*layers, strict=True)]
 
 
+def split_batch(batch: dict[str, torch.Tensor], size: int, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    for begin in range(0, batch["coordinates"].shape[0], size):
+        yield {name: values[begin : begin + size].to(device) for name, values in batch.items()}
+
+
 def probed(length: int) -> Any:
-    """The planet's positions in the second half; evenly spaced ones where there are many."""
+    """The planet's positions in the second half, at most ``POSITIONS`` of them, evenly spaced."""
     at = planet_positions(length)
     half = at[len(at) // 2 :]
     return half[np.linspace(0, len(half) - 1, min(len(half), POSITIONS)).round().astype(int)]
 
 
 def probe_targets(systems: OrbitalSystems, places: Array, length: int) -> dict[str, Array]:
-    """The probe targets at those positions, (points, columns) each."""
+    """The targets at the positions of ``probed``, (points, columns) each."""
     steps = (probed(length) - 1) // 2
     e, a, orientation = systems.eccentricity[:, 0], systems.semi_major_axis[:, 0], systems.orientation[:, 0]
 
@@ -84,7 +89,7 @@ def probe_targets(systems: OrbitalSystems, places: Array, length: int) -> dict[s
 def linear_fit(
     states: Array, targets: dict[str, Array], states_test: Array, targets_test: dict[str, Array]
 ) -> dict[str, float]:
-    """R^2 of each target on held-out systems, the mean over its columns."""
+    """R^2 of each target on held-out systems, averaged over its columns."""
     states, states_test = states.astype(np.float64), states_test.astype(np.float64)
     mean, scale = states.mean(0), states.std(0) + 1e-12
     X = np.concatenate([(states - mean) / scale, np.ones((len(states), 1))], 1)
@@ -125,7 +130,7 @@ def probe(model: OrbitGPTForTrajectories, experiment: Experiment, seed: int) -> 
 
 
 def test_distributions(experiment: Experiment) -> dict[str, Distribution]:
-    """ "inside" as trained, and those beyond the training range where there are any."""
+    """ "inside" is the training distribution; "heavier" and "wider" are out of distribution, if defined."""
     inside = distribution(experiment.distribution)
     found = {"inside": inside}
     for key in ("heavier", "wider"):
@@ -136,7 +141,7 @@ def test_distributions(experiment: Experiment) -> dict[str, Distribution]:
 
 
 def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int) -> dict[str, Array]:
-    """Arrays by "set/name": m1, m2, r, true and predicted ("said") F, system and step of each point; some orbits."""
+    """Arrays "SET/NAME": m1, m2, r, true F, predicted F ("said"), system and step of each point; some whole orbits."""
     model.eval()
     arrays: dict[str, Array] = {}
     for number, (name, drawn) in enumerate(test_distributions(experiment).items()):
@@ -153,11 +158,8 @@ def predicted_forces(model: OrbitGPTForForce, experiment: Experiment, seed: int)
             found = {key: values[keep] for key, values in found.items()}
         arrays |= {f"{name}/{key}": values for key, values in found.items()}
         if name == "inside":
-            arrays["shown/places"], arrays["shown/true"] = (
-                places[:SHOWN],
-                force_on_planets(systems[:SHOWN], places[:SHOWN])[:, :, 0],
-            )
-            arrays["shown/said"] = vectors[:SHOWN]
+            arrays["shown/places"], arrays["shown/said"] = places[:SHOWN], vectors[:SHOWN]
+            arrays["shown/true"] = force_on_planets(systems[:SHOWN], places[:SHOWN])[:, :, 0]
     return arrays
 
 
@@ -169,7 +171,7 @@ def predict_forces(
     del batch["forces"]
     at = planet_positions(form.positions)
     steps = len(at)
-    predicted = in_parts(model, to_tensors(batch))[:, at]
+    predicted = predict_in_parts(model, to_tensors(batch))[:, at]
     orbits = simulate(systems, steps, velocities=experiment.nearest_points > 0)
     places = orbits.positions
     true = force_on_planets(systems, places)[:, :, 0]
@@ -178,7 +180,7 @@ def predict_forces(
         vectors, predicted_size = predicted, np.linalg.norm(predicted, axis=-1)
     else:
         predicted_size = np.exp(predicted[..., 0]) if experiment.target == "ln_force" else predicted[..., 0]
-        # Only the magnitude was asked for: the direction is the true one.
+        # The model predicts only the magnitude: use the true direction.
         vectors = true * (predicted_size / size)[..., None]
     kept = tested_steps(experiment, steps)
     relative = places[:, :, 0] - places[:, :, 1]
@@ -200,20 +202,20 @@ def predict_forces(
 
 
 def tested_steps(experiment: Experiment, steps: int) -> Any:
-    """The steps of each test system at which the force is kept: all from the first on, or ``test_steps`` of them."""
+    """The tested steps of each system: all from ``first_step`` on, or ``test_steps`` of these."""
     first, count = experiment.first_step, experiment.test_steps
     return np.arange(first, steps) if not count else np.linspace(first, steps - 1, count).round().astype(np.int64)
 
 
 def orbit_states(systems: OrbitalSystems, places: Array, velocities: Array) -> Array:
-    """Relative place and velocity and the two masses at each step, (S, steps, 6)."""
+    """Relative position, relative velocity and both masses at each step, (S, steps, 6)."""
     masses = np.stack([systems.planet_mass[:, 0], systems.star_mass], -1)
     masses = np.broadcast_to(masses[:, None], (*places.shape[:2], 2))
     return np.concatenate([places[:, :, 0] - places[:, :, 1], velocities[:, :, 0] - velocities[:, :, 1], masses], -1)
 
 
 def quality(arrays: dict[str, Array], name: str) -> dict[str, Any]:
-    """R^2 of F and of ln F (where the predicted force is positive), and the spread of ln F about the truth."""
+    """R^2 of F, R^2 of ln F (of positive predictions), and bias and spread of the error of ln F."""
     true, predicted = arrays[f"{name}/true"], arrays[f"{name}/said"]
     usable = predicted > 0
     result: dict[str, Any] = {
@@ -222,19 +224,19 @@ def quality(arrays: dict[str, Array], name: str) -> dict[str, Any]:
         "not_positive": int((~usable).sum()),
     }
     if usable.sum() > 8:
-        apart = np.log(predicted[usable]) - np.log(true[usable])
+        error = np.log(predicted[usable]) - np.log(true[usable])
         result |= {
             "r2_ln_force": coefficient_of_determination(np.log(predicted[usable]), np.log(true[usable])),
-            "ln_force_bias": float(apart.mean()),
-            "ln_force_rmse": float(np.sqrt((apart**2).mean())),
-            "ln_force_noise": float(apart.std()),
+            "ln_force_bias": float(error.mean()),
+            "ln_force_rmse": float(np.sqrt((error**2).mean())),
+            "ln_force_noise": float(error.std()),
         }
     if f"{name}/true_vector" in arrays:
         result["r2_vector"] = coefficient_of_determination(arrays[f"{name}/said_vector"], arrays[f"{name}/true_vector"])
     return result
 
 
-# ---- beyond the trained number of steps
+# ---- beyond the training length
 
 
 def long_form(experiment: Experiment, multiple: int) -> Any:
@@ -245,13 +247,11 @@ def long_systems(experiment: Experiment, seed: int) -> OrbitalSystems:
     return distribution(experiment.distribution).sample(experiment.long_systems, stream(seed, LONG))
 
 
-def in_parts(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Array:
+def predict_in_parts(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Array:
     """The model's predictions, computed in parts that fit into memory."""
-    device = next(model.parameters()).device
     rows = max(1, POSITIONS_AT_ONCE // batch["coordinates"].shape[1])
     out = []
-    for begin in range(0, batch["coordinates"].shape[0], rows):
-        part = {name: values[begin : begin + rows].to(device) for name, values in batch.items()}
+    for part in split_batch(batch, rows, next(model.parameters()).device):
         with torch.no_grad():
             out.append(model(**part).predictions.double().cpu().numpy())
     return np.concatenate(out)
@@ -271,10 +271,10 @@ def next_places(model: OrbitGPTForTrajectories, experiment: Experiment, seed: in
     form = long_form(experiment, most)
     batch, places = sequences(systems, form, stream(seed, LONG, 1), drawn.time_steps)
     tensors = to_tensors({name: values for name, values in batch.items() if name != "targets"})
-    predicted = in_parts(model, tensors)
+    predicted = predict_in_parts(model, tensors)
     if experiment.form == "tokens":
         predicted = detokenise(predicted.argmax(-1), experiment.bins, form.extent)
-    # Position p predicts the body at p + 1: from position 0 on, all bodies in order.
+    # Position p predicts the body at p + 1, so predictions from position 0 on are all bodies in order.
     predicted = predicted[:, :-1].reshape(len(systems), -1, 2, 2)
     error = np.linalg.norm(predicted - places[:, : predicted.shape[1]], axis=-1)
     way = np.linalg.norm(np.diff(places, axis=1), axis=-1)
@@ -297,7 +297,7 @@ def next_places(model: OrbitGPTForTrajectories, experiment: Experiment, seed: in
 def roll_out(
     model: OrbitGPTForTrajectories, experiment: Experiment, systems: OrbitalSystems, steps: int, seed: int
 ) -> Array:
-    """Positions (S, steps, 2, 2): the trained number of steps given, the rest generated autoregressively."""
+    """Positions (S, steps, 2, 2): the first ``experiment.steps`` are given, the rest is generated autoregressively."""
     model.eval()
     device = next(model.parameters()).device
     drawn, form = distribution(experiment.distribution), experiment.clean_form
@@ -332,7 +332,7 @@ def roll_out(
 
 
 def orbit_errors(systems: OrbitalSystems, predicted: Array, true: Array) -> tuple[Array, Array]:
-    """Distance of the planet from its true position and from its ellipse in semi-major axes, (S, steps) each."""
+    """Distances of the planet from its true position and from its ellipse, in semi-major axes, (S, steps) each."""
     a, e, orientation = systems.semi_major_axis, systems.eccentricity, systems.orientation
     place = np.linalg.norm(predicted[:, :, 0] - true[:, :, 0], axis=-1) / a
     relative = predicted[:, :, 0] - predicted[:, :, 1]
@@ -344,7 +344,7 @@ def orbit_errors(systems: OrbitalSystems, predicted: Array, true: Array) -> tupl
 def roll_outs(
     model: OrbitGPTForTrajectories, experiment: Experiment, seed: int
 ) -> tuple[list[dict[str, float]], dict[str, Array]]:
-    """Errors by multiple of the trained steps, and a few orbits for the figure."""
+    """Errors by multiple of the training length, and a few orbits for the figure."""
     systems = long_systems(experiment, seed)
     multiples = tuple(m for m in experiment.multiples if m > 1)
     steps = experiment.steps * max(multiples)
@@ -368,7 +368,7 @@ def roll_outs(
 
 
 def force_by_length(model: OrbitGPTForForce, experiment: Experiment, seed: int) -> list[dict[str, float]]:
-    """R^2 of the force (of ln F where that is the target) by position in the sequence."""
+    """R^2 and RMSE of the target by position in the sequence."""
     model.eval()
     most = max(experiment.multiples)
     drawn, systems = distribution(experiment.distribution), long_systems(experiment, seed)
@@ -376,7 +376,7 @@ def force_by_length(model: OrbitGPTForForce, experiment: Experiment, seed: int) 
     batch = labelled_batch(systems, form, experiment.target, stream(seed, LONG, 1), drawn.time_steps)
     del batch["forces"]
     at = planet_positions(form.positions)
-    predicted = in_parts(model, to_tensors(batch))[:, at]
+    predicted = predict_in_parts(model, to_tensors(batch))[:, at]
     true = force_targets(systems, simulate(systems, form.steps(1)).positions, experiment.target)[:, : len(at)]
     rows = []
     for multiple in experiment.multiples:

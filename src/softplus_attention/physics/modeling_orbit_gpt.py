@@ -1,4 +1,4 @@
-"""OrbitGPT: a SoftplusGPT that reads positions of bodies and predicts the next position, or the force."""
+"""OrbitGPT: a SoftplusGPT that reads positions of bodies and predicts the next position or the force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from softplus_attention.reference import without_autocast
 
 @dataclass
 class OrbitOutput(ModelOutput):
-    """``predictions``: places (B, T, 2), logits (B, T, 2, vocabulary) or forces (B, T, 1 or 2)."""
+    """``predictions``: positions (B, T, 2), logits (B, T, 2, vocabulary) or forces (B, T, 1 or 2)."""
 
     loss: Tensor | None = None
     predictions: Tensor | None = None
@@ -38,12 +38,12 @@ class OrbitGPTPreTrainedModel(SoftplusGPTPreTrainedModel):
     config: OrbitGPTConfig
     base_model_prefix = "orbit"
     main_input_name = "coordinates"
-    # The losses are means over a batch: the Trainer must not divide by a count of its own.
+    # The losses are means over a batch: the Trainer must not normalize them again.
     accepts_loss_kwargs = False
 
 
 class CoordinateEmbedding(nn.Module):
-    """Embeds positions, given as tokens or numbers."""
+    """Embeds coordinates, given as tokens or as numbers."""
 
     def __init__(self, config: OrbitGPTConfig) -> None:
         super().__init__()
@@ -62,35 +62,33 @@ class CoordinateEmbedding(nn.Module):
         config = self.config
         if config.form == "tokens":
             if coordinates.dtype.is_floating_point:
-                check.fail("coordinates", "token numbers: this model is of form 'tokens'", coordinates.dtype, TypeError)
+                check.fail("coordinates", "token ids (this model has form 'tokens')", coordinates.dtype, TypeError)
             hidden = self.join(torch.cat([self.x(coordinates[..., 0]), self.y(coordinates[..., 1])], -1))
         else:
             if not coordinates.dtype.is_floating_point:
-                check.fail(
-                    "coordinates", "real numbers: this model is of form 'continuous'", coordinates.dtype, TypeError
-                )
-            # In half precision a coordinate of 5 AU is known to 0.02 AU: less than what a step bends an orbit.
+                check.fail("coordinates", "floats (this model has form 'continuous')", coordinates.dtype, TypeError)
+            # Half precision resolves a coordinate of 5 AU to 0.02 AU, too coarse for the curvature of an orbit.
             with without_autocast(coordinates.device):
                 hidden = self.join(self.features(coordinates.float(), earlier))
         if self.role is not None:
             if roles is None:
-                check.fail("roles", "given: this model embeds them", None)
+                check.fail("roles", "given (this model embeds roles)", None)
             hidden = hidden + self.role(roles)
         if self.place is not None:
             last = seen + coordinates.shape[1]
             if last > self.place.num_embeddings:
-                most = self.place.num_embeddings
-                check.fail("coordinates", f"at most {most} positions, as many as this model has learned", last)
+                limit = self.place.num_embeddings
+                check.fail("coordinates", f"at most {limit} positions, the learned positions of this model", last)
             hidden = hidden + self.place.weight[seen:last]
         return hidden
 
     def features(self, coordinates: Tensor, earlier: Tensor | None) -> Tensor:
-        """The coordinates, and the displacement since the last step and sinusoids where the config has them."""
+        """The coordinates; with ``differences`` the displacement since the last step; with ``octaves`` sinusoids."""
         parts = [coordinates / (self.config.extent / 2)]
         if self.config.differences:
             if earlier is None:
-                check.fail("earlier", "given: this model reads differences", None)
-            # NaN: the time step, and bodies seen for the first time.
+                check.fail("earlier", "given (this model reads differences)", None)
+            # NaN for the time step and for the first position of each body.
             parts.append(((coordinates - earlier) / self.config.displacement).nan_to_num())
         if self.config.octaves:
             octave = 2.0 ** torch.arange(self.config.octaves, device=coordinates.device)
@@ -104,7 +102,7 @@ class OrbitGPTModel(OrbitGPTPreTrainedModel):
         super().__init__(config)
         self.embedding = CoordinateEmbedding(config)
         self.gpt = SoftplusGPTModel(config)
-        # Its token table would never be read, and a parameter without a gradient stops distributed training.
+        # The token embedding is unused, and DDP fails on parameters without a gradient.
         self.gpt.embed_tokens = nn.Identity()  # type: ignore[assignment]
         self.post_init()
 
@@ -118,8 +116,8 @@ class OrbitGPTModel(OrbitGPTPreTrainedModel):
         output_hidden_states: bool = False,
         earlier: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
-        """``bodies`` (B,): planets and star of each system. ``earlier`` (B, T, 2): where each body was one step before,
-        for models that read differences; found among the coordinates where it is not given."""
+        """``bodies`` (B,): number of planets and star of each system. ``earlier`` (B, T, 2): position of each body one
+        step before, for models that read differences; by default taken from ``coordinates``."""
         seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if earlier is None and self.config.differences:
             earlier = shifted(coordinates, bodies)
@@ -154,8 +152,8 @@ class OrbitGPTForTrajectories(OrbitGPTPreTrainedModel):
         earlier: Tensor | None = None,
         previous: Tensor | None = None,
     ) -> OrbitOutput:
-        """``previous`` (B, T, 2): the place, one step earlier, of the body that comes next; like ``earlier``, it is
-        found among the coordinates where it is not given (a step with a cache must give both)."""
+        """``previous`` (B, T, 2): position of the next body one step before. Like ``earlier`` it is taken from
+        ``coordinates`` by default; with a cache both must be given."""
         outputs = self.orbit(coordinates, roles, bodies, past_key_values, use_cache, output_hidden_states, earlier)
         output = self.head(outputs.last_hidden_state).float()
         if self.config.form == "tokens":
@@ -172,7 +170,7 @@ class OrbitGPTForTrajectories(OrbitGPTPreTrainedModel):
 
 
 class OrbitGPTForForce(OrbitGPTPreTrainedModel):
-    """Predicts the force on the planet at its position: a new head on an orbit model, all weights tuned."""
+    """Predicts the force on a planet at its position: an orbit model with a new head; all weights are tuned."""
 
     def __init__(self, config: OrbitGPTConfig) -> None:
         super().__init__(config)
@@ -198,7 +196,7 @@ class OrbitGPTForForce(OrbitGPTPreTrainedModel):
 
 
 def shifted(coordinates: Tensor, bodies: Tensor | None, ahead: int = 0) -> Tensor:
-    """The position of each body (``ahead`` positions on) one time step earlier; NaN where there is none."""
+    """The position one time step earlier of the body at each place (``ahead`` places on); NaN if there is none."""
     if bodies is None:
         check.fail("bodies", "the number of bodies of each system, (B,)", None)
     place = torch.arange(coordinates.shape[1], device=coordinates.device)[None] + ahead - bodies[:, None]
@@ -214,7 +212,7 @@ def squared_error(predictions: Tensor, targets: Tensor, unit: float) -> Tensor:
 
 
 def check_checkpoint(path: Path, form: str | None = None) -> OrbitGPTConfig:
-    """The configuration of a checkpoint; raises where it is not an OrbitGPT of the wanted form."""
+    """The configuration of a checkpoint; raises an error if it is not an OrbitGPT of this form."""
     if not (path / "config.json").is_file():
         check.fail("checkpoint", "a folder with a config.json", path)
     check_model_folder("checkpoint", str(path))
@@ -223,7 +221,7 @@ def check_checkpoint(path: Path, form: str | None = None) -> OrbitGPTConfig:
         check.fail("checkpoint", f"an OrbitGPT ({OrbitGPTConfig.model_type!r})", repr(settings.get("model_type")))
     config = OrbitGPTConfig.from_pretrained(path)
     if form is not None and config.form != form:
-        check.fail("checkpoint", f"of form {form!r}, as the sequences are", repr(config.form))
+        check.fail("checkpoint", f"of form {form!r}, like the sequences", repr(config.form))
     return config
 
 

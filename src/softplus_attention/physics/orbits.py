@@ -1,7 +1,7 @@
 """Exact two-body orbits in the plane, many systems at once. Units: AU, year, solar mass.
 
-Each planet moves on a Kepler ellipse about its star; planets do not pull each other. A lone planet and its star move
-about their centre of mass, which rests; with two planets or more the star rests there, as in the published data.
+Each planet moves on a Kepler ellipse about its star; planets do not attract each other. A single planet and its star
+move about their centre of mass, which is at rest; with more planets the star is at rest, as in the published data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from softplus_attention.validation import fail
 Array = NDArray[np.float64]
 
 G = 39.4784176044
-# Elements worked on at once: the intermediates of a chunk stay in the processor's cache.
+# Elements per chunk: the intermediates fit into the CPU cache.
 CHUNK = 8192
 MAX_ITERATIONS = 20
 RESIDUAL = 4e-15
@@ -53,7 +53,7 @@ class OrbitalSystems:
             if values.shape != expected:
                 fail(field.name, f"of shape {expected}", values.shape)
             if not np.isfinite(values).all():
-                fail(field.name, "finite", "a value that is not")
+                fail(field.name, "finite", "NaN or infinity")
         for name in ("semi_major_axis", "planet_mass", "star_mass", "time_step"):
             values = getattr(self, name)
             if values.size and values.min() <= 0:
@@ -67,7 +67,7 @@ class OrbitalSystems:
         return int(self.semi_major_axis.shape[0])
 
     def __getitem__(self, index: Any) -> OrbitalSystems:
-        """Some of the systems, by a slice or an array of indices."""
+        """Selects systems by a slice or an array of indices."""
         return replace(self, **{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
     @property
@@ -100,7 +100,7 @@ def systems_from_state(
     time_step: float,
     centre: Array | None = None,
 ) -> OrbitalSystems:
-    """Lone planets from place and velocity relative to the star, (S, 2) each; an unbound orbit is refused."""
+    """Systems of one planet from its position and velocity relative to the star, (S, 2) each. Orbits must be bound."""
     position, velocity = np.atleast_2d(position).astype(np.float64), np.atleast_2d(velocity).astype(np.float64)
     planet_mass, star_mass = np.atleast_1d(planet_mass), np.atleast_1d(star_mass)
     for name, mass in (("planet_mass", planet_mass), ("star_mass", star_mass)):
@@ -138,7 +138,7 @@ def systems_from_state(
 
 
 def eccentric_anomaly(mean_anomaly: Array, eccentricity: Array) -> tuple[Array, Array, Array]:
-    """E with E - e sin E = M, for M from -pi to pi, its sine and cosine: Danby's start and his fourth-order step."""
+    """E with E - e sin E = M for M from -pi to pi, and its sine and cosine: Danby's start and fourth-order step."""
     M, e = mean_anomaly, eccentricity
     E = M + np.copysign(0.85, M) * e
     sine, cosine = np.sin(E), np.cos(E)
@@ -157,7 +157,7 @@ def eccentric_anomaly(mean_anomaly: Array, eccentricity: Array) -> tuple[Array, 
 
 
 def simulate(systems: OrbitalSystems, steps: int, *, first: int = 0, velocities: bool = False) -> Orbits:
-    """Where the bodies are (and how fast) at ``first``, ``first + 1``, ... times the time step of their system."""
+    """Positions (and velocities) at ``first``, ``first + 1``, ... times the time step of each system."""
     if steps < 1:
         fail("steps", "at least 1", steps)
     count, planets = systems.semi_major_axis.shape
@@ -174,7 +174,7 @@ def simulate_part(systems: OrbitalSystems, steps: int, first: int, positions: Ar
     a, e, mu = systems.semi_major_axis, systems.eccentricity, systems.gravitational_parameter
     motion = np.sqrt(mu / a**3)
     turn = 2 * np.pi
-    # (S, steps, K), reduced to -pi .. pi: the residual of Kepler's equation then reaches the last digit.
+    # (S, steps, K), reduced to -pi .. pi so that the residual of Kepler's equation reaches rounding error.
     per_step = (motion * systems.time_step[:, None])[:, None]
     M = systems.phase[:, None] + per_step * (first + np.arange(steps))[None, :, None]
     M -= turn * np.round(M * (1 / turn))
@@ -186,7 +186,7 @@ def simulate_part(systems: OrbitalSystems, steps: int, first: int, positions: Ar
     share = systems.star_mass / (systems.star_mass + systems.planet_mass[:, 0]) if alone else np.ones(len(systems))
 
     def place(out: Array, x: Array, y: Array, offset: Array) -> None:
-        """Rotates the relative motion (x, y) into ``out`` and gives planet and star their share of it."""
+        """Rotates the relative motion (x, y) and divides it between planet and star."""
         for axis, (over_x, over_y) in enumerate(((along, -across), (across, along))):
             relative = x * over_x[:, None] + y * over_y[:, None]
             out[:, :, :-1, axis] = relative * share[:, None, None] + offset[:, axis, None, None]
@@ -202,7 +202,7 @@ def simulate_part(systems: OrbitalSystems, steps: int, first: int, positions: Ar
 
 
 def force_on_planets(systems: OrbitalSystems, positions: Array) -> Array:
-    """The star's pull on each planet, G m M / r^2 towards the star, (S, steps, K, 2)."""
+    """The star's force on each planet, G m M / r^2 towards the star, (S, steps, K, 2)."""
     towards = positions[:, :, -1:] - positions[:, :, :-1]
     r = np.linalg.norm(towards, axis=-1, keepdims=True)
     product = G * systems.planet_mass * systems.star_mass[:, None]
@@ -212,7 +212,7 @@ def force_on_planets(systems: OrbitalSystems, positions: Array) -> Array:
 def energy_and_spin(systems: OrbitalSystems, orbits: Orbits) -> tuple[Array, Array]:
     """Energy and angular momentum of each planet's relative motion, per reduced mass: (S, steps, K) each."""
     if orbits.velocities is None:
-        fail("orbits", "simulated with velocities=True", "positions alone")
+        fail("orbits", "simulated with velocities=True", "only positions")
     relative = orbits.positions[:, :, :-1] - orbits.positions[:, :, -1:]
     velocity = orbits.velocities[:, :, :-1] - orbits.velocities[:, :, -1:]
     r = np.linalg.norm(relative, axis=-1)

@@ -1,4 +1,4 @@
-"""The settings of an experiment, and the presets."""
+"""Settings of an experiment, and the presets."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SIZES = (
     "law_restarts",
 )
 PRECISIONS = ("fp32", "tf32", "bf16")
-# What the public recipe lets a law be made of, and what a power law needs.
+# Operators of the published recipe, and those that a power law needs.
 PUBLISHED_OPERATORS = "add,mul,div,sin,cos,exp"
 PLAIN_OPERATORS = "add,sub,mul,div"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An attention of the catalogue, or one with a window of some time steps: "softmax", "softmax-window2"."""
+    """An attention, optionally with a window of some time steps: "softmax", "softmax-window2"."""
 
     name: str
     attention: str
@@ -49,14 +49,14 @@ def arm(name: str) -> Arm:
     windowed = re.fullmatch(r"(.+)-window(\d+)", name)
     found = Arm(name, windowed[1], int(windowed[2])) if windowed else Arm(name, name, None)
     if found.window_steps == 0:
-        fail("arms", "of windows of at least 1 time step", repr(name))
+        fail("arms", "windows of at least 1 time step", repr(name))
     attention(found.attention)
     return found
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Every setting that affects the result. ``*_updates`` are optimizer steps, all other steps those of orbits."""
+    """All settings that affect the result. ``*_updates`` are optimizer steps; all other steps are time steps."""
 
     preset: str
     arms: tuple[str, ...] = ("softmax", "lssar")
@@ -92,7 +92,7 @@ class Experiment:
     without_pretraining: bool = True
     test_systems: int = 512
     test_steps: int = 0
-    # Before a few steps have been seen nothing can know the masses: no label stands there, and the test starts later.
+    # The masses cannot be inferred from the first steps: labels start at ``first_label``, the test at ``first_step``.
     first_label: int = 4
     first_step: int = 12
     # Probes and long sequences
@@ -116,22 +116,22 @@ class Experiment:
         distribution(self.distribution)
         for name in self.arms:
             if arm(name).window_steps and len(distribution(self.distribution).time_steps) > 1:
-                expected = f"without a window in {self.distribution!r}: the time step is told at position 0 alone"
+                expected = f"without a window in {self.distribution!r}: only position 0 holds the time step"
                 fail("arms", expected, repr(name))
         for name in ("arms", "seeds", "labels"):
             values = getattr(self, name)
             if not values:
                 fail(name, "at least one", "none")
             if len(set(values)) != len(values):
-                fail(name, "each named once", values)
+                fail(name, "without duplicates", values)
         if min(self.labels) < 1:
             fail("labels", "at least 1 labelled system", min(self.labels))
         if min(self.seeds) < 0:
             fail("seeds", "at least 0", min(self.seeds))
         if self.target not in TARGETS:
-            fail("target", f"one of {', '.join(TARGETS)}", repr(self.target))
+            fail_choice("target", TARGETS, self.target)
         if self.precision not in PRECISIONS:
-            fail("precision", f"one of {', '.join(PRECISIONS)}", repr(self.precision))
+            fail_choice("precision", PRECISIONS, self.precision)
         for name in SIZES:
             if getattr(self, name) < 1:
                 fail(name, "at least 1", getattr(self, name))
@@ -139,14 +139,12 @@ class Experiment:
         rotated = not self.learned_positions and any(spec.positions == "rope" for spec in attentions)
         if self.width % self.heads or (rotated and self.width // self.heads % 2):
             expected = f"{'an even' if rotated else 'a'} multiple of `heads`, {self.heads}"
-            fail("width", expected + (": rotary positions turn pairs" if rotated else ""), self.width)
-        least = max(self.first_step, self.first_label)
-        if self.steps <= least:
-            fail("positions", f"more than {1 + 2 * least}: labels and tests start at step {least}", self.positions)
+            fail("width", expected + (" (rotary positions rotate pairs)" if rotated else ""), self.width)
+        first = max(self.first_step, self.first_label)
+        if self.steps <= first:
+            fail("positions", f"more than {1 + 2 * first}: labels and tests start at step {first}", self.positions)
         if self.multiples and self.positions % 2 == 0:
-            fail(
-                "positions", "odd: the time step and whole steps of two bodies, where roll-outs follow", self.positions
-            )
+            fail("positions", "odd for roll-outs: the time step and whole steps of two bodies", self.positions)
 
     @property
     def sequence_form(self) -> SequenceForm:
@@ -155,7 +153,7 @@ class Experiment:
 
     @property
     def clean_form(self) -> SequenceForm:
-        """The same without noise, for labels and tests."""
+        """``sequence_form`` without noise, for labels and tests."""
         return replace(self.sequence_form, context_noise=0.0)
 
     @property
@@ -164,9 +162,9 @@ class Experiment:
         return self.sequence_form.steps(1)
 
     def config(self, name: str, displacement: float) -> OrbitGPTConfig:
-        """The model of an arm."""
+        """The model configuration of an arm."""
         chosen = arm(name)
-        # Two bodies to a time step.
+        # Two bodies per time step.
         window = None if chosen.window_steps is None else 2 * chosen.window_steps
         return OrbitGPTConfig(
             attention=chosen.attention,
@@ -191,7 +189,7 @@ class Experiment:
 
 
 GPU_ARMS = ("softmax", "softmax-window2", "softmax-qknorm-logn", "lssar-p3", "lssar")
-# One restart of the regression missed the law in the true force of one seed in three.
+# Three restarts of the regression (the default): one alone missed the law in the true force of one seed in three.
 CPU = Experiment("cpu", law_scales=("ln_force",))
 GPU = Experiment(
     "gpu",
@@ -216,7 +214,7 @@ GPU = Experiment(
     first_step=20,
     probe_systems=512,
     weight_decay=0.1,
-    # Ten bits of a coordinate of 5 AU are 0.003 AU, a thirtieth of what a step bends an orbit; bfloat16 has seven.
+    # TF32 (10 bits) resolves 5 AU to 0.003 AU, a thirtieth of the bend of an orbit in a step; bfloat16 has 7 bits.
     precision="tf32",
 )
 FAITHFUL = Experiment(
@@ -257,7 +255,7 @@ FAITHFUL = Experiment(
     precision="bf16",
 )
 PRESETS: dict[str, Experiment] = {
-    # 20 seconds: the same path with less of everything, for the tests.
+    # For the tests: all stages in 20 seconds.
     "smoke": replace(
         CPU,
         preset="smoke",
@@ -276,7 +274,7 @@ PRESETS: dict[str, Experiment] = {
     "cpu": CPU,
     "gpu": GPU,
     "faithful": FAITHFUL,
-    # The published recipe in full: 25 passes over 10M systems in batches of 512, as 64 per process on 8 GPUs.
+    # The full published recipe: 25 passes over 10M systems in batches of 512, 64 per process on 8 GPUs.
     "paper": replace(
         FAITHFUL, preset="paper", pretrain_updates=488_281, pretrain_batch=64, tune_updates=10_000, tune_batch=64
     ),

@@ -1,7 +1,7 @@
-"""Orbits as a GPT reads them: position 0 says the time step, then planet 1 .. planet K and the star, step after step.
+"""Orbits as sequences: position 0 holds the time step, then planet 1 .. planet K and the star follow for every step.
 
-Two forms. "tokens": x and y each in bins, and the time step as a token of its own. "continuous": the coordinates
-themselves, with Gaussian noise on what the model reads and none on what it should say.
+Two forms. "tokens": x and y each in bins, and a token for the time step. "continuous": the coordinates themselves,
+with optional Gaussian noise on the input and none on the targets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from softplus_attention.physics.distributions import Distribution
 from softplus_attention.physics.orbits import Array, OrbitalSystems, force_on_planets, simulate
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 FORMS = ("continuous", "tokens")
 TIME_STEP, PLANET, STAR = 0, 1, 2
 IGNORED = -100
-# The first place of a body and its first displacement follow from nothing before them.
+# A body's first position and first displacement cannot be predicted.
 FIRST_PREDICTABLE_STEP = 2
 
 Batch = dict[str, NDArray[np.generic]]
@@ -39,7 +39,7 @@ class SequenceForm:
 
     def __post_init__(self) -> None:
         if self.kind not in FORMS:
-            fail("form", f"one of {', '.join(FORMS)}", repr(self.kind))
+            fail_choice("form", FORMS, self.kind)
         if self.positions < 4:
             fail("positions", "at least 4", self.positions)
         if not 0 <= self.context_noise < math.inf:
@@ -48,17 +48,17 @@ class SequenceForm:
             fail("bins", "at least 2", self.bins)
 
     def steps(self, planets: int) -> int:
-        """How many time steps begin within the sequence."""
+        """The number of time steps that begin within the sequence."""
         return -(-(self.positions - 1) // (planets + 1))
 
 
 def vocabulary(bins: int) -> int:
-    """Bins, two time steps and the padding, per coordinate."""
+    """Tokens per coordinate: the bins, two time steps and padding."""
     return bins + 3
 
 
 def roles(length: int, planets: int) -> NDArray[np.int64]:
-    """The role of each position: the time step, a planet or the star."""
+    """The role of each position: ``TIME_STEP``, ``PLANET`` or ``STAR``."""
     place = np.arange(length) - 1
     kinds = np.where(place % (planets + 1) == planets, STAR, PLANET)
     kinds[0] = TIME_STEP
@@ -71,7 +71,7 @@ def interleaved(positions: Array, length: int) -> Array:
 
 
 def tokenise(coordinates: Array, bins: int, extent: float) -> NDArray[np.int64]:
-    """The bin of each coordinate; what lies outside +- extent falls into the outermost bins."""
+    """The bin of each coordinate; values outside +- extent fall into the outermost bins."""
     return np.clip(np.floor((coordinates + extent) * (bins / (2 * extent))), 0, bins - 1).astype(np.int64)
 
 
@@ -83,7 +83,7 @@ def detokenise(tokens: NDArray[np.int64], bins: int, extent: float) -> Array:
 def sequences(
     systems: OrbitalSystems, form: SequenceForm, rng: np.random.Generator, time_steps: tuple[float, ...]
 ) -> tuple[Batch, Array]:
-    """Inputs and targets for these systems, and the bodies' positions (S, steps, K + 1, 2)."""
+    """Model inputs and targets of the systems, and the positions of their bodies (S, steps, K + 1, 2)."""
     steps = form.steps(systems.planets)
     places = simulate(systems, steps).positions
     bodies = interleaved(places, form.positions - 1)
@@ -129,9 +129,9 @@ def planet_positions(length: int) -> NDArray[np.int64]:
 
 
 def force_targets(systems: OrbitalSystems, places: Array, target: str) -> Array:
-    """The force on a lone planet by step: (S, steps, 1) of ln F or F, or (S, steps, 2)."""
+    """The force on a single planet at each step: (S, steps, 1) of ln F or F, or the vector (S, steps, 2)."""
     if target not in TARGETS:
-        fail("target", f"one of {', '.join(TARGETS)}", repr(target))
+        fail_choice("target", TARGETS, target)
     vector = force_on_planets(systems, places)[:, :, 0]
     if target == "vector":
         return vector
@@ -147,14 +147,14 @@ def labelled_batch(
     time_steps: tuple[float, ...],
     chosen: Callable[[int, int], NDArray[np.bool_]] | None = None,
 ) -> Batch:
-    """Two-body sequences with the force at each planet's position; NaN where there is no label.
+    """Two-body sequences labelled with the force at each planet's position; NaN marks a missing label.
 
-    ``chosen(systems, steps)`` says which steps of which systems are labelled; all of them where it is None.
+    ``chosen(systems, steps)`` returns the mask of labelled steps; by default all steps are labelled.
     """
     if len(systems) == 0:
         fail("labels", "at least one labelled system", 0)
     if systems.planets != 1:
-        fail("systems", "of one planet each where forces are labelled", f"{systems.planets} planets")
+        fail("systems", "of one planet each for force labels", f"{systems.planets} planets")
     batch, places = sequences(systems, form, rng, time_steps)
     del batch["targets"]
     values = force_targets(systems, places, target)

@@ -1,4 +1,4 @@
-"""The experiment, stage by stage. Each stage leaves files; a stage whose files are there is not run again."""
+"""The stages of the experiment. Each stage writes files, and is skipped if its files exist."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from softplus_attention.training import distributed
 from softplus_attention.utils import files, untrusted
 from softplus_attention.validation import fail
 
-STAGES = ("pretrain", "probe", "tune", "long", "laws", "figures")
-# Settings that a folder may hold several of, or that only the laws depend on.
+# Settings that may differ within a folder, or that affect only the laws.
 NOT_IDENTITY = ("arms", "seeds", "labels", "operators", "nearest_points")
-
-
-DAMAGED = "a folder of whole files (delete one that is not, and its stage makes it again)"
+UNDAMAGED = "a folder of undamaged files (delete a damaged one, and its stage writes it again)"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -34,11 +31,11 @@ def read_json(path: Path) -> Any:
     try:
         return untrusted.read_json(path)
     except ValueError as error:
-        fail("--output", DAMAGED, f"{path}: {error}")
+        fail("--output", UNDAMAGED, f"{path}: {error}")
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
-    """Real values as float32: half the size, and more precise than any model."""
+    """Stores floats as float32, half the size of float64 and more precise than any model."""
     path.parent.mkdir(parents=True, exist_ok=True)
     small: dict[str, Any] = {
         name: np.asarray(values, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int32)
@@ -54,7 +51,7 @@ def read_arrays(path: Path) -> dict[str, Any]:
             for name, values in untrusted.read_arrays(path).items()
         }
     except ValueError as error:
-        fail("--output", DAMAGED, f"{path}: {str(error).splitlines()[0]}")
+        fail("--output", UNDAMAGED, f"{path}: {str(error).splitlines()[0]}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ class Folder:
         self.check_identity()
 
     def check_identity(self) -> None:
-        """A folder belongs to one experiment: results of other settings cannot be compared with it."""
+        """A folder holds one experiment: results of other settings are not comparable."""
         identity = {
             key: value
             for key, value in json.loads(json.dumps(self.experiment.to_json())).items()
@@ -90,10 +87,10 @@ class Folder:
         file = self.path / "experiment.json"
         if file.is_file():
             other = read_json(file)
-            # The preset first: it is why others differ.
+            # Report the preset first: it is the cause of the other differences.
             for key in sorted(set(identity) | set(other), key=lambda key: (key != "preset", key)):
                 if identity.get(key) != other.get(key):
-                    expected = f"a folder of the same experiment: `{key}` is {other.get(key)!r} in it"
+                    expected = f"a folder of the same experiment: its `{key}` is {other.get(key)!r}"
                     fail("--output", expected, f"{key} = {identity.get(key)!r}")
         else:
             write_json(file, identity)
@@ -139,24 +136,17 @@ class Folder:
 
 
 def run_stages(folder: Folder, stages: tuple[str, ...], options: Any) -> None:
-    """``options`` are ``training.ComputeOptions``; None where no stage trains."""
-    runners = {"laws": laws_stage, "figures": figures_stage}
-    trained = [stage for stage in STAGES if stage in stages and stage not in runners]
-    if trained:
-        # Arm by arm, all its stages: a run that is cut short leaves whole arms.
-        for arm, seed in folder.runs():
-            for stage in trained:
-                training_stage(folder, stage, arm, seed, options)
+    """``options`` are ``training.ComputeOptions``."""
+    of_a_run = {"pretrain": pretrain_stage, "probe": probe_stage, "tune": tune_stage, "long": long_stage}
+    # All stages of one run before the next: an interrupted call leaves complete runs.
+    for arm, seed in folder.runs():
+        for name, stage in of_a_run.items():
+            if name in stages:
+                stage(folder, arm, seed, options)
                 distributed.wait_for_all()
-    for stage in STAGES:
-        if stage in stages and stage in runners:
-            runners[stage](folder)
-
-
-def training_stage(folder: Folder, stage: str, arm: str, seed: int, options: Any) -> None:
-    {"pretrain": pretrain_stage, "probe": probe_stage, "tune": tune_stage, "long": long_stage}[stage](
-        folder, arm, seed, options
-    )
+    for name, final_stage in (("laws", laws_stage), ("figures", figures_stage)):
+        if name in stages:
+            final_stage(folder)
 
 
 def pretrain_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
@@ -245,7 +235,7 @@ def long_stage(folder: Folder, arm: str, seed: int, options: Any) -> None:
     if before is not None and not missing:
         return
     if experiment.learned_positions:
-        print("long: skipped, learned positions end with the trained length", flush=True)
+        print("long: skipped, learned positions end at the training length", flush=True)
         return
     begun = time.perf_counter()
     found: dict[str, Any]
@@ -282,7 +272,7 @@ def laws_stage(folder: Folder) -> None:
 
     found = [cell for cell in folder.all_cells() if (cell.folder / "force.npz").is_file()]
     if not found:
-        fail("--output", "a folder in which the stage `tune` has left forces", folder.path)
+        fail("--output", "a folder with forces of the stage `tune`", folder.path)
     for number, cell in enumerate(found, 1):
         truth = folder.path / "controls" / f"seed{cell.seed}.json"
         if not done(truth):

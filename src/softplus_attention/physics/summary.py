@@ -1,4 +1,4 @@
-"""The results of a folder as one JSON, and the table that is printed at the end."""
+"""The results of an experiment as one JSON file, and the printed table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RULES = {
 
 
 def summary(folder: Folder, command: str, commit: str | None, seconds: float) -> dict[str, Any]:
-    """Sections that each stand alone: a report can show any of them."""
+    """The content of results.json; a report can show each section separately."""
     cells = [cell_summary(cell) for cell in folder.existing_cells() if (cell.folder / "tune.json").is_file()]
     return {
         "kind": "newton",
@@ -66,7 +66,7 @@ def cell_summary(cell: Any) -> dict[str, Any]:
 
 
 def chosen_laws(cell: dict[str, Any], rule: str = "within") -> dict[str, list[str]]:
-    """By scale of the error, the law that operon finds in each sample."""
+    """The law that operon finds in each sample, by the scale of the error."""
     return {
         scale: [sample["operon"]["chosen"][rule]["law"] if "operon" in sample else "none" for sample in samples]
         for scale, samples in cell.get("laws", {}).items()
@@ -79,7 +79,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def table(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per arm, number of labels and pre-training, over the seeds."""
+    """One row per arm, number of labels and pre-training; statistics over the seeds."""
     rows = []
     groups = {(cell["arm"], cell["labels"], cell["pretrained"]): None for cell in cells}
     for arm, labels, pretrained in groups:
@@ -115,35 +115,34 @@ def table(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pretrained_force(long: dict[str, Any]) -> list[dict[str, float]]:
-    """The force by length of the pre-trained model, of those in a run's "long" section."""
+    """The force by length of a run's pre-trained model, from its "long" section."""
     return next((rows for name, rows in long["force"].items() if name.startswith("tuned")), [])
 
 
-def tally(laws: list[str]) -> str:
+def count_laws(laws: list[str]) -> str:
     counted = sorted({law: laws.count(law) for law in laws}.items(), key=lambda item: -item[1])
     return "; ".join(law if len(laws) == 1 else f"{law} ({count}/{len(laws)})" for law, count in counted)
 
 
-def printed(found: dict[str, Any]) -> str:
-    """The table that is printed at the end of a run."""
+def format_summary(found: dict[str, Any]) -> str:
     columns = f"{'arm':<28}{'labels':>7}{'R^2 ln F':>10}{'m1':>8}{'m2':>8}{'r':>8}"
     lines = ["", f"{columns}  law (rule: within a tenth)"]
     for row in found["table"]:
         name = row["arm"] if row["pretrained"] else f"{row['arm']}, fresh"
-        # Of stages that were not run there is nothing to say.
+        # "-" for stages that were not run.
         r2 = f"{row['r2_ln_force']['mean']:.4f}" if "mean" in row.get("r2_ln_force", {}) else "-"
         powers = [f"{row['exponents'][n]['mean']:.3f}" if "exponents" in row else "-" for n in NAMES]
         numbers = "".join(f"{power:>8}" for power in powers)
         chosen = row.get("laws", {}).get("within", {})
-        law = " | ".join(f"{scale}: {tally(names)}" for scale, names in chosen.items())
+        law = " | ".join(f"{scale}: {count_laws(names)}" for scale, names in chosen.items())
         lines.append(f"{name:<28}{row['labels']:>7}{r2:>10}{numbers}  {law}")
     for seed, truth in found["controls"].items():
-        laws = " | ".join(f"{scale}: {tally(names)}" for scale, names in chosen_laws(truth).items())
+        laws = " | ".join(f"{scale}: {count_laws(names)}" for scale, names in chosen_laws(truth).items())
         lines.append(f"{'true F, ' + seed:<35}{1:>10.4f}{'':>24}  {laws}")
     for row in found["long"]:
         force = pretrained_force(row)
         text = ", ".join(f"{r['multiple']}x {r['r2']:.3f}" for r in force)
         rolled = ", ".join(f"{r['multiple']}x {r['median_ellipse_error']:.3g}" for r in row["roll_out"])
-        lines.append(f"{row['arm']}, seed {row['seed']}: R^2 of the force by length {text}; off the ellipse {rolled}")
+        lines.append(f"{row['arm']}, seed {row['seed']}: R^2 of the force by length {text}; ellipse error {rolled}")
     lines.append("fresh: without pre-training. Exponents of Newton's law: 1, 1, -2.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Pre-training on orbits and tuning on forces, in run folders like those of ``train``."""
+"""Pre-training on orbits and fine-tuning on forces, in run folders like those of ``train``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from softplus_attention.training.run_folder import RunFolder, started
 from softplus_attention.utils.device import parse_device
 from softplus_attention.validation import fail
 
-# Streams of random numbers that never meet: the same seed draws other systems for each purpose.
+# Purposes with independent random streams: with the same seed each draws other systems.
 PRETRAIN, LABELS, PARTIAL, TEST, PROBE, LONG, BATCHES, SCALE = range(8)
 
 
@@ -58,17 +58,17 @@ class ComputeOptions:
     ) -> ComputeOptions:
         name = name or parse_device(None).type
         if name not in ("cpu", "cuda"):
-            fail("--device", "cpu or cuda (which GPU: by CUDA_VISIBLE_DEVICES)", repr(name))
+            fail("--device", "cpu or cuda (choose a GPU by CUDA_VISIBLE_DEVICES)", repr(name))
         if name == "cuda" and not torch.cuda.is_available():
-            fail("--device", "cpu: this torch sees no GPU", repr(name))
+            fail("--device", "cpu, since torch finds no GPU", repr(name))
         distributed.start(name)
-        device = torch.device(name)
-        usual = 2 if device.type == "cuda" else 0
-        return cls(device, usual if workers is None else workers, compile, save_every)
+        if workers is None:
+            workers = 2 if name == "cuda" else 0
+        return cls(torch.device(name), workers, compile, save_every)
 
 
 class OrbitBatches(Dataset[dict[str, Tensor]]):
-    """Batches of fresh systems: batch ``index`` is the same in every run and process."""
+    """Batches of new systems; batch ``index`` is the same in every run and process."""
 
     def __init__(self, experiment: Experiment, seed: int) -> None:
         self.experiment, self.seed = experiment, seed
@@ -113,8 +113,10 @@ def train(
     rate: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Trains in place, in a folder that the caller has locked; what it took comes back. A training that was stopped
-    goes on from its last checkpoint."""
+    """Trains ``model`` in place, from the last checkpoint of the run if there is one. Returns time and losses.
+
+    The caller must have locked the run folder.
+    """
     config = TrainConfig(
         data="simulated",
         output=str(run.path),
@@ -123,7 +125,7 @@ def train(
         heads=experiment.heads,
         sequence_length=experiment.positions,
         steps=updates,
-        batch_size=distributed.world_size(),  # a whole batch on each process
+        batch_size=distributed.world_size(),  # one item of the dataset per process: each item is a batch
         learning_rate=rate,
         final_learning_rate=0.02,
         warmup=min(100, max(1, updates // 20)),
@@ -160,8 +162,8 @@ def train(
 def usual_displacement(experiment: Experiment) -> float:
     """The root mean square displacement of a body in one time step, per coordinate."""
     systems = distribution(experiment.distribution).sample(1000, stream(0, SCALE))
-    ways = np.diff(simulate(systems, 8).positions, axis=1)
-    return float(np.sqrt((ways**2).mean()))
+    displacements = np.diff(simulate(systems, 8).positions, axis=1)
+    return float(np.sqrt((displacements**2).mean()))
 
 
 def pretrain(
@@ -178,7 +180,7 @@ def pretrain(
 
 
 def labelled_systems(experiment: Experiment, labels: int, seed: int) -> dict[str, Tensor]:
-    """``labels`` systems with a force at every step, and the partly labelled ones."""
+    """``labels`` systems with a force at every step from ``first_label`` on, and the partly labelled ones."""
     if labels < 1:
         fail("labels", "at least 1 labelled system", labels)
     drawn, form, target = distribution(experiment.distribution), experiment.clean_form, experiment.target
@@ -210,7 +212,7 @@ def partial_systems(experiment: Experiment, seed: int) -> OrbitalSystems:
 
 
 def partial_choice(experiment: Experiment, seed: int, count: int, steps: int) -> NDArray[np.bool_]:
-    """The labelled steps of the partly labelled systems."""
+    """Mask of the labelled steps of the partly labelled systems."""
     order = stream(seed, PARTIAL, 2).random((count, steps)).argsort(1)
     return order < experiment.partial_labels
 
@@ -224,10 +226,10 @@ def tune(
     run: RunFolder,
     options: ComputeOptions,
 ) -> tuple[OrbitGPTForForce, dict[str, Any]]:
-    """Tunes a force model from the orbit model at ``pretrained``, or from new weights where that is None."""
+    """Tunes a force model from the orbit model at ``pretrained``, or from new weights if it is None."""
     labelled = labelled_systems(experiment, labels, seed)
     known = labelled["forces"][~labelled["forces"].isnan()].double()
-    # A vector keeps its direction: it is scaled, not shifted.
+    # Vectors are scaled but not shifted, to keep their direction.
     mean = 0.0 if experiment.target == "vector" else known.mean().item()
     target: dict[str, Any] = {
         "target": experiment.target,

@@ -1,1 +1,1 @@
-"""From forces to laws: exponents, symbolic regression by two engines, and the rules that choose from what they find."""
+"""From forces to laws: exponents, symbolic regression by two engines, and rules that select one of the laws found."""

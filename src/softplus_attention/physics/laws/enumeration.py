@@ -1,6 +1,6 @@
-"""Every expression up to a size, each with one free factor: slow to grow, but it misses nothing within its reach.
+"""Exhaustive enumeration of expressions up to a size, each with one free factor.
 
-The check on genetic programming: where both find the same law, the law is in the data and not in the search.
+A check of genetic programming: a law that both find comes from the data, not from the search.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 }
 COMMUTES = ("+", "*")
 SCREENED_POINTS = 96
-# Of each size, this many go from the screening to all points.
+# Of each size, the best expressions at the screening points that are evaluated at all points.
 KEPT = 20
-
 
 Part = tuple[int, NDArray[np.int64]]
 Made = tuple[str, tuple[int, int], tuple[int, int]]
@@ -43,7 +42,7 @@ Made = tuple[str, tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Level:
-    """The distinct expressions of one size: their values at the screening points, and how they were made."""
+    """The distinct expressions of one size: their values at the screening points and their construction."""
 
     values: Array  # (expressions, points)
     made: list[Made]  # operator, (size, index) of each part
@@ -72,12 +71,12 @@ def enumerated(
         errors = compute_errors(level.values, target[chosen], scale)
         for index in np.argsort(errors)[:KEPT]:
             if np.isfinite(errors[index]):
-                candidates.append(finished(levels, length, int(index), features, target, scale))
+                candidates.append(build_candidate(levels, length, int(index), features, target, scale))
     return describe_front(pareto_front(candidates, spread), features, spread)
 
 
 def grow(variables: Array, size: int, unary: tuple[str, ...]) -> dict[int, Level]:
-    """All distinct expressions by size: two that agree at the screening points count once, as the shorter."""
+    """All distinct expressions by size. Of those that agree at the screening points only the shortest is kept."""
     levels = {1: Level(variables, [(name, (0, 0), (0, 0)) for name in NAMES])}
     known = {row.tobytes() for row in keys(variables)}
     for length in range(2, size + 1):
@@ -87,9 +86,9 @@ def grow(variables: Array, size: int, unary: tuple[str, ...]) -> dict[int, Level
             greatest = np.abs(block).max(1)
             usable = np.isfinite(block).all(1) & (greatest < 1e12) & (greatest > 1e-12)
             for index, key in zip(np.flatnonzero(usable), keys(block[usable]), strict=True):
-                word = key.tobytes()
-                if word not in known:
-                    known.add(word)
+                digest = key.tobytes()
+                if digest not in known:
+                    known.add(digest)
                     values.append(block[index])
                     made.append((operator, (left[0], int(left[1][index])), (right[0], int(right[1][index]))))
         levels[length] = Level(np.stack(values) if values else np.empty((0, variables.shape[1])), made)
@@ -97,7 +96,7 @@ def grow(variables: Array, size: int, unary: tuple[str, ...]) -> dict[int, Level
 
 
 def combined(levels: dict[int, Level], length: int, unary: tuple[str, ...]) -> Iterator[tuple[Array, str, Part, Part]]:
-    """Blocks of expressions of this length, with the size and the indices of what they are made from."""
+    """Blocks of expressions of this length, with the operator and the size and indices of its operands."""
     with np.errstate(all="ignore"):
         inner = levels[length - 1].values
         one = (length - 1, np.arange(len(inner)))
@@ -113,7 +112,7 @@ def combined(levels: dict[int, Level], length: int, unary: tuple[str, ...]) -> I
 
 
 def keys(values: Array) -> NDArray[np.int64]:
-    """Equal for expressions that are equal: eight digits of their values at four points."""
+    """Keys that are equal for equal expressions: eight digits of their values at four points."""
     some = values[:, :4]
     with np.errstate(all="ignore"):
         exponent = np.floor(np.log10(np.maximum(np.abs(some), 1e-300)))
@@ -125,8 +124,8 @@ def compute_errors(values: Array, target: Array, scale: str) -> Array:
     """The mean absolute error of each row with its best factor."""
     with np.errstate(all="ignore"):
         if scale == "ln_force":
-            apart = target - np.log(values)
-            return np.abs(apart - np.median(apart, axis=1, keepdims=True)).mean(1)
+            difference = target - np.log(values)
+            return np.abs(difference - np.median(difference, axis=1, keepdims=True)).mean(1)
         ratio, weight = target / values, np.abs(values)
         order = np.argsort(ratio, axis=1)
         total = np.cumsum(np.take_along_axis(weight, order, 1), 1)
@@ -135,7 +134,7 @@ def compute_errors(values: Array, target: Array, scale: str) -> Array:
         return np.abs(factor * values - target).mean(1)
 
 
-def finished(
+def build_candidate(
     levels: dict[int, Level], length: int, index: int, features: Array, target: Array, scale: str
 ) -> Candidate:
     def evaluate(X: Array) -> Array:
@@ -145,8 +144,8 @@ def finished(
     values = evaluate(features)
     with np.errstate(all="ignore"):
         if scale == "ln_force":
-            apart = target - np.log(values)
-            error = float(np.abs(apart - np.median(apart)).mean())
+            difference = target - np.log(values)
+            error = float(np.abs(difference - np.median(difference)).mean())
         else:
             error = float(np.abs(least_absolute_factor(values, target) * values - target).mean())
     return Candidate(format_law(levels, length, index), length, error, evaluate)

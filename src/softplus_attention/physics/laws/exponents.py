@@ -1,4 +1,4 @@
-"""ln F on ln m1, ln m2, ln r by least squares; the intervals know that the points of one system belong together."""
+"""Least-squares fit of ln F on ln m1, ln m2 and ln r, with confidence intervals clustered by system."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ DEVIATES = 1.959964
 
 
 def coefficient_of_determination(predicted: Array, true: Array) -> float:
-    """R^2 of the predictions as they are, not of a line through them."""
+    """R^2 of the predictions themselves, not of a line fitted to them."""
     return float(1 - ((predicted - true) ** 2).sum() / ((true - true.mean()) ** 2).sum())
 
 
 def fitted_exponents(
     m1: Array, m2: Array, r: Array, force: Array, system: NDArray[np.int64] | None = None
 ) -> dict[str, Any]:
-    """Exponents, their 95% intervals, the constant and the fit's R^2; forces that are not positive are left out.
+    """Exponents, their 95% intervals, the constant and R^2 of the fit. Forces that are not positive are ignored.
 
-    The intervals are of the sandwich form with one cluster per ``system``; without it every point stands alone.
+    The intervals use the sandwich estimator with one cluster per ``system``, by default one per point.
     """
     usable = np.isfinite(force) & (force > 0)
     if usable.sum() < 8:
-        fail("force", "positive at 8 points or more", f"{int(usable.sum())} positive of {len(force)}")
+        fail("force", "positive at 8 or more points", f"{int(usable.sum())} positive of {len(force)}")
     logs = [np.log(np.asarray(x, dtype=np.float64)[usable]) for x in (m1, m2, r)]
     X = np.stack([np.ones_like(logs[0]), *logs], 1)
     y = np.log(np.asarray(force, dtype=np.float64)[usable])

@@ -12,14 +12,14 @@ import numpy as np
 from softplus_attention.physics.laws.exponents import NAMES
 from softplus_attention.physics.orbits import Array
 
-# An error below this part of the target's spread is rounding: nothing on the front is better than anything else there.
+# Errors that differ by less than this fraction of the target's spread count as equal (rounding).
 ROUNDING = 1e-6
 # Rule "within": the shortest expression whose error is at most this times the lowest.
 FACTOR = 1.1
-# How far a power law's local exponents may wander over the data.
-WANDER = 0.03
-# An exponent is called a half-integer within this part of it (of 1, below 1): genetic programming on ln F multiplies
-# all exponents by a factor of its own.
+# Maximum range of the local exponents of a power law over the data.
+MAX_RANGE = 0.03
+# An exponent is rounded to a half-integer within this relative distance (absolute below 1): genetic programming on ln F
+# multiplies all exponents by a common factor.
 NEAR = 0.06
 
 Evaluate = Callable[[Array], Array]
@@ -36,7 +36,7 @@ class Candidate:
 
 
 def pareto_front(candidates: Sequence[Candidate], spread: float) -> list[Candidate]:
-    """From short to long, each better than all before it by more than rounding."""
+    """From short to long; each is better than all shorter ones by more than rounding."""
     front: list[Candidate] = []
     best = np.inf
     for candidate in sorted(candidates, key=lambda c: (c.length, c.error)):
@@ -47,13 +47,13 @@ def pareto_front(candidates: Sequence[Candidate], spread: float) -> list[Candida
 
 
 def choose_within(front: Sequence[Candidate], spread: float) -> Candidate:
-    """The shortest whose error is within a tenth of the lowest."""
+    """The shortest whose error is at most ``FACTOR`` times the lowest."""
     lowest = min(candidate.error for candidate in front)
     return next(c for c in front if c.error <= FACTOR * lowest + ROUNDING * spread)
 
 
 def choose_by_score(front: Sequence[Candidate], spread: float) -> Candidate:
-    """The greatest fall of ln error per unit of length since the one before: the rule of the published recipe."""
+    """The greatest decrease of ln error per unit of length from the previous one: the rule of the published recipe."""
     if len(front) == 1:
         return front[0]
     floor = ROUNDING * spread
@@ -72,7 +72,7 @@ RULES: dict[str, Callable[[Sequence[Candidate], float], Candidate]] = {
 
 
 def local_exponents(evaluate: Evaluate, features: Array) -> Array | None:
-    """d ln F / d ln x at each point for each feature, (N, 3); None where F changes sign."""
+    """d ln F / d ln x at each point for each feature, (N, 3); None if F changes sign."""
     factor = 1.25
     at = evaluate(features)
     found = np.empty_like(features)
@@ -85,15 +85,15 @@ def local_exponents(evaluate: Evaluate, features: Array) -> Array | None:
 
 
 def power_law(evaluate: Evaluate, features: Array) -> dict[str, float] | None:
-    """The exponents where the expression is a product of powers over the data, however it is written."""
+    """The exponents if the expression equals a product of powers over the data, in whatever form; else None."""
     found = local_exponents(evaluate, features)
-    if found is None or np.ptp(found, axis=0).max() > WANDER:
+    if found is None or np.ptp(found, axis=0).max() > MAX_RANGE:
         return None
     return {name: float(value) for name, value in zip(NAMES, np.median(found, axis=0), strict=True)}
 
 
 def law_name(exponents: dict[str, float] | None) -> str:
-    """ "m1 m2 / r^2" and the like; "no power law" where it is none."""
+    """Such as "m1 m2 / r^2", or "no power law"."""
     if exponents is None:
         return "no power law"
     above: list[str] = []
@@ -112,7 +112,7 @@ NEWTON = "m1 m2 / r^2"
 
 
 def describe_front(front: Sequence[Candidate], features: Array, spread: float) -> dict[str, Any]:
-    """The front and what each rule takes from it, as JSON has it."""
+    """The front and the choice of each rule, as JSON."""
     points = features[:: max(1, len(features) // 100)]
     named = {id(c): law_name(power_law(c.evaluate, points)) for c in front}
     chosen = {}

@@ -1,4 +1,4 @@
-"""Symbolic regression by pyoperon: genetic programming on error and length at once."""
+"""Symbolic regression with pyoperon: genetic programming on two objectives, error and length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from softplus_attention.physics.laws.exponents import NAMES
 from softplus_attention.physics.laws.front import Candidate, Evaluate, describe_front, pareto_front
 from softplus_attention.physics.orbits import Array
-from softplus_attention.validation import fail
+from softplus_attention.validation import fail, fail_choice
 
 SCALES = ("ln_force", "force")
 
@@ -17,13 +17,13 @@ SCALES = ("ln_force", "force")
 def prepared(m1: Array, m2: Array, r: Array, force: Array, scale: str) -> tuple[Array, Array]:
     """Features and target divided by their medians: in raw units the search fails even on exact data."""
     if scale not in SCALES:
-        fail("scale", f"one of {', '.join(SCALES)}", repr(scale))
+        fail_choice("scale", SCALES, scale)
     features = np.stack([m1 / np.median(m1), m2 / np.median(m2), r / np.median(r)], 1)
     if scale == "force":
         return features, force / np.median(np.abs(force))
     usable = force > 0
     if not usable.any():
-        fail("force", "positive somewhere", "none")
+        fail("force", "positive at some points", "none")
     return features[usable], np.log(force[usable] / np.median(force[usable]))
 
 
@@ -43,7 +43,7 @@ def search(
 ) -> dict[str, Any]:
     """The front and the chosen laws of F(m1, m2, r), by mean absolute error of F or of ln F.
 
-    The front is that of all ``restarts`` together: one alone misses the law now and then, above all in noise.
+    All ``restarts`` share one front: a single one sometimes misses the law, mostly in noisy data.
     """
     from pyoperon.sklearn import SymbolicRegressor
 
@@ -71,7 +71,7 @@ def search(
 
 
 def candidate(engine: Any, found: dict[str, Any], features: Array, target: Array, scale: str) -> Candidate:
-    """The engine adds a factor and an offset to what it evolves. On F, an offset that does not earn its place goes."""
+    """pyoperon adds a factor and an offset; on F the offset is dropped if that raises the error by at most 10%."""
     import pyoperon
 
     tree, expression = found["tree"], found["model"]
@@ -105,7 +105,7 @@ def candidate(engine: Any, found: dict[str, Any], features: Array, target: Array
 
 
 def least_absolute_factor(values: Array, target: Array) -> float:
-    """The c that makes the sum of \\|c values - target\\| least: a weighted median of the ratios."""
+    """The c that minimises the sum of \\|c values - target\\|: a weighted median of the ratios."""
     weight = np.abs(values)
     with np.errstate(all="ignore"):
         ratio = target / values

@@ -1,4 +1,4 @@
-"""From forces to laws: exponents and symbolic regression of predicted forces, and of the controls."""
+"""Exponents and symbolic regression of predicted forces, and of the controls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def law_settings(experiment: Experiment) -> dict[str, Any]:
 def fit_laws(
     m1: Array, m2: Array, r: Array, force: Array, experiment: Experiment, *, enumerator: bool = True
 ) -> dict[str, Any]:
-    """By scale of the error: the laws of each random sample of points, by genetic programming and by enumeration."""
+    """The laws of each random sample of points by genetic programming and enumeration, by the scale of the error."""
     found: dict[str, Any] = {}
     for scale in experiment.law_scales:
         samples: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ def fit_laws(
 
 
 def nearest_to_training(arrays: dict[str, Array], experiment: Experiment, labels: int, seed: int) -> Any:
-    """The published choice: of the test points, those whose state lies nearest to a state that was labelled."""
+    """Indices of the test points whose states are nearest to labelled states, as in the published recipe."""
     from scipy.spatial import cKDTree
 
     systems = distribution(experiment.distribution).sample(labels, stream(seed, LABELS))
@@ -88,7 +88,7 @@ def points_for_laws(arrays: dict[str, Array], experiment: Experiment, labels: in
 
 
 def regress(arrays: dict[str, Array], experiment: Experiment, labels: int, seed: int) -> dict[str, Any]:
-    """Quality, exponents and laws of predicted forces, and of true forces with the model's noise."""
+    """Quality, exponents and laws of the predicted force, and the control with the true force and the model's noise."""
     sets = {name.partition("/")[0] for name in arrays if name.endswith("/said") and not name.startswith("shown")}
     measured = {name: quality(arrays, name) for name in sorted(sets)}
     exponents = {}
@@ -110,7 +110,7 @@ def regress(arrays: dict[str, Array], experiment: Experiment, labels: int, seed:
 
 
 def control(points: dict[str, Array], experiment: Experiment, noise: float) -> dict[str, Any]:
-    """The same regression on the true force, with this spread of ln F."""
+    """The same regression on the true force, with this standard deviation of noise on ln F."""
     factor = np.exp(noise * np.random.default_rng(11).standard_normal(len(points["true"])))
     columns = (points["m1"], points["m2"], points["r"], points["true"] * factor)
     return {
