@@ -1,4 +1,4 @@
-"""``softplus-attention bench``: tables, the file that `report` reads, and what is left out by name."""
+"""``softplus-attention bench``: its tables, the file that `report` reads, and skipped sections."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_measures_all_sections(bench: Path, data: dict[str, Any]) -> None:
     assert (bench / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_backends_that_cannot_run_are_named(data: dict[str, Any]) -> None:
+def test_unavailable_backends_are_listed(data: dict[str, Any]) -> None:
     failed = {row["contender"]: row["error"] for row in data["rows"] if row["status"] == "error"}
     assert failed.keys() == {"sdpa cudnn", "sdpa efficient"}
-    assert all("does not take these inputs here" in reason for reason in failed.values())
+    assert all("does not support these inputs here" in reason for reason in failed.values())
 
 
 def test_report_shows_it(bench: Path, tmp_path: Path) -> None:
@@ -64,16 +64,17 @@ def test_table_has_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--sections", "op,training"], "'training' is not one of op, decode, model"),
         (["--head-dim", "512"], "--head-dim 512 is too large: the op takes up to 256"),
-        (["--lengths", "0"], "'0' is not 1 or more"),
-        (["--output", "others"], "--output others holds other files"),
+        (["--lengths", "0"], "`--lengths` must be whole numbers above 0"),
+        (["--heads", "0"], "'0' is not 1 or more"),
+        (["--output", "others"], "others contains unrelated files (thesis.tex)"),
     ],
 )
 def test_bad_input(
-    arguments: list[str], words: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "others").mkdir()
@@ -83,7 +84,7 @@ def test_bad_input(
     except SystemExit as error:
         status = int(str(error.code))
     assert status == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_model_without_transformers(monkeypatch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,11 +94,11 @@ def test_model_without_transformers(monkeypatch: Any, tmp_path: Path, capsys: py
         "softplus_attention.cli.bench.find_spec", lambda name: None if name == "transformers" else object()
     )
     assert main(["bench", "--sections", "op,model", *SMALL, "--output", str(tmp_path / "bench")]) == 0
-    assert "the section model is left out: transformers is not installed" in capsys.readouterr().err
+    assert "the section model is skipped: transformers is not installed" in capsys.readouterr().err
 
 
-def test_peak_counts_what_is_freed() -> None:
-    """A megabyte that lives for a moment, and a result of 4 kB."""
+def test_peak_bytes_counts_freed_memory() -> None:
+    """A temporary megabyte and a result of 4 kB."""
 
     def work() -> torch.Tensor:
         return torch.empty(2**18).fill_(1.0)[:1024].clone()
@@ -105,7 +106,7 @@ def test_peak_counts_what_is_freed() -> None:
     assert 2**20 <= peak_bytes(work, CPU) <= 2**20 + 2**14
 
 
-def test_alternates_until_time_is_over() -> None:
+def test_alternate_stops_after_seconds() -> None:
     calls: list[str] = []
     works = {name: lambda name=name: calls.append(name) for name in "ab"}
     assert {name: len(x) for name, x in alternate(works, CPU, 3).items()} == {"a": 3, "b": 3}

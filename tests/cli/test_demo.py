@@ -1,4 +1,4 @@
-"""The demo, at a size that fits a test: its ordering, its files, and what a second run does."""
+"""The demo with small models: its losses, its files, and a second run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from softplus_attention.cli import demo, main
 
 
 class Tags(HTMLParser):
-    """Which tags a page has, and that each is closed."""
+    """Collects the tags of a page, and checks that each is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ def small(monkeypatch):
 
 
 def test_end_to_end(small, tmp_path, capsys, monkeypatch):
-    words = ["demo", "--output", str(tmp_path / "d"), "--steps", "300", "--texts", "8", "--device", "cpu"]
-    assert main(words) == 0
+    arguments = ["demo", "--output", str(tmp_path / "d"), "--steps", "300", "--texts", "8", "--device", "cpu"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     losses = json.loads((tmp_path / "d" / "results.json").read_text())
     assert losses["lengths"] == [64, 128, 256, 512, 1024]
@@ -46,10 +46,8 @@ def test_end_to_end(small, tmp_path, capsys, monkeypatch):
         printed = re.search(re.escape(name) + r" +([\d. ]+)\n", out)
         assert [float(x) for x in printed[1].split()] == [round(x, 3) for x in row]
         assert all(1 < x < 6 for x in row)
-    # Seeds 0 and 1 gave softmax 2.65 and 2.51 at 16x, LSSAR 2.15 and 2.12 there and 2.15 and 2.13 at 1x.
-    ours, softmax = losses["loss"]["LSSAR"], losses["loss"]["softmax"]
-    assert ours[-1] < softmax[-1] - 0.2
-    assert ours[-1] < ours[0] + 0.15
+    # With seeds 0 and 1, softmax had 2.65 and 2.51 at 16x; LSSAR 2.15 and 2.12 at 16x, 2.15 and 2.13 at 1x.
+    check_losses(losses["loss"])
     with (tmp_path / "d" / "loss-by-length.csv").open() as handle:
         table = list(csv.reader(handle))
     assert table[0] == ["attention", "64", "128", "256", "512", "1024"]
@@ -66,20 +64,20 @@ def test_end_to_end(small, tmp_path, capsys, monkeypatch):
     for line in out.split("Look at:")[1].split():
         assert (tmp_path / "d" / line.split("/")[-1]).stat().st_size > 100
 
-    # Run again, by another path to the folder: nothing is trained twice, and the numbers are the same.
+    # A second run, with another path to the folder, trains nothing and gives the same numbers.
     monkeypatch.chdir(tmp_path)
-    assert main([*words, "--output", "d"]) == 0
+    assert main([*arguments, "--output", "d"]) == 0
     again = json.loads((tmp_path / "d" / "results.json").read_text())
     assert again["loss"] == losses["loss"]
 
-    # Other settings name the way out that the demo has.
-    words[words.index("300")] = "301"
-    assert main(words) == 1
-    said = capsys.readouterr().err
-    assert "--overwrite to begin anew" in said
-    assert "--allow-config-changes" not in said
+    # The error for other settings names the options of the demo, not those of train.
+    arguments[arguments.index("300")] = "301"
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "--overwrite to start over" in error
+    assert "--allow-config-changes" not in error
 
-    # Begun anew, it takes away what a demo wrote and nothing else that lies in the folder.
+    # --overwrite removes only files of a demo.
     mine = [tmp_path / "d" / name for name in ("data.csv", "runs/mine.txt", "runs/softmax-mine/run.txt", "text/a.txt")]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
@@ -102,20 +100,21 @@ def test_bad_options(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_picture_makes_its_point(seed, tmp_path):
-    """The demo as it is: LSSAR at 16x is below softmax, and within 0.15 of its own loss at 1x."""
-    words = ["demo", "--output", str(tmp_path / "d"), "--seed", str(seed), "--device", "cpu"]
-    assert main(words) == 0
-    loss = json.loads((tmp_path / "d" / "results.json").read_text())["loss"]
+def test_full_demo(seed, tmp_path):
+    assert main(["demo", "--output", str(tmp_path / "d"), "--seed", str(seed), "--device", "cpu"]) == 0
+    check_losses(json.loads((tmp_path / "d" / "results.json").read_text())["loss"])
+
+
+def check_losses(loss):
+    """LSSAR at 16x is below softmax, and within 0.15 of its own loss at 1x."""
     ours, softmax = loss["LSSAR"], loss["softmax"]
     assert ours[-1] < softmax[-1] - 0.2
     assert ours[-1] < ours[0] + 0.15
 
 
 @pytest.mark.parametrize("command", [["demo"], ["evaluate", "lengths", "nowhere", "--text", "builtin"]])
-def test_a_folder_of_others_is_refused(command, tmp_path, capsys):
+def test_folder_with_other_files_is_an_error(command, tmp_path, capsys):
     (tmp_path / "letter.txt").write_text("mine")
     assert main([*command, "--output", str(tmp_path)]) == 2
-    assert f"the folder {tmp_path} holds" in (error := capsys.readouterr().err)
-    assert "letter.txt" in error
+    assert f"{tmp_path} contains unrelated files (letter.txt)" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]

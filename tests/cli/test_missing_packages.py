@@ -1,4 +1,4 @@
-"""What a command says where a package that it needs is not installed."""
+"""Errors of commands that need a package that is not installed."""
 
 from __future__ import annotations
 
@@ -21,67 +21,45 @@ NOT_TORCH = ["numpy", "transformers", "huggingface_hub", "tokenizers", "accelera
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "words"),
+    ("command", "status", "message"),
     [
-        (["info"], 0, "torch"),
-        (["--version"], 0, softplus_attention.__version__),
-        (["train", "--help"], 0, "--preset"),
-        (["generate", "--help"], 0, "--prompt"),
-        (
-            ["generate", "--model", "x", "--prompt", "y"],
-            2,
-            "`generate` needs transformers: pip install 'softplus-attention[",
-        ),
-        (["evaluate", "lengths", "x", "--text", "y"], 2, "`evaluate` needs "),
-        (["data", "prepare", "builtin", "--output", "x", "--tokenizer", "bytes"], 2, "`data` needs "),
-        (["demo"], 2, "`demo` needs transformers: pip install 'softplus-attention["),
+        ("info", 0, "torch"),
+        ("--version", 0, softplus_attention.__version__),
+        ("train --help", 0, "--preset"),
+        ("generate --help", 0, "--prompt"),
+        ("generate --model x --prompt y", 2, "`generate` needs transformers: pip install 'softplus-attention["),
+        ("evaluate lengths x --text y", 2, "`evaluate` needs "),
+        ("data prepare builtin --output x --tokenizer bytes", 2, "`data` needs "),
+        ("demo", 2, "`demo` needs transformers: pip install 'softplus-attention["),
     ],
 )
-def test_with_torch_alone(arguments: list[str], status: int, words: str, tmp_path: Path) -> None:
-    """What needs more says which extra has it."""
-    code = BARE.format(names=NOT_TORCH, arguments=arguments)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert found.returncode == status, found.stderr
-    assert words in (found.stdout if status == 0 else found.stderr)
-    assert "Traceback" not in found.stderr
+def test_only_torch_installed(command: str, status: int, message: str, tmp_path: Path) -> None:
+    assert message in run_without(NOT_TORCH, command, status, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("missing", "arguments", "words"),
+    ("missing", "command", "extra"),
     [
-        ("matplotlib", ["demo"], "`demo` needs matplotlib: pip install 'softplus-attention[plots]'"),
-        (
-            "pyoperon",
-            ["newton", "--preset", "cpu"],
-            "`newton` needs pyoperon: pip install 'softplus-attention[physics]'",
-        ),
-        (
-            "entmax",
-            [
-                "train",
-                "--preset",
-                "tiny",
-                "--data",
-                "data",
-                "--output",
-                "run",
-                "--attention",
-                "entmax",
-                "--evaluate-every",
-                "0",
-            ],
-            "`train` needs entmax: pip install 'softplus-attention[baselines]'",
-        ),
+        ("matplotlib", "demo", "plots"),
+        ("pyoperon", "newton --preset cpu", "physics"),
+        ("entmax", "train --preset tiny --data data --output run --attention entmax --evaluate-every 0", "baselines"),
     ],
 )
-def test_one_package_is_missing(missing: str, arguments: list[str], words: str, tmp_path: Path) -> None:
-    """Said at once, not after minutes of work."""
-    if arguments[0] == "train":
+def test_one_package_missing(missing: str, command: str, extra: str, tmp_path: Path) -> None:
+    """Reported before minutes of work."""
+    name = command.partition(" ")[0]
+    if name == "train":
         prepare = ["data", "prepare", "builtin", "--output", "data", "--tokenizer", "bytes"]
         subprocess.run([sys.executable, "-m", "softplus_attention", *prepare], check=True, cwd=tmp_path, timeout=120)
-    code = BARE.format(names=[missing], arguments=arguments)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert found.returncode == 2, found.stderr
-    assert words in found.stderr
-    assert "Traceback" not in found.stderr
+    error = run_without([missing], command, 2, tmp_path)
+    assert f"`{name}` needs {missing}: pip install 'softplus-attention[{extra}]'" in error
     assert not (tmp_path / "demo" / "runs").exists()
+
+
+def run_without(packages: list[str], command: str, status: int, folder: Path) -> str:
+    """The command's output, or its error message if ``status`` is not 0."""
+    code = BARE.format(names=packages, arguments=command.split())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=folder)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr if status else done.stdout

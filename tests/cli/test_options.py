@@ -1,4 +1,4 @@
-"""Names of commands and options: whole, with - or _, and the nearest right one where they are wrong."""
+"""Names of commands, options and values: full names, - or _, and suggestions for wrong ones."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from softplus_attention.cli import main
 from softplus_attention.training import configured
+from softplus_attention.utils import DOCS
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "message"),
     [
         ("evalute lengths", "'evalute' is not one of demo, data"),
         ("evalute lengths", "did you mean 'evaluate'?"),
@@ -24,14 +25,14 @@ from softplus_attention.training import configured
         ("data prepare book.txt --tokeniser bytes", "there is no option --tokeniser; did you mean '--tokenizer'?"),
     ],
 )
-def test_a_wrong_name_gets_the_nearest(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_name_gets_a_suggestion(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = main(line.split())
     except SystemExit as stop:
         status = int(stop.code or 0)
     error = capsys.readouterr().err
     assert status == 2
-    assert words in error
+    assert message in error
 
 
 def test_underscores_are_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +42,7 @@ def test_underscores_are_hyphens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_values_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only names are changed: a value may hold anything."""
+    """Only option names are normalised."""
     assert main(["report", f"{tmp_path}/a_b", "--output", f"{tmp_path}/c_d"]) != 0
     assert "a_b" in capsys.readouterr().err
 
@@ -54,17 +55,28 @@ def test_values_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("run.yaml", "batch-size: 5\nbatch_size: 6\n"),
     ],
 )
-def test_a_key_given_twice_is_an_error(name: str, text: str, tmp_path: Path) -> None:
+def test_duplicate_key_is_an_error(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="is given twice"):
         configured({"data": "x", "output": "y"}, file=tmp_path / name)
 
 
-def test_values_get_the_nearest_right_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, right in (
-        (["evaluate", "passkey", "x", "--form", "compct", "--text", "y"], "compact"),
-        (["train", "--data", "x", "--output", str(tmp_path / "y"), "--optimizer", "adamm"], "adamw"),
-        (["evaluate", "synthetic", "lssa", "--preset", "rotry", "--output", str(tmp_path / "z")], "rotary"),
-    ):
-        assert main(words) == 2
-        assert f"did you mean '{right}'?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [
+        ("evaluate passkey x --form compct --text y --output {}", "compact"),
+        ("train --data x --output {} --optimizer adamm", "adamw"),
+        ("evaluate synthetic lssa --preset rotry --output {}", "rotary"),
+    ],
+)
+def test_wrong_value_gets_a_suggestion(
+    line: str, suggestion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line.format(tmp_path / "out").split()) == 2
+    assert f"did you mean '{suggestion}'?" in capsys.readouterr().err
+
+
+def test_help_does_not_break_urls(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["newton", "--help"])
+    assert f"{DOCS}/newton\n" in capsys.readouterr().out

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from softplus_attention import __version__
 from softplus_attention.cli.options import Parser
+from softplus_attention.utils import DOCS
 from softplus_attention.utils.files import clean_text, is_disk_full
 from softplus_attention.utils.untrusted import is_tokenizer_error
 
-LONGEST_SENTENCE = 1500
-# What a command needs beyond torch, by the extra that installs it.
+MAX_ERROR_LENGTH = 1500
+# Optional packages, and the extra that installs each.
 EXTRAS = {
     "numpy": "huggingface",
     "transformers": "huggingface",
@@ -38,9 +39,7 @@ EXTRAS = {
     "rouge_score": "harness",
     "wonderwords": "harness",
 }
-
-
-# In the order of --help. A command's module holds its options; what it runs with is imported when it runs.
+# In the order of --help. A command's module defines its options; heavy imports happen in its run().
 COMMANDS = (
     "demo", "data", "train", "evaluate", "report", "convert", "extend", "generate", "newton", "bench", "plan", "info",
     "build",
@@ -48,15 +47,17 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # torch says so of itself, with no way to act on it: nothing here needs NumPy unless an extra brings it.
+    # torch warns about this on import; NumPy is needed only by extras that install it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser(
-        prog="softplus-attention", description="Attention that trains short and runs long (LSSA and LSSAR)."
+        prog="softplus-attention",
+        description="Attention that trains short and runs long (LSSA and LSSAR).",
+        epilog=f"Options of a command: softplus-attention COMMAND --help. Documentation: {DOCS}",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Only the parser that is needed: all of them together take longer than many a command.
+    # Build only the parser that is needed: building all of them takes longer than some commands.
     for name in arguments[:1] if arguments[:1] and arguments[0] in COMMANDS else COMMANDS:
         importlib.import_module(f"softplus_attention.cli.{name}").add_command(commands)
 
@@ -66,16 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return options.run(options)
     except RunStopped as stopped:
-        complain(str(stopped))
+        print_error(str(stopped))
         return stopped.exit_status
     except ValueError as error:
-        complain(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
         print("softplus-attention: stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has seen enough. What is left of it would be flushed at exit, into nothing again.
+        # The reader closed the pipe. Python flushes stdout again at exit, which must not raise a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
@@ -87,38 +88,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BaseException as error:
         if is_tokenizer_error(error):
-            complain(f"the tokenizer failed, so its tokenizer.json is damaged or made for other texts: {error}")
+            print_error(f"the tokenizer failed: its tokenizer.json is damaged or does not fit this text: {error}")
             return 2
         reason = explain(error, options)
         if reason is None:
             raise
-        complain(reason)
+        print_error(reason)
         return 1
 
 
 def explain(error: BaseException, options: argparse.Namespace) -> str | None:
-    """What the machine refused; None for an error in the program."""
+    """A message for errors of the machine (files, disk, memory, network); None for an error in the program."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
-        return f"{error.filename}: {error.strerror}{where_from(error.filename, options)}"
+        return f"{error.filename}: {error.strerror}{requesting_option(error.filename, options)}"
     if is_disk_full(error):
         return "there is no room left on the disk, or a file-size limit is reached"
-    # torch has an error of its own for a GPU, and none for the CPU.
+    # torch has an error class for GPU memory, but none for CPU memory.
     if isinstance(error, MemoryError) or "allocate memory" in str(error) or "out of memory" in str(error):
         return " ".join(["not enough memory.", *str(error).split()])
-    # gloo has no error of its own: "[pair.cc:537] Read error [127.0.0.1]:11187: Connection reset by peer. This is ..."
+    # gloo has no error class: "[pair.cc:537] Read error [127.0.0.1]:11187: Connection reset by peer. This is ..."
     lost = re.match(r"\[[^]]*gloo[^]]*\] ([^\n]*)", str(error))
     if lost is not None or type(error).__name__ in ("DistBackendError", "DistNetworkError", "DistError"):
         first = str(error).splitlines()[0] if lost is None else lost[1].partition(". This is typically")[0]
-        again = "run the same command again, it continues"
-        return f"another process was killed or cannot be reached ({first}): {again}"
+        return f"another process was killed or cannot be reached ({first}): run the same command again to continue"
     return None
 
 
-def complain(sentence: str) -> None:
-    """Names and values in it may come from files of others. Under torchrun its summary ends with the sentence, and what
-    all processes would say is said once: it ends the others as soon as the first one has ended."""
-    sentence = sentence if len(sentence) <= LONGEST_SENTENCE else f"{sentence[:LONGEST_SENTENCE]}..."
-    line = f"softplus-attention: {clean_text(' '.join(sentence.splitlines()))}"
+def print_error(message: str) -> None:
+    """Prints one cleaned line: the message may contain text from untrusted files. torchrun shows it in its summary."""
+    message = message if len(message) <= MAX_ERROR_LENGTH else f"{message[:MAX_ERROR_LENGTH]}..."
+    line = f"softplus-attention: {clean_text(' '.join(message.splitlines()))}"
+    # torchrun ends all processes when the first one has ended: only rank 0 prints an error that all of them have.
     if int(os.environ.get("RANK", 0)):
         time.sleep(3)
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
@@ -127,11 +127,11 @@ def complain(sentence: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def where_from(path: object, options: argparse.Namespace) -> str:
-    """Which option of the command asked for something to be written there, or beside it."""
+def requesting_option(path: object, options: argparse.Namespace) -> str:
+    """The output option that led to this path, in parentheses; "" for other paths."""
     place = Path(str(path)).absolute()
-    for word in ("output", "out"):
-        named = getattr(options, word, None)
-        if named is not None and Path(named).absolute().parent in (place, *place.parents):
-            return f" (--{word} {named})"
+    for name in ("output", "out"):
+        value = getattr(options, name, None)
+        if value is not None and Path(value).absolute().parent in (place, *place.parents):
+            return f" (--{name} {value})"
     return ""

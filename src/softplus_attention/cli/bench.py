@@ -1,4 +1,4 @@
-"""``softplus-attention bench``: time and memory on this machine, beside scaled_dot_product_attention."""
+"""``softplus-attention bench``: time and memory on this machine, compared with scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read when torch loads its profiler and thread pool: no reports of its start, and waiting threads do not spin.
+# Read when torch loads: the profiler does not log its start, and waiting threads do not spin.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from softplus_attention.cli.info import DTYPES
+from softplus_attention.cli.options import parse_integers
 from softplus_attention.functional import softplus_attention, softplus_attention_decode
 from softplus_attention.power import power_by_log
 from softplus_attention.reference import compute_dtype
@@ -30,8 +31,6 @@ from softplus_attention.utils.timing import Work, alternate, medians, peak_bytes
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_installed
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from softplus_attention.charts.model import LineChart
 
 Row = dict[str, Any]
@@ -39,36 +38,34 @@ Attention = Callable[..., Tensor]
 BASELINE = "sdpa"
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 BACKENDS |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
-MODELS = {"softmax": None, "lssar": "learned-log"}  # attention and power of the models that are compared
+MODELS = {"softmax": None, "lssar": "learned-log"}  # attention -> power
 MIB = 2**20
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
-        help="time and memory on this machine, beside PyTorch's attention",
-        description="Times the op (forward, and forward with backward), a decode step over a key/value cache and the "
-        "training step of a small GPT, beside scaled_dot_product_attention and each of its backends. All are called in "
-        "turns in one process; medians count. Prints tables and writes bench.json and, with matplotlib, bench.png and "
-        "bench.svg. What cannot run here is named with its reason.",
+        help="compare time and memory with PyTorch's attention on this machine",
+        description="Measures time and memory of the op (forward; forward and backward), of a decode step over a "
+        "key/value cache and of the training step of a small GPT, next to scaled_dot_product_attention and each of its "
+        "backends. Calls alternate in one process; the tables show medians. Writes bench.json and, with matplotlib, "
+        "bench.png and bench.svg. Attentions that cannot run here are listed with the reason.",
     )
     add = parser.add_argument
-    add("--sections", type=sections, default="op,decode,model", help="of op, decode, model (default: %(default)s)")
-    add("--lengths", type=numbers, help="tokens (default: 512,1024,2048 on a CPU, 1024,4096,16384 on a GPU)")
-    add("--batch", type=positive, help="sequences (default: 1 on a CPU; on a GPU 32768 tokens in all)")
-    add("--heads", type=positive, help="(default: 8 on a CPU, 16 on a GPU)")
-    add("--head-dim", type=positive, help="(default: 64 on a CPU, 128 on a GPU)")
-    add("--dtype", choices=DTYPES, help="(default: float32 on a CPU, bfloat16 on a GPU)")
-    add("--device", help="such as cpu or cuda:0 (default: cuda where there is one)")
-    add("--preset", default="tiny", help="of `train`: the model of the section model (default: %(default)s)")
-    add("--seconds", type=positive, default=45, help="how long to measure, about (default: %(default)s)")
-    add("--repetitions", type=positive, default=9, help="of each call, where time allows (default: %(default)s)")
-    add("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="default: %(default)s")
+    add("--sections", type=sections, default="op,decode,model", help="sections to measure (default: %(default)s)")
+    add("--lengths", metavar="N,N", help="tokens (default: 512,1024,2048 on a CPU; 1024,4096,16384 on a GPU)")
+    add("--batch", type=positive, metavar="N", help="sequences (default: 1 on a CPU; 32768 tokens in all on a GPU)")
+    add("--heads", type=positive, metavar="N", help="attention heads (default: 8 on a CPU; 16 on a GPU)")
+    add("--head-dim", type=positive, metavar="N", help="head dimension (default: 64 on a CPU; 128 on a GPU)")
+    add("--dtype", choices=DTYPES, help="default: float32 on a CPU; bfloat16 on a GPU")
+    add("--device", help="for example cpu or cuda:0 (default: cuda if available)")
+    add("--preset", default="tiny", help="preset of `train` for the section model (default: %(default)s)")
+    add("--seconds", type=positive, metavar="N", default=45, help="approximate measuring time (default: %(default)s)")
+    add("--repetitions", type=positive, metavar="N", default=9,
+        help="maximum number of timed calls of each (default: %(default)s)")  # fmt: skip
+    add("--output", type=Path, default=Path("bench"), metavar="FOLDER",
+        help="folder for the results (default: %(default)s)")  # fmt: skip
     parser.set_defaults(run=run)
-
-
-def numbers(text: str) -> list[int]:
-    return [positive(part) for part in text.split(",")]
 
 
 def positive(text: str) -> int:
@@ -87,17 +84,16 @@ def sections(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     from softplus_attention.utils.device import check_device, resolve_device
-    from softplus_attention.utils.files import write_json
+    from softplus_attention.utils.files import check_no_strangers, write_json
     from softplus_attention.utils.results import run_metadata
 
     check_device(options.device)
     device = resolve_device(options.device)
-    complete(options, device)
+    set_defaults(options, device)
     if options.head_dim > LARGEST_HEAD_DIM:
         raise ValueError(f"--head-dim {options.head_dim} is too large: the op takes up to {LARGEST_HEAD_DIM}")
     file = options.output / "bench.json"
-    if options.output.exists() and not file.exists() and any(options.output.iterdir()):
-        raise ValueError(f"--output {options.output} holds other files; choose an empty or a new folder")
+    check_no_strangers("--output", options.output, (file.name,))
     chosen = list(options.sections)
     if "model" in chosen:
         missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
@@ -105,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
             check_installed(*missing)
         if missing:
             chosen.remove("model")
-            print(f"the section model is left out: {missing[0]} is not installed "
+            print(f"the section model is skipped: {missing[0]} is not installed "
                   "(pip install 'softplus-attention[huggingface]')", file=sys.stderr)  # fmt: skip
     began = time.monotonic()
     rows: list[Row] = []
@@ -121,23 +117,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def complete(options: argparse.Namespace, device: torch.device) -> None:
-    """The defaults of this kind of device."""
+def set_defaults(options: argparse.Namespace, device: torch.device) -> None:
+    """Defaults that depend on the device."""
     gpu = device.type == "cuda"
     defaults = {
-        "lengths": [1024, 4096, 16384] if gpu else [512, 1024, 2048], "heads": 16 if gpu else 8,
+        "lengths": "1024,4096,16384" if gpu else "512,1024,2048", "heads": 16 if gpu else 8,
         "head_dim": 128 if gpu else 64, "dtype": "bfloat16" if gpu else "float32",
     }  # fmt: skip
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
+    options.lengths = parse_integers("--lengths", options.lengths)
 
 
 def choose_batch(options: argparse.Namespace, device: torch.device, length: int) -> int:
     return options.batch or (max(1, 32768 // length) if device.type == "cuda" else 1)
 
 
-def of_backend(backend: SDPBackend, **options: Any) -> Attention:
+def sdpa_with(backend: SDPBackend, **options: Any) -> Attention:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **options)
@@ -148,13 +145,13 @@ def of_backend(backend: SDPBackend, **options: Any) -> Attention:
 def attentions() -> dict[str, Attention]:
     """The baseline first."""
     found: dict[str, Attention] = {BASELINE: functools.partial(F.scaled_dot_product_attention, is_causal=True)}
-    found |= {f"sdpa {name}": of_backend(backend, is_causal=True) for name, backend in BACKENDS.items()}
+    found |= {f"sdpa {name}": sdpa_with(backend, is_causal=True) for name, backend in BACKENDS.items()}
     found |= {"lssar p=15": functools.partial(softplus_attention, is_causal=True), "lssar learned": learned}
     return found | {"lssa": functools.partial(softplus_attention, power=None, is_causal=True)}
 
 
 def learned(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A factor of log N per head, as a model learns it: a power for each row, with a gradient."""
+    """LSSAR with a learned factor of log N per head: one power per row, with a gradient."""
     factors = torch.linspace(0.4, 1.0, q.shape[1], device=q.device, dtype=compute_dtype(q.dtype)).requires_grad_()
     counts = torch.arange(1, q.shape[2] + 1, device=q.device)[None, None]
     return softplus_attention(q, k, v, power=power_by_log(factors, counts), is_causal=True)
@@ -166,7 +163,7 @@ def cached_attentions(length: int) -> dict[str, Attention]:
         return softplus_attention_decode(q, k, v, lengths, normalized_keys=True)
 
     found: dict[str, Attention] = {BASELINE: F.scaled_dot_product_attention}
-    found |= {f"sdpa {name}": of_backend(backend) for name, backend in BACKENDS.items()}
+    found |= {f"sdpa {name}": sdpa_with(backend) for name, backend in BACKENDS.items()}
     return found | {"lssar p=15": ours}
 
 
@@ -175,14 +172,14 @@ def first_line(error: Exception) -> str:
 
 
 def runnable(rows: list[Row], works: dict[str, Work], common: Row) -> dict[str, Work]:
-    """Those that run here, called once; each of the others becomes a row with its error."""
+    """Calls each once and returns those that run here; the others are added to ``rows`` with their error."""
     found = {}
     for name, work in works.items():
         try:
             work()
             found[name] = work
         except (RuntimeError, ValueError) as error:
-            reason = "this backend does not take these inputs here" if "sdpa" in name else first_line(error)
+            reason = "this backend does not support these inputs here" if "sdpa" in name else first_line(error)
             rows.append(common | {"contender": name, "status": "error", "error": reason})
     return found
 
@@ -190,7 +187,7 @@ def runnable(rows: list[Row], works: dict[str, Work], common: Row) -> dict[str, 
 def compare(
     rows: list[Row], works: dict[str, Any], common: Row, prefix: str, device: torch.device, *limits: Any
 ) -> None:
-    """Time and memory of each into its row."""
+    """Measures each, and adds its median time and peak memory to its row."""
     found = runnable(rows, works, common)
     samples = alternate(found, device, *limits)
     for name, middle in medians(samples).items():
@@ -198,7 +195,7 @@ def compare(
         if row is None:
             rows.append(row := common | {"contender": name, "status": "ok"})
         row |= {f"{prefix}_ms": middle, f"{prefix}_samples_ms": samples[name]}
-        if common["section"] != "decode":  # which holds nothing but its inputs
+        if common["section"] != "decode":  # a decode step allocates almost nothing beyond its inputs
             row[f"{prefix}_mib"] = peak_bytes(found[name], device) / MIB
 
 
@@ -216,9 +213,9 @@ def run_op(options: argparse.Namespace, device: torch.device, seconds: float) ->
         inputs = [x.requires_grad_() for x in (q, k, v)]
         left = seconds - (time.monotonic() - began)
         if place and left < 0:
-            print(f"op: {length:,} tokens and more are left out for --seconds", file=sys.stderr)
+            print(f"op: {length:,} tokens and more are skipped: --seconds is used up", file=sys.stderr)
             break
-        # Longer texts take longer: what is left goes to the lengths by their tokens.
+        # The remaining time is divided among the lengths in proportion to their tokens.
         share = max(0.0, left * length / sum(options.lengths[place:]))
         for prefix, part in (("forward", 0.3), ("step", 0.7)):
             works: dict[str, Work]
@@ -226,11 +223,12 @@ def run_op(options: argparse.Namespace, device: torch.device, seconds: float) ->
                 plain = [x.detach() for x in inputs]
                 works = {name: functools.partial(attend, *plain) for name, attend in attentions().items()}
             else:
+                # Only what ran in the forward pass.
                 ran = {row["contender"] for row in rows if row.items() >= common.items() and row["status"] == "ok"}
                 works = {name: functools.partial(training_step, attend, inputs, grad)
                          for name, attend in attentions().items() if name in ran}  # fmt: skip
             compare(rows, works, common, prefix, device, options.repetitions, share * part)
-        note("op", length)
+        log_progress("op", length)
     return rows
 
 
@@ -248,7 +246,7 @@ def run_decode(options: argparse.Namespace, device: torch.device, seconds: float
             works = {name: functools.partial(attend, q, k, v) for name, attend in cached_attentions(length).items()}
             limits = (20 * options.repetitions, seconds / len(options.lengths))
             compare(rows, works, common, "forward", device, *limits)
-        note("decode", length)
+        log_progress("decode", length)
     return rows
 
 
@@ -271,7 +269,7 @@ def run_model(options: argparse.Namespace, device: torch.device, seconds: float)
         common |= {"heads": config.heads, "head_dim": config.width // config.heads}
         works[BASELINE if attention == "softmax" else "lssar learned"] = functools.partial(model_step, model, ids)
     compare(rows, works, common, "step", device, options.repetitions, seconds)
-    note("model", common["length"])
+    log_progress("model", common["length"])
     return rows
 
 
@@ -279,7 +277,7 @@ def model_step(model: Any, ids: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [*model.parameters()])
 
 
-def note(section: str, length: int) -> None:
+def log_progress(section: str, length: int) -> None:
     print(f"measured: {section}, {length:,} tokens", file=sys.stderr, flush=True)
 
 
@@ -287,18 +285,18 @@ SECTIONS: dict[str, Callable[[argparse.Namespace, torch.device, float], list[Row
     "op": run_op, "decode": run_decode, "model": run_model,
 }  # fmt: skip
 TITLES = {
-    "op": "The op: forward, and forward with backward (step)", "decode": "Decode: one new token over a cache",
+    "op": "The op: forward; forward and backward (step)", "decode": "Decode: one new token over a cache",
     "model": "Training step of a GPT",
 }  # fmt: skip
 COLUMNS = {"forward_ms": "forward ms", "step_ms": "step ms", "forward_mib": "forward MiB", "step_mib": "step MiB"}
 
 
 def format_rows(rows: Sequence[Row], options: argparse.Namespace, device: torch.device) -> str:
-    """A table for each section; in brackets the ratio to the baseline."""
+    """A table for each section, with ratios to the baseline in parentheses."""
     where = (
         torch.cuda.get_device_name(device) if device.type == "cuda" else counted(torch.get_num_threads(), "CPU thread")
     )
-    lines = [f"{options.dtype} on {where}, torch {torch.__version__}; in brackets relative to {BASELINE}"]
+    lines = [f"{options.dtype} on {where}, torch {torch.__version__}; in parentheses: relative to {BASELINE}"]
     for section in dict.fromkeys(row["section"] for row in rows):
         those = [row for row in rows if row["section"] == section]
         good = [row for row in those if row["status"] == "ok"]
@@ -351,7 +349,7 @@ def charts(rows: Sequence[Row]) -> list[LineChart]:
 
 def draw(rows: Sequence[Row], path: Path) -> list[Path]:
     if find_spec("matplotlib") is None:
-        print("the picture is left out: matplotlib is not installed (pip install 'softplus-attention[plots]')",
+        print("the figure is skipped: matplotlib is not installed (pip install 'softplus-attention[plots]')",
               file=sys.stderr)  # fmt: skip
         return []
     from softplus_attention.charts.draw import draw as draw_charts

@@ -1,26 +1,22 @@
-"""``softplus-attention build``: compiles the C++ kernels for this machine's CPU."""
+"""``softplus-attention build``: compiles the C++ kernels for the CPU of this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "build",
         help="compile the optional C++ kernels for this CPU",
-        description="Compiles the C++ kernels of the CPU path for this machine, once per version of this package and "
-        "of torch, into $XDG_CACHE_HOME or ~/.cache. Every later call on CPU tensors uses them; without them PyTorch's "
-        "operations compute the same, slower. SOFTPLUS_ATTENTION_CPU=torch leaves them out. Needs a C++ compiler "
-        "(g++ or clang++ with OpenMP; $CXX names another).",
+        description="Compiles the C++ kernels of the CPU path into $XDG_CACHE_HOME or ~/.cache. Run it once for each "
+        "version of this package and of torch. Later calls on CPU tensors then use the kernels; otherwise PyTorch "
+        "operations compute the same result more slowly. SOFTPLUS_ATTENTION_CPU=torch disables the kernels. Needs a "
+        "C++ compiler with OpenMP: g++, clang++, or the one in $CXX.",
     )
-    parser.add_argument("--remove", action="store_true", help="remove what was built, of every version")
+    parser.add_argument("--remove", action="store_true", help="remove the compiled kernels of all versions")
     parser.set_defaults(run=run)
 
 
@@ -30,12 +26,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.remove:
         removed = remove()
-        print("\n".join(f"removed {path}" for path in removed) or "nothing was built")
+        print("\n".join(f"removed {path}" for path in removed) or "there are no compiled kernels")
         return 0
     path = library_path()
     try:
         if path.exists():
-            print(f"built already: {path}")
+            print(f"already built: {path}")
         else:
             print(f"compiling with {compiler()}", flush=True)
             start = time.perf_counter()
@@ -43,6 +39,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"built in {time.perf_counter() - start:.0f} s: {path}")
         print(f"loaded: {native.find('native').reason}")
     except (BuildError, RuntimeError) as error:
-        print(f"softplus-attention: the C++ kernels were not built: {error}", file=sys.stderr)
+        print(f"softplus-attention: building the C++ kernels failed: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,47 +1,40 @@
-"""``softplus-attention convert``: a pretrained model with another attention in it, and what that does to its loss."""
+"""``softplus-attention convert``: replaces the attention of a pretrained model, and measures the change in loss."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from softplus_attention.cli.options import add_trust
+from softplus_attention.cli.options import add_loading_arguments
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.utils import DOCS
 from softplus_attention.utils.files import UNFINISHED, filling
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "convert",
         help="replace the attention of a pretrained model",
-        description="Swaps another attention into a pretrained causal language model and saves it. The weights are the "
-        "same, so the loss rises, as --text shows: fine-tune the result with a power that rises from small to its "
-        f"target. {DOCS}/huggingface",
+        description="Replaces the attention of a pretrained causal language model and saves the model. The weights do "
+        "not change, so the loss rises (--text prints it before and after). Fine-tune the result with a power that "
+        f"rises from a small value to its target: {DOCS}/huggingface",
     )
-    parser.add_argument("model", help="a folder with a saved model, or a name on the hub")
-    parser.add_argument("--output", required=True, type=Path, help="the folder to write; it must not exist yet")
-    parser.add_argument("--attention", default="lssar", help="a name of the catalogue (default: %(default)s)")
+    parser.add_argument("model", metavar="MODEL", help="folder of a saved model, or a name on the Hub")
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new folder for the model")
+    parser.add_argument("--attention", default="lssar", metavar="NAME", help="attention (default: %(default)s)")
     parser.add_argument(
-        "--power",
-        metavar="P",
-        help=f"the sharpening power to start with: {CONSTANT_FORMS} (default: the attention's own)",
+        "--power", metavar="P", help=f"initial sharpening power: {CONSTANT_FORMS} (default: the attention's own)"
     )
-    parser.add_argument("--score-scale", type=float, help="replaces log(head dimension) in the scores")
-    parser.add_argument("--text", type=Path, help="a UTF-8 file, to print its loss before and after")
+    parser.add_argument("--score-scale", type=float, metavar="X", help="replaces log(head dimension) in the scores")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 text: print its loss before and after")
     parser.add_argument(
-        "--length", type=int, default=512, help="tokens per sequence of the loss (default: %(default)s)"
+        "--length", type=int, default=512, metavar="N", help="tokens per sequence of --text (default: %(default)s)"
     )
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", help="for example cpu or cuda:0 (default: cuda if available)")
-    add_trust(parser)
+    add_loading_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,13 +55,13 @@ def run(options: argparse.Namespace) -> int:
     trust = options.trust_remote_code
     model = load_model(options.model, dtype=options.dtype, device=options.device, trust_remote_code=trust)
     if model.config.is_encoder_decoder:
-        fail("model", "a decoder alone, a causal language model", f"{options.model!r}, an encoder with its decoder")
+        fail("model", "a causal language model (decoder only)", f"{options.model!r}, an encoder-decoder")
     check_is_causal("model", model, torch.arange(4, device=model.device)[None])
     tokenizer = (try_tokenizer if options.text is None else load_tokenizer)(options.model, trust)
     tokens = None if options.text is None else text_tokens(tokenizer, options.text, options.length)
     before = None if tokens is None else mean_loss(model, tokens)
     use_attention(model, options.attention, power=power, score_scale=options.score_scale)
-    try_out(model)
+    check_forward(model)
     after = None if tokens is None else mean_loss(model, tokens)
 
     with filling(options.output) as folder:
@@ -76,12 +69,12 @@ def run(options: argparse.Namespace) -> int:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     if tokenizer is None:
-        print("softplus-attention: no tokenizer was found beside the model, so none was written", file=sys.stderr)
+        print("softplus-attention: the model has no tokenizer, so none was saved", file=sys.stderr)
     if tokens is not None:
         count = tokens.shape[0] * (tokens.shape[1] - 1)
         print(f"loss over {count} tokens in sequences of {tokens.shape[1]}")
-        print(f"  as it was          {before:.4f}")
-        print(f"  with {options.attention:<14}{after:.4f}  (no fine-tuning yet)")
+        print(f"  before             {before:.4f}")
+        print(f"  with {options.attention:<14}{after:.4f}  (not fine-tuned yet)")
     print(f"written: {options.output}")
     return 0
 
@@ -96,7 +89,7 @@ def try_tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
-    """(sequences, length): the file's tokens, what does not fill a sequence left out, unless it is all there is."""
+    """The tokens of the file, (sequences, length); an incomplete last sequence is dropped unless it is the only one."""
     import torch
 
     tokens = torch.tensor(tokenizer(read_option("--text", path))["input_ids"])
@@ -107,8 +100,8 @@ def text_tokens(tokenizer: Any, path: Path, length: int) -> Any:
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 
-def try_out(model: Any) -> None:
-    """A few tokens: what the attention refuses in this model is refused before anything is written."""
+def check_forward(model: Any) -> None:
+    """Runs a few tokens, so that unsupported features of the model raise before anything is written."""
     import torch
 
     with torch.inference_mode():

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING
 
 from softplus_attention.data.options import PrepareOptions, flag
 from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.progress import Progress
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("data", help="text into token shards", description="Token shards for training.")
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "data",
+        help="prepare text as token shards for training",
+        description="Prepares text as token shards for training, and inspects them.",
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add_prepare(actions)
     for name, run, text in (
-        ("info", run_info, "what a prepared folder holds and how it was made"),
+        ("info", run_info, "show the contents of a prepared folder and how it was made"),
         ("verify", run_verify, "compare every file of a prepared folder with its checksum"),
     ):
         action = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
@@ -27,20 +27,20 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
         action.set_defaults(run=run)
 
 
-def add_prepare(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_prepare(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "prepare",
         help="tokenise documents into memory-mapped shards",
-        description="Tokenises documents into memory-mapped shards with an index, checksums and the tokenizer, split "
-        "by document into train and validation. If it is stopped, the same command continues it.",
+        description="Tokenises documents into memory-mapped shards, with an index, checksums and the tokenizer. "
+        "Documents are split into train and validation. If it is stopped, run the same command again to continue.",
     )
     parser.add_argument(
         "sources",
         nargs="+",
         metavar="SOURCE",
-        help="files or folders of text, .jsonl (both also .xz, .gz, .zst), .parquet, or token files .npy and .bin; "
-        "fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] to stream from the Hugging Face Hub; builtin, the training "
-        "text of the package",
+        help="files or folders of text or .jsonl (also compressed: .xz, .gz, .zst), .parquet, or token files (.npy, "
+        ".bin); fineweb[:SAMPLE] or hub:DATASET[:CONFIGURATION] streams from the Hugging Face Hub; builtin is the "
+        "training text of the package",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="a new folder")
     for field in dataclasses.fields(PrepareOptions):
@@ -64,7 +64,7 @@ def run_prepare(options: argparse.Namespace) -> int:
     try:
         index = prepare(**given, report=report)
     except KeyboardInterrupt:
-        progress.say("stopped; the same command continues it")
+        progress.say("stopped; run the same command again to continue")
         return 130
     except OSError as error:
         raise DataError(str(error)) from error
@@ -90,5 +90,5 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def show(*lines: str) -> None:
-    """Text from a folder that others may have made, without what a terminal would obey."""
+    """Prints text that may come from an untrusted folder, without terminal control sequences."""
     print(clean_text("\n".join(lines)), flush=True)

@@ -1,4 +1,4 @@
-"""``softplus-attention demo``: three small models, trained short, read long."""
+"""``softplus-attention demo``: trains three small models on short text and evaluates them on long text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from softplus_attention.utils.untrusted import read_json
 from softplus_attention.validation import check_installed, fail
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from softplus_attention.evaluation.lengths import LengthCurve, Texts
 
-# What differs between the models is this and nothing else. The power rises while LSSAR trains: from the start at 15 it
-# learns more slowly (docs/method.md).
+# The only differences between the models. The power of LSSAR rises during training: with 15 from the start it learns
+# more slowly (docs/method.md).
 ARMS: dict[str, dict[str, Any]] = {
     "softmax": {"attention": "softmax"},
     "softmax + QK-norm + log N": {"attention": "softmax-qknorm-logn"},
     "LSSAR": {"attention": "lssar", "power": "3,7@0.3,15@0.6"},
 }
 MULTIPLES = (1, 2, 4, 8, 16)
-# In a search over 330 steps Muon at 1e-2 brought LSSAR to 1.70 nats at 1x, AdamW at 3e-3 to 1.91.
+# In a search over 330 steps LSSAR reached 1.70 nats at 1x with Muon at 1e-2, and 1.91 with AdamW at 3e-3.
 TRAINING: dict[str, Any] = {
     "layers": 4, "width": 128, "heads": 2, "sequence_length": 128, "batch_size": 32, "micro_batch_size": 32,
     "optimizer": "muon", "learning_rate": 1e-2, "weight_decay": 0.0, "schedule": "wsd", "decay": 0.5,
@@ -35,23 +33,22 @@ TRAINING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="train three small models on short text and read long text with them (minutes on two cores)",
-        description="Trains a small byte-level GPT with softmax, with softmax + QK-norm + log N, and with LSSAR (the "
-        "same size, heads, steps and seed) on text that comes with the package, then measures each at 1 to 16 times "
-        "the length it was trained at: a table, a figure and a page. Run again, it goes on where it was stopped.",
+        help="train three small models on short text and evaluate them on long text (minutes on two cores)",
+        description="Trains three small byte-level GPTs on the text of the package: with softmax, with softmax + "
+        "QK-norm + log N, and with LSSAR (same size, heads, steps and seed). Then measures each at 1 to 16 times the "
+        "training length, and writes a table, a figure and an HTML page. Run the same command again to continue.",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("demo"), help="folder for everything (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=240, help="training steps of each model (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default: %(default)s)")
-    parser.add_argument("--texts", type=int, default=24, help="number of validation texts (default: %(default)s)")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="first delete an earlier demo in --output")
-    parser.add_argument("--again", dest="overwrite", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FOLDER", default=Path("demo"), help="folder for all files (default: demo)")
+    add("--steps", type=int, metavar="N", default=240, help="training steps of each model (default: %(default)s)")
+    add("--seed", type=int, metavar="N", default=0, help="seed of weights and data (default: %(default)s)")
+    add("--texts", type=int, metavar="N", default=24, help="number of validation texts (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    add("--overwrite", action="store_true", help="first delete an earlier demo in --output")
+    add("--again", dest="overwrite", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -67,11 +64,11 @@ def run(options: argparse.Namespace) -> int:
     check_is_demo(folder)
     folder.mkdir(parents=True, exist_ok=True)
 
-    print(f"1/3  text: old works in the public domain, as bytes -> {folder / 'data'}", flush=True)
+    print(f"1/3  preparing text: old books in the public domain, as bytes -> {folder / 'data'}", flush=True)
     texts = prepare_text(folder, options.texts)
-    print(f"2/3  training {len(ARMS)} models of 0.8M parameters at {TRAINING['sequence_length']} bytes", flush=True)
+    print(f"2/3  training {len(ARMS)} models of 0.8M parameters on {TRAINING['sequence_length']} bytes", flush=True)
     models = {name: train_arm(name, folder, options) for name in ARMS}
-    print(f"3/3  validation loss, {len(texts.rows)} texts of {texts.longest} bytes cut to each length", flush=True)
+    print(f"3/3  validation loss on {len(texts.rows)} texts of {texts.longest} bytes, cut to each length", flush=True)
     lengths = [TRAINING["sequence_length"] * multiple for multiple in MULTIPLES]
     curves = {name: evaluate_arm(name, path, texts, lengths) for name, path in models.items()}
 
@@ -85,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def clear(folder: Path) -> None:
-    """Only what a demo wrote: the folder may be the user's own, and hold others by the same names."""
+    """Deletes only what a demo wrote: the folder may contain files of the user's with the same names."""
     for arm in ARMS.values():
         run = folder / "runs" / arm["attention"]
         if (run / "run.json").is_file():
@@ -99,12 +96,12 @@ def clear(folder: Path) -> None:
 
 
 def check_is_demo(folder: Path) -> None:
-    """Refuses a folder that holds anything and nothing of a demo."""
+    """Raises an error for a folder that contains files but no demo."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     ours = [text_path(folder), folder / "results.json", *(folder / "runs" / arm["attention"] for arm in ARMS.values())]
     if names and not any(path.exists() for path in ours):
-        reason = f"the folder {folder} holds something else ({names[0]})"
-        raise ValueError(f"{reason}: `--output` takes a new folder, an empty one, or that of an earlier demo")
+        reason = f"{folder} contains unrelated files ({names[0]})"
+        raise ValueError(f"{reason}. `--output` must be a new or empty folder, or one written by this command")
 
 
 def is_demo_data(folder: Path) -> bool:
@@ -129,7 +126,7 @@ def prepare_text(folder: Path, texts: int) -> Texts:
     if not source.exists():
         source.parent.mkdir(parents=True, exist_ok=True)
         write_whole(source, "".join(json.dumps({"text": text}) + "\n" for text in train))
-    if not is_demo_data(folder):  # by another path to the same folder it would be other data
+    if not is_demo_data(folder):  # data prepared under another path to this folder are reused
         prepare([source], folder / "data", tokenizer="bytes", validation_fraction=0.0, workers=1)
     longest = TRAINING["sequence_length"] * MULTIPLES[-1]
     return texts_of((list(text.encode()) for text in validation), longest, texts)
@@ -147,8 +144,8 @@ def train_arm(name: str, folder: Path, options: argparse.Namespace) -> Path:
         return train(config)
     except ConfigChanged as error:
         raise RunStopped(
-            f"{folder} holds a demo with other settings: put them back to go on, choose another --output, or say "
-            "--overwrite to begin anew"
+            f"{folder} contains a demo with other settings: use these to continue it, choose another --output, or use "
+            "--overwrite to start over"
         ) from error
 
 
@@ -171,7 +168,6 @@ def text_table(curves: dict[str, LengthCurve], lengths: list[int]) -> str:
 
 
 def conclusion(curves: dict[str, LengthCurve]) -> str:
-    """What the numbers say, whatever they are."""
     parts = []
     for name, curve in curves.items():
         change = curve.loss[-1] - curve.loss[0]
@@ -206,12 +202,12 @@ def write(
     errors = {name: curve.error for name, curve in curves.items()}
     command = f"softplus-attention demo --steps {options.steps} --seed {options.seed} --texts {options.texts}"
     results = {"command": command, **about}
-    # Of this call: what an earlier one finished took none of them.
+    # Time of this call only; models finished by an earlier call add nothing.
     results |= {"seconds": round(seconds, 1), "settings": settings, "loss": losses, "standard_error": errors}
     write_json(folder / "results.json", results)
     rounded = ([name, *(f"{loss:.5f}" for loss in row)] for name, row in losses.items())
     table = write_csv(folder / "loss-by-length.csv", ["attention", *map(str, lengths)], rounded)
-    title = f"Trained on {lengths[0]} bytes, read at up to {lengths[-1]}: small models"
+    title = f"Small models trained on {lengths[0]} bytes, evaluated on up to {lengths[-1]}"
     pictures = draw(demo_chart(results, title, SeriesStyles()), folder / "loss-by-length")
     page = write_report(folder, folder / "index.html").page
     return [page, *pictures, table, folder / "results.json"]

@@ -1,10 +1,9 @@
-"""``softplus-attention evaluate``: how long a model holds, and why."""
+"""``softplus-attention evaluate``: how well models work on long sequences, and why."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from softplus_attention.cli.options import add_trust
 from softplus_attention.evaluation.measures import measures
@@ -12,15 +11,12 @@ from softplus_attention.evaluation.measures.base import RESUME, add_integer, add
 from softplus_attention.evaluation.measures.passkey import add_prompt_arguments
 from softplus_attention.utils import DOCS
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "evaluate",
-        help="loss by length, passkeys, synthetic tasks and the inside of the attention",
-        description="Measures models side by side. Every measure prints a table and writes JSON, CSV and figures. "
+        help="measure loss by length, passkey retrieval, synthetic tasks and attention weights",
+        description="Compares models. Every measure prints a table and writes JSON, CSV and figures. "
         f"{RESUME} {DOCS}/evaluation",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="MEASURE")
@@ -33,26 +29,31 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     add_figures(actions)
 
 
-def add_passkey_data(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_passkey_data(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "passkey-data",
-        help="documents that teach the compact passkey, to be mixed into training text",
-        description="Writes FOLDER/passkey.jsonl: short documents, each with a passkey in ordinary text and the "
-        "question. `softplus-attention data prepare` takes it beside the training text.",
+        help="write training documents that teach passkey retrieval",
+        description="Writes FOLDER/passkey.jsonl: short documents that hide a passkey in ordinary text and ask for it. "
+        "Pass the file to `softplus-attention data prepare` together with the training text.",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="to hide the keys in; not validation")
-    add_integer(parser, "--documents", "how many", 5000)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for passkey.jsonl")
+    parser.add_argument(
+        "--text", nargs="+", required=True, metavar="FILE", help="training (not validation) text to hide the keys in"
+    )
+    add_integer(parser, "--documents", "number of documents", 5000)
     add_integer(
-        parser, "--max-characters", "of a document: about three quarters of a training sequence; for 128 bytes", 96
+        parser,
+        "--max-characters",
+        "maximum length of a document, about three quarters of a training sequence; the default is for 128 bytes",
+        96,
     )
     add_integer(
         parser,
         "--min-characters",
-        "of a document; short ones teach short distances; 0: as short as the prompt",
+        "minimum length of a document; short ones teach short distances; 0: the length of the prompt",
         0,
     )
-    add_integer(parser, "--questions", "after each key", 2)
+    add_integer(parser, "--questions", "questions after each key", 2)
     add_prompt_arguments(parser, "compact")
     add_old_name(parser, "--most-characters", "max_characters", type=int)
     add_old_name(parser, "--least-characters", "min_characters", type=int)
@@ -70,18 +71,18 @@ def run_passkey_data(options: argparse.Namespace) -> int:
     limits = (options.max_characters, options.seed, options.questions, options.min_characters)
     written = write_documents(path, passkey_documents(texts, prompt, options.documents, *limits))
     share = written / (written + sum(map(len, texts)))
-    print(f"{path}: {options.documents} documents, {written} characters, {100 * share:.1f}% of them and the text")
+    print(f"{path}: {options.documents} documents, {written} characters, {100 * share:.1f}% of documents and text")
     return 0
 
 
-def add_figures(actions: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_figures(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = actions.add_parser(
         "figures",
-        help="draw the results of a folder",
-        description="Draws the figures and writes the tables of all results in a folder, such as one that came from a "
+        help="draw the figures of existing results",
+        description="Draws the figures and writes the tables of all results in a folder, for example of results from a "
         "machine without matplotlib.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with the JSON files of other measures")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder with JSON files of the measures")
     parser.set_defaults(run=run_figures)
 
 

@@ -1,4 +1,4 @@
-"""``softplus-attention generate``: text from a model, token by token, and how fast it came."""
+"""``softplus-attention generate``: streams generated text and prints the speed."""
 
 from __future__ import annotations
 
@@ -6,46 +6,38 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from softplus_attention.cli.options import add_trust
+from softplus_attention.cli.options import add_loading_arguments
 from softplus_attention.power import PowerByLength, is_learned
 from softplus_attention.training.schedules import CONSTANT_FORMS, constant_power
 from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
-
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
-        help="generate text with a model, streamed",
-        description="Continues a prompt with a saved model (ours or any causal language model of transformers), prints "
-        "the tokens as they come, and the speed at the end. The prompt and what follows may be longer than the "
-        "sequences the model was trained on.",
+        help="generate text with a model",
+        description="Continues a prompt with a saved model (SoftplusGPT or any causal language model of transformers). "
+        "Prints the text as it is generated, and the speed at the end. Prompt and continuation may be longer than the "
+        "training length.",
     )
-    parser.add_argument("--model", required=True, help="a folder with a saved model, or a name on the hub")
+    parser.add_argument("--model", required=True, help="folder of a saved model, or a name on the Hub")
     prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to continue")
-    prompt.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
-    parser.add_argument("--tokenizer", help="default: the one saved with the model")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="default: %(default)s")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy decoding (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="sample from the K most likely tokens (default: all)")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most likely tokens with total probability P (default: 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--power", metavar="P", help=f"replaces the model's sharpening power: {CONSTANT_FORMS}")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    parser.add_argument("--device", help="for example cpu or cuda:0 (default: cuda if available)")
-    add_trust(parser)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the text to continue")
+    add = parser.add_argument
+    add("--tokenizer", help="folder or name of a tokenizer (default: the one saved with the model)")
+    add("--max-new-tokens", type=int, metavar="N", default=100, help="tokens to generate (default: %(default)s)")
+    add("--temperature", type=float, metavar="X", default=0.8, help="0: greedy decoding (default: %(default)s)")
+    add("--top-k", type=int, metavar="K", default=0, help="sample from the K most likely tokens (default: all)")
+    add("--top-p", type=float, metavar="P", default=1.0,
+        help="sample from the most likely tokens with total probability P (default: 1)")  # fmt: skip
+    add("--seed", type=int, metavar="N", default=0, help="seed of the sampling (default: %(default)s)")
+    add("--power", metavar="P", help=f"replaces the model's sharpening power: {CONSTANT_FORMS}")
+    add_loading_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -78,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"the prompt has token {largest}, the model {known} tokens. Pass its own --tokenizer")
 
     kwargs: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
-    # A saved generation config may say otherwise.
+    # Override what a saved generation config may set.
     kwargs |= {
         "num_beams": 1,
         "num_return_sequences": 1,
@@ -99,13 +91,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{reason}. Pass a shorter prompt or fewer --max-new-tokens") from None
     finally:
         if not streamer.ended:
-            print(flush=True)  # what follows is no part of the text
+            print(flush=True)  # an error message starts on a new line
     print(report(length, out.shape[1] - length, streamer, model), file=sys.stderr)
     return 0
 
 
 def change_power(model: Any, power: float | PowerByLength) -> None:
-    """As `evaluate MODEL+power=P` does: set_power is for training too, where what is learned must not be set."""
+    """As `evaluate MODEL+power=P`: unlike set_power, it also replaces a learned power."""
     from softplus_attention.evaluation.models import replace_learned_power
     from softplus_attention.huggingface import SoftplusGPTConfig, set_power
 
@@ -119,8 +111,7 @@ def timed_streamer(tokenizer: Any) -> Any:
     from transformers import TextStreamer
 
     class TimedStreamer(TextStreamer):  # type: ignore[misc]
-        """Prints the text as transformers does, on a terminal without escape codes, and keeps the time of the first and
-        the last new token."""
+        """Removes escape codes on a terminal, and records the time of each new token."""
 
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -163,5 +154,5 @@ def check_options(options: argparse.Namespace) -> None:
         fail("--top-k", "0 or more", options.top_k)
     if not 0 < options.top_p <= 1:
         fail("--top-p", "above 0 and at most 1", options.top_p)
-    if not -(2**63) <= options.seed < 2**64:  # what torch takes
+    if not -(2**63) <= options.seed < 2**64:  # the range of torch.manual_seed
         fail("--seed", "from -2**63 to 2**64 - 1", options.seed)

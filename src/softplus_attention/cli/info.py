@@ -1,4 +1,4 @@
-"""``softplus-attention info``: versions, devices, and what impl="auto" runs on a device, for a dtype."""
+"""``softplus-attention info``: versions, devices, and the implementation that impl="auto" chooses."""
 
 from __future__ import annotations
 
@@ -6,39 +6,37 @@ import argparse
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
 
 import torch
 
 from softplus_attention import __version__
+from softplus_attention.cli.options import parse_integers
 from softplus_attention.dispatch import MAX_DECODE_ROWS, choose
 from softplus_attention.utils.device import parse_device
 from softplus_attention.validation import LARGEST_HEAD_DIM, check_score_scale, fail
-
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 PACKAGES = ("triton", "transformers", "entmax", "numpy")
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "info",
-        help="versions, devices, and what impl='auto' chooses",
-        description="Prints versions, devices, and which implementation impl='auto' chooses, and why. The choice "
-        "follows the device and the dtype; a shape that would be refused is refused here too.",
+        help="show versions, devices and the implementation that impl='auto' chooses",
+        description="Prints versions, devices, and the implementation that impl='auto' chooses, with the reason. The "
+        "choice depends on device and dtype; an unsupported shape is an error, as in a call of the op.",
     )
     parser.add_argument(
-        "--shape", default="1,8,4096,64", help="batch, heads, tokens, head dimension (default: %(default)s)"
-    )
+        "--shape", default="1,8,4096,64", metavar="B,H,T,D",
+        help="batch, heads, tokens, head dimension (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: %(default)s")
     parser.add_argument("--device", help="for example cpu, cuda or cuda:1 (default: cuda if available, else cpu)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    shape = parsed_shape(options.shape)
+    shape = parse_shape(options.shape)
     device = parse_device(options.device)
     print(f"softplus-attention {__version__}")
     print(f"python             {platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -62,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def describe_kernels(device: torch.device, tokens: int, width: int, dtype: torch.dtype) -> str:
-    """Which of the GPU kernels a call of that shape without a mask runs, and why."""
+    """The GPU kernels that run a call of this shape without a mask, and why."""
     from softplus_attention.kernels.hopper.launch import unsupported_device_reason, unsupported_shape_reason
 
     here = torch.cuda.is_available()
@@ -70,9 +68,9 @@ def describe_kernels(device: torch.device, tokens: int, width: int, dtype: torch
     if reason is None and here:
         reason = unsupported_device_reason(torch.cuda.get_device_capability(device))
     if reason is not None:
-        return f"the plain Triton ones, since {reason}"
-    hopper = "with a mask tensor, offset=False or strides that are no multiples of 16 the plain Triton ones"
-    return f"those for Hopper; {hopper}" if here else f"on Hopper (no CUDA device is here to ask) its own; {hopper}"
+        return f"plain Triton, since {reason}"
+    plain = "plain Triton for a mask tensor, offset=False or strides that are not multiples of 16"
+    return f"Hopper; {plain}" if here else f"Hopper on a Hopper GPU (no CUDA device here); {plain}"
 
 
 def cpu_kernels() -> str:
@@ -101,14 +99,8 @@ def devices() -> list[str]:
     return lines
 
 
-def parsed_shape(text: str) -> tuple[int, int, int, int]:
-    expected = "four positive integers B,H,T,D"
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        fail("--shape", expected, repr(text))
-    if len(numbers) != 4 or min(numbers) < 1:
-        fail("--shape", expected, repr(text))
-    if numbers[3] > LARGEST_HEAD_DIM:
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    batch, heads, tokens, width = parse_integers("--shape", text, "four positive integers B,H,T,D", count=4)
+    if width > LARGEST_HEAD_DIM:
         fail("--shape", f"of head dimension at most {LARGEST_HEAD_DIM}", repr(text))
-    return numbers[0], numbers[1], numbers[2], numbers[3]
+    return batch, heads, tokens, width

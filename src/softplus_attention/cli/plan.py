@@ -1,56 +1,57 @@
-"""``softplus-attention plan``: time and memory of training on many GPUs, from times measured on one."""
+"""``softplus-attention plan``: predicts time and memory of training on many GPUs from times measured on one."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING
 
+from softplus_attention.cli.options import parse_integers
 from softplus_attention.utils import DOCS
 from softplus_attention.validation import fail
 
 if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
     from softplus_attention.training.plan import Shape
 
 CLUSTER = {
-    "peak_tflops": "of a GPU, dense bfloat16 (default: 989, H200)",
-    "memory_gb": "of a GPU (default: 141, H200)",
-    "per_machine": "GPUs joined by NVLink (default: 8)",
-    "nvlink_gb": "GB a GPU receives in a second inside its machine (default: 300)",
-    "network_gb": "GB a GPU receives in a second between machines (default: 40)",
-    "mfu": "part of the peak that matrix products reach (default: 0.38, measured with GPT-2 small)",
+    "peak_tflops": "peak TFLOP/s of a GPU, dense bfloat16 (default: 989, H200)",
+    "memory_gb": "memory of a GPU in GB (default: 141, H200)",
+    "per_machine": "GPUs per machine, connected by NVLink (default: 8)",
+    "nvlink_gb": "GB/s that a GPU receives within its machine (default: 300)",
+    "network_gb": "GB/s that a GPU receives from other machines (default: 40)",
+    "mfu": "fraction of the peak that matrix products reach (default: 0.38, measured with GPT-2 small)",
 }
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        help="time and memory of training long contexts on many GPUs",
+        help="predict time and memory of training long contexts on many GPUs",
         description="Predicts tokens per second, memory and the longest context of a Llama-like decoder trained with "
-        "context parallel (gather) and FSDP2, blocks recomputed, from times of the op measured on one H200 and the "
-        f"bytes that are sent. Its assumptions: {DOCS}/scale",
+        "context parallelism (gather), FSDP2 and activation checkpointing. The prediction uses times of the op "
+        f"measured on one H200, and the bytes sent. Assumptions: {DOCS}/scale",
     )
-    parser.add_argument("--shape", default="8b", help="1b, 8b, or layers,hidden,heads,kv heads,mlp,vocabulary")
-    parser.add_argument("--gpus", default="1,8,64,512", help="default: %(default)s")
-    parser.add_argument("--lengths", default="32768,131072,524288,1048576", help="default: %(default)s")
-    parser.add_argument("--context-parallel", type=int, help="GPUs that share a sequence (default: the fastest)")
-    parser.add_argument("--attention", default="lssar", help="lssar, lssar-learned, lssa, softmax-flash, softmax-cudnn")
-    for name, words in CLUSTER.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int if name == "per_machine" else float, help=words)
+    add = parser.add_argument
+    add("--shape", default="8b", help="1b, 8b, or layers,hidden,heads,kv heads,mlp,vocabulary (default: %(default)s)")
+    add("--gpus", default="1,8,64,512", metavar="N,...", help="numbers of GPUs (default: %(default)s)")
+    add("--lengths", default="32768,131072,524288,1048576", metavar="N,...", help="tokens (default: %(default)s)")
+    add("--context-parallel", type=int, metavar="N", help="GPUs that share a sequence (default: the fastest)")
+    add("--attention", default="lssar",
+        help="lssar, lssar-learned, lssa, softmax-flash or softmax-cudnn (default: %(default)s)")  # fmt: skip
+    for name, text in CLUSTER.items():
+        add(f"--{name.replace('_', '-')}", type=int if name == "per_machine" else float, metavar="X", help=text)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from softplus_attention.training.plan import Cluster, changed, longest, plans
 
-    shape = parsed_shape(options.shape)
+    shape = parse_shape(options.shape)
     cluster = changed(Cluster(), **{name: getattr(options, name) for name in CLUSTER})
-    lengths = positive("--lengths", options.lengths)
-    print(f"{shape.parameters / 1e9:.1f} billion parameters, {options.attention}, predicted from one H200's times")
+    lengths = parse_integers("--lengths", options.lengths)
+    print(f"{shape.parameters / 1e9:.1f} billion parameters, {options.attention}, predicted from times on one H200")
     head = {"GPUs": 5, "tokens": 10, "sharing one": 12, "GB each": 9, "tokens/s": 12, "step s": 9}
     print("".join(f"{name:>{width}}" for name, width in {**head, "attention": 11, "exchange": 10}.items()))
-    for gpus in positive("--gpus", options.gpus):
+    for gpus in parse_integers("--gpus", options.gpus):
         context = options.context_parallel
         if context is not None and (context < 1 or gpus % context):
             fail("--context-parallel", f"a divisor of the {gpus} GPUs", context)
@@ -64,27 +65,18 @@ def run(options: argparse.Namespace) -> int:
                 f"{found.tokens_per_second:>12,.0f}{found.step_s:>9.1f}{parts[0]:>11.0%}{parts[1]:>10.1%}"
             )
         most = longest(shape, gpus, cluster)
-        hold = f"a sequence of at most {most:,} tokens" if most else "not even the weights"
-        print(f"{gpus:>5} {'GPU holds' if gpus == 1 else 'GPUs hold'} {hold}")
+        fits = f"at most {most:,} tokens per sequence" if most else "the weights do not fit"
+        print(f"{gpus:>5} {'GPU' if gpus == 1 else 'GPUs'}: {fits}")
     return 0
 
 
-def parsed_shape(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     from softplus_attention.training import plan
 
     if text in plan.SHAPES:
         return plan.SHAPES[text]
-    numbers = positive("--shape", text)
-    if len(numbers) != 6:
-        fail("--shape", f"{', '.join(plan.SHAPES)} or six numbers, layers,hidden,heads,kv heads,mlp,vocabulary", text)
-    shape = plan.Shape(*numbers)
+    expected = f"{', '.join(plan.SHAPES)} or six numbers, layers,hidden,heads,kv heads,mlp,vocabulary"
+    shape = plan.Shape(*parse_integers("--shape", text, expected, count=6))
     if shape.hidden % shape.heads or shape.heads % shape.kv_heads:
-        fail("--shape", "of a width divisible by the heads, and heads by key heads", text)
+        fail("--shape", "such that heads divides hidden, and kv heads divides heads", text)
     return shape
-
-
-def positive(name: str, text: str) -> list[int]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        fail(name, "whole numbers above 0, separated by commas", repr(text))
-    return [int(word) for word in words]

@@ -1,4 +1,4 @@
-"""``softplus-attention train``: a preset, a config file and options become a run."""
+"""``softplus-attention train``: starts or continues a run from a preset, a config file and options."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import argparse
 import dataclasses
 import re
 import sys
+import textwrap
 import types
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from softplus_attention.training import distributed
 from softplus_attention.training.config import PRESETS, TrainConfig, configured, field_types
 from softplus_attention.training.errors import RunStopped, RunWarning
 from softplus_attention.utils.files import clean_text
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
-
 DESCRIPTION = """\
-Trains a GPT with any attention of the catalogue on a folder of tokens, and continues a run that was interrupted: the
-same command again goes on from the last whole checkpoint. One process, or under torchrun on any number of GPUs.
+Trains a GPT with any attention of the catalogue on a folder of tokens, in one process, or under torchrun on any number
+of GPUs. To continue an interrupted run from its last complete checkpoint, run the same command again.
 """
 EXAMPLES = """\
 examples:
@@ -29,29 +27,35 @@ examples:
   softplus-attention train --config run.yaml --attention softmax --output runs/softmax
   torchrun --nproc-per-node 8 -m softplus_attention.cli train --preset gpt2-small --data fineweb --output runs/paper
 
-A config file (.json, .yaml) holds the same names; options win over the file, the file over the preset. Presets:
+A config file (.json, .yaml) has the same names. Options override the file, and the file overrides the preset.
+
+presets:
 """
 
 
-def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    indent = " " * 14
     presets = "".join(
-        f"  {name:<11} {', '.join(f'{setting} {value}' for setting, value in settings.items())}\n"
+        textwrap.fill(
+            f"{name:<12}" + ", ".join(f"{setting} {value}" for setting, value in settings.items()),
+            width=118, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False,
+        ) + "\n"
         for name, settings in PRESETS.items()
-    )
+    )  # fmt: skip
     parser = commands.add_parser(
         "train",
         usage="softplus-attention train [--preset NAME] [--config FILE] --data FOLDER --output FOLDER [OPTION ...]",
-        help="train a GPT with any attention; started again, it continues",
+        help="train a GPT with any attention, or continue a run",
         description=DESCRIPTION,
         epilog=EXAMPLES + presets,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--preset", metavar="NAME", help=f"the settings to start from: {', '.join(PRESETS)}")
+    parser.add_argument("--preset", metavar="NAME", help=f"settings to start from: {', '.join(PRESETS)}")
     parser.add_argument("--config", metavar="FILE", help=".json or .yaml file of settings")
     parser.add_argument(
         "--allow-config-changes",
         action="store_true",
-        help="continue a run although its settings or its data changed",
+        help="continue a run even if its settings or data changed",
     )
     parser.add_argument("--accept-changes", action="store_true", dest="allow_config_changes", help=argparse.SUPPRESS)
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -63,7 +67,7 @@ def add_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    """Left out of the options where it is not given: the preset's or the file's value then stands."""
+    """Adds no default to the namespace, so that values of the preset or the file are kept."""
     help_text = field.metadata["help"]
     if field.default is not dataclasses.MISSING and field.default is not None:
         help_text += f" (default: {field.default})"
@@ -78,14 +82,13 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field[Any]) ->
 
 def run(options: argparse.Namespace) -> int:
     try:
-        return run_named_as_settings(options)
+        return start_run(options)
     except ValueError as error:
-        raise ValueError(named_as_options(str(error))) from error
+        raise ValueError(name_options(str(error))) from error
 
 
-def named_as_options(message: str) -> str:
-    """An error that speaks of `sequence_length`, as the configuration calls it, for somebody who wrote
-    --sequence-length."""
+def name_options(message: str) -> str:
+    """Replaces names of settings (`sequence_length`) by those of options (`--sequence-length`)."""
     names = [field.name for field in dataclasses.fields(TrainConfig)] + ["preset", "config"]
     return re.sub(f"`({'|'.join(names)})`", lambda found: f"`{flag_for(found[1])}`", message)
 
@@ -94,7 +97,7 @@ def flag_for(setting: str) -> str:
     return f"--{setting.replace('_', '-')}"
 
 
-def run_named_as_settings(options: argparse.Namespace) -> int:
+def start_run(options: argparse.Namespace) -> int:
     given = vars(options)
     settings = {field.name: given[field.name] for field in dataclasses.fields(TrainConfig) if field.name in given}
     config = configured(settings, preset=options.preset, file=options.config)
@@ -107,12 +110,12 @@ def run_named_as_settings(options: argparse.Namespace) -> int:
             warnings.simplefilter("always", RunWarning)
             warnings.showwarning = show
             train(config, accept_changes=options.allow_config_changes)
-    except RunStopped as stopped:  # on all processes: one says so
+    except RunStopped as stopped:  # raised on all ranks, reported by rank 0
         distributed.destroy_process_group()
         if distributed.is_rank0():
             raise
         return stopped.exit_status
-    # Not after other errors: the processes may wait for each other in the middle of something.
+    # Skipped after other errors: ranks may still be waiting for each other in a collective.
     distributed.destroy_process_group()
     return 0
 
