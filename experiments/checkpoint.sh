@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The model in checkpoints/bytes-2.7m, from the text that ships with the package: most of an hour on two idle cores.
-# A run that was cut goes on where it stopped.
+# Trains the model in checkpoints/bytes-2.7m on the text of the package: most of an hour on two idle cores.
+# Run it again to continue an interrupted run.
 #
 #   bash experiments/checkpoint.sh [FOLDER] [DESTINATION]
 set -euo pipefail

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Newton from orbits on one H200, in steps of some minutes each (docs/newton.md). Nothing is done twice: a call
-# that was cut short is repeated. torch, transformers, accelerate and numpy suffice but for `laws` and `figures`.
+# Newton from orbits on one H200, in steps of a few minutes each (docs/newton.md). Repeat a call that was interrupted:
+# finished stages are skipped. Needs torch, transformers, accelerate and numpy; `laws` also scipy, pyoperon, matplotlib.
 #
 #   bash experiments/newton-h200.sh check                     # 1: the time per update, and whether coordinates alone are learned
-#   bash experiments/newton-h200.sh arms softmax lssar        # 2-4: their three seeds side by side, labels 50, 200, 2000
+#   bash experiments/newton-h200.sh arms softmax lssar        # 2-4: three seeds of each in parallel, labels 50, 200, 2000
 #   bash experiments/newton-h200.sh arms softmax-window2 softmax-qknorm-logn
 #   bash experiments/newton-h200.sh arms lssar-p3
 #   bash experiments/newton-h200.sh faithful softmax          # 5-6: original distributions, 7000 bins, learned positions, raw F
 #   bash experiments/newton-h200.sh faithful lssar
 #   bash experiments/newton-h200.sh collect FILE.tar          # all JSON and arrays, without the weights
-#   bash experiments/newton-h200.sh laws                      # elsewhere, with scipy, pyoperon and matplotlib
+#   bash experiments/newton-h200.sh laws                      # on a machine with scipy, pyoperon and matplotlib
 #
-# All processes together make 70 to 75 updates a second, however many they are (five to fifteen); a run has 4,400, and its
-# long sequences take one to two minutes more. CUDA's multi-process service is used where it is installed.
+# All processes together make 70 to 75 updates per second (measured with five to fifteen processes); a run has 4,400, and
+# its long sequences take one to two minutes more. Uses CUDA MPS if it is installed.
 #
-# PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further words, such as "--pretrain-steps 1500") are
-# read from the environment. MORE must be the same in every call on one folder.
+# Environment: PYTHON, OUT (newton-gpu), FAITHFUL_OUT (newton-faithful), MORE (further options, such as
+# "--pretrain-steps 1500"; the same in every call on one folder).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
@@ -38,7 +38,7 @@ share_the_gpu() {
 
 case "${1:-}" in
   check)
-    # 300 updates with and without the differences as inputs, one small tuning each: seconds per update and first R^2.
+    # 300 updates with and without differences as inputs, and a short tuning of each: seconds per update, a first R^2.
     for differences in no yes; do
       newton --preset gpu --output "$out-check-$differences" --arms lssar --seeds 0 --labels 200 --pretrain-steps 300 \
         --tune-steps 100 --test-systems 200 --without-pretraining no --differences "$differences" \
@@ -47,7 +47,7 @@ case "${1:-}" in
     ;;
   arms)
     shift
-    [ $# -gt 0 ] || { echo "arms needs the names of some" >&2; exit 2; }
+    [ $# -gt 0 ] || { echo "usage: newton-h200.sh arms NAME ..." >&2; exit 2; }
     share_the_gpu
     failed=0
     pids=()
@@ -68,7 +68,7 @@ case "${1:-}" in
     file=${2:?the name of the archive}
     folders=()
     for folder in "$out" "$faithful_out"; do if [ -d "$folder" ]; then folders+=("$folder"); fi; done
-    if [ ${#folders[@]} = 0 ]; then echo "neither $out nor $faithful_out is there" >&2; exit 1; fi
+    if [ ${#folders[@]} = 0 ]; then echo "neither $out nor $faithful_out exists" >&2; exit 1; fi
     find "${folders[@]}" \( -name '*.json' -o -name '*.npz' \) -not -path '*/trainer/*' | tar -cf "$file" -T -
     ;;
   laws)

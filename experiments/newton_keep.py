@@ -1,9 +1,9 @@
-"""Keeps the outcome of `softplus-attention newton` for the repository: its results.json, smaller.
+"""Copies the results of `softplus-attention newton` to the repository, with a smaller results.json.
 
     python experiments/newton_keep.py FOLDER DESTINATION [--trained-on FILE --trained-at COMMIT] [--note TEXT]
 
-Left out are four of five entries of the losses in training, and the Pareto fronts of the controls with noise, of which
-the chosen laws stay. FILE is the results.json of the machine that trained, where that was another one.
+Drops four of five training losses, and the Pareto fronts of the controls with noise (the chosen laws are kept). FILE is
+the results.json of the machine that trained, if it was another one.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def kept(found: dict[str, Any]) -> dict[str, Any]:
 
 def without_fronts(control: Any) -> Any:
     if isinstance(control, dict):
-        return {word: without_fronts(value) for word, value in control.items() if word != "front"}
+        return {name: without_fronts(value) for name, value in control.items() if name != "front"}
     return [without_fronts(value) for value in control] if isinstance(control, list) else control
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="--output of the command")
-    parser.add_argument("destination", type=Path, help="NAME.json; figures go to the folder NAME beside it")
+    parser.add_argument("folder", type=Path, help="output folder of the command")
+    parser.add_argument("destination", type=Path, help="NAME.json; figures go to the folder NAME next to it")
     parser.add_argument("--trained-on", type=Path, help="results.json of the machine that trained")
-    parser.add_argument("--trained-at", help="its commit, where git was not there to say")
-    parser.add_argument("--note", help="what a reader has to know")
+    parser.add_argument("--trained-at", help="its commit, if it had no git")
+    parser.add_argument("--note", help="a note for readers")
     options = parser.parse_args(arguments)
     found = kept(json.loads((options.folder / "results.json").read_text()))
     if options.trained_on:
         other = json.loads(options.trained_on.read_text())
-        words = {word: other[word] for word in ("machine", "versions", "commit", "command")}
-        found["trained_on"] = words | ({"commit": options.trained_at} if options.trained_at else {})
+        origin = {name: other[name] for name in ("machine", "versions", "commit", "command")}
+        found["trained_on"] = origin | ({"commit": options.trained_at} if options.trained_at else {})
     if options.note:
         found["note"] = options.note
     options.destination.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A trained model as it is shipped: weights stored in bfloat16, half the size, and loaded in float32.
+"""Saves a trained model for distribution: weights are stored in bfloat16, half the size, and loaded in float32.
 
 python experiments/ship.py MODEL DESTINATION
 """

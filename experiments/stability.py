@@ -1,9 +1,9 @@
-"""How training goes at high learning rates and in float16, attention by attention: one JSON file per run.
+"""Stability of training at high learning rates and in float16 for several attentions: one JSON file per run.
 
     python experiments/stability.py DATA --output FOLDER [--arms NAME ...] [--rates X ...] [--precisions P ...]
 
-DATA is a folder of `softplus-attention data prepare`. Every run has the same data, order, steps and size, AdamW and a
-short warm-up. What is finished is not done again.
+DATA is a folder of `softplus-attention data prepare`. All runs have the same data, order, steps and size, AdamW and a
+short warm-up. Finished runs are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from softplus_attention.data import TokenDataset
-from softplus_attention.evaluation.capture import Call, run_decoder, watching
+from softplus_attention.evaluation.capture import Call, capture_attention, run_decoder
 from softplus_attention.huggingface import SoftplusGPTForCausalLM
 from softplus_attention.reference import unit
 from softplus_attention.report.stability import final_loss
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "stability"
 SIZES: dict[str, dict[str, Any]] = {
     "smoke": {"layers": 2, "width": 32, "heads": 2, "sequence_length": 64, "steps": 4, "batch_size": 4},
-    # On bytes, on a CPU: minutes a run.
+    # On bytes, on a CPU: minutes per run.
     "0.8m": {"layers": 4, "width": 128, "heads": 2, "sequence_length": 128, "steps": 200, "batch_size": 32},
     "10m": {"layers": 6, "width": 384, "heads": 6, "sequence_length": 512, "steps": 400, "batch_size": 64},
 }
@@ -73,7 +73,7 @@ def run(arm: str, rate: float, precision: str, name: str, options: argparse.Name
         "losses": [[entry["step"], entry["loss"]] for entry in entries],
         "gradient_norms": [[entry["step"], entry.get("grad_norm")] for entry in entries],
         "largest_score": None if stopped else largest_score(str(model), options.data, config.sequence_length),
-        "config": {word: value for word, value in config.as_dict().items() if word not in ("data", "output")},
+        "config": {name: value for name, value in config.as_dict().items() if name not in ("data", "output")},
         "data": json.loads((folder / RUN).read_text())["data"],
         "command": f"experiments/stability.py DATA --output FOLDER --size {options.size} --arms {arm} --rates {rate:g} "
         f"--precisions {precision} --seed {options.seed}",
@@ -85,7 +85,7 @@ def run(arm: str, rate: float, precision: str, name: str, options: argparse.Name
 
 
 def largest_score(model: str, data: Path, length: int) -> float:
-    """Of all layers and heads on a few training sequences, before softmax or softplus, in absolute size."""
+    """The largest absolute score before softmax or softplus, over all layers and heads, on a few training sequences."""
     tokens = TokenDataset.open(data, "train").document(0)[: 4 * length].astype("int64")
     rows = torch.from_numpy(tokens[: len(tokens) // length * length]).view(-1, length)
     if not len(rows):
@@ -94,19 +94,19 @@ def largest_score(model: str, data: Path, length: int) -> float:
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     largest = 0.0
 
-    def see(call: Call) -> None:
+    def update(call: Call) -> None:
         nonlocal largest
         spec = call.attention.spec
         q, k = (unit(x.float()) if spec.qk_norm else x.float() for x in (call.q, call.k))
         scale = spec.score_scale(q.shape[-1]) * (math.log(length) if spec.log_n else 1.0)
         largest = max(largest, scale * (q @ k.mT).abs().max().item())
 
-    with watching(loaded, see):
+    with capture_attention(loaded, update):
         run_decoder(loaded, rows)
     return largest
 
 
-def in_words(record: dict[str, Any]) -> str:
+def format_record(record: dict[str, Any]) -> str:
     if record["stopped"]:
         return str(record["stopped"])
     return f"loss {final_loss([loss for _, loss in record['losses']])}, largest score {record['largest_score']:.0f}"
@@ -115,13 +115,13 @@ def in_words(record: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="for the results (default: results/stability)")
-    parser.add_argument("--runs", type=Path, default=Path("stability-runs"), help="for models (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="results folder (default: results/stability)")
+    parser.add_argument("--runs", type=Path, default=Path("stability-runs"), help="run folder (default: %(default)s)")
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM", help=", ".join(ARMS))
-    parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="X")
+    parser.add_argument("--rates", nargs="+", type=float, default=RATES, metavar="X", help="learning rates")
     parser.add_argument("--precisions", nargs="+", default=PRECISIONS, metavar="P", help="bf16, fp16, fp32")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args(arguments)
     options.output.mkdir(parents=True, exist_ok=True)
     for arm in options.arms:
@@ -130,11 +130,11 @@ def main(arguments: list[str] | None = None) -> int:
                 name = f"{options.size}-{arm}-{precision}-{rate:g}-seed{options.seed}"
                 result = options.output / f"{name}.json"
                 if result.exists():
-                    print(f"{name}: found", flush=True)
+                    print(f"{name}: already finished", flush=True)
                     continue
                 record = run(arm, rate, precision, name, options)
                 result.write_text(json.dumps(record, indent=1) + "\n")
-                print(f"{name}: {in_words(record)}, {record['seconds']} s", flush=True)
+                print(f"{name}: {format_record(record)}, {record['seconds']} s", flush=True)
     return 0
 
 

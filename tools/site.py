@@ -1,4 +1,4 @@
-"""What the docs site needs beyond Markdown as GitHub shows it; mkdocs.yml names this file under ``hooks``."""
+"""mkdocs hooks: adapt Markdown that is written for GitHub to the docs site."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pages_in(nav: Any) -> set[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """A page that nav does not name stands with the guides."""
+    """Pages missing from nav are added in a section of their own."""
     missing = sorted({file.src_uri for file in files.documentation_pages()} - pages_in(config.nav))
     if missing:
         config.nav.insert(2, {MORE: missing})
@@ -27,14 +27,14 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that leave docs/ lead to the repository; the marks around generated tables go."""
+    """Points links that leave docs/ to the repository, and removes the markers of generated tables."""
     markdown = re.sub(r"^<!-- (begin|end): .*-->\n?", "", markdown, flags=re.MULTILINE)
     return re.sub(r"(!?\[[^\]]*\])\(([^)\s]+)\)", lambda match: link(match, page.file.src_uri), markdown)
 
 
 def link(match: re.Match[str], source: str) -> str:
-    words, target = match.groups()
+    text, target = match.groups()
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
     if re.match(r"[a-z]+:|#", target) or not path.startswith("../"):
         return match[0]
-    return f"{words}({RAW if words.startswith('!') else REPOSITORY}/{path.removeprefix('../')})"
+    return f"{text}({RAW if text.startswith('!') else REPOSITORY}/{path.removeprefix('../')})"

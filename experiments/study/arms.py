@@ -1,4 +1,4 @@
-"""What the study trains: sizes, recipe, arms, and what each arm is also measured with."""
+"""What the study trains: sizes, recipe, arms, and the changes at inference that each arm is also measured with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from softplus_attention import catalog
 
 SIZES: dict[str, dict[str, Any]] = {
-    # Learns nothing: to see that all of it runs.
+    # For tests: learns nothing.
     "smoke": {
         "layers": 3,
         "width": 32,
@@ -19,7 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "batch_size": 4,
         "log_every": 2,
     },
-    # For a CPU and the books that ship with the package: 0.8M parameters, two minutes of a core an arm.
+    # For a CPU and the text of the package: 0.8M parameters, two minutes per arm on one core.
     "books": {
         "layers": 4,
         "width": 128,
@@ -37,14 +37,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "25m": {"layers": 8, "width": 512, "heads": 8, "sequence_length": 512, "steps": 1500},
     "85m": {"layers": 12, "width": 768, "heads": 12, "sequence_length": 1024, "steps": 1500},
 }
-# On data with longer practice of pass keys: are they found wherever the form is learned? Made by `passkey-data
-# --documents 10000 --least-characters 1200 --most-characters 2000 --questions 3`.
+# With longer passkey documents in the training data: is a passkey found at any length once the form is learned?
+# Made by `passkey-data --documents 10000 --min-characters 1200 --max-characters 2000 --questions 3`.
 SIZES |= {f"{size}-keys": SIZES[size] for size in ("10m", "25m")}
-# On the text of 25m-keys, which can be made again: the rows of the headline that decide, and with 25m-keys sizes that
-# differ in nothing else.
+# On the text of 25m-keys, which can be reproduced: the most important arms of the headline group. Together with
+# 25m-keys, sizes that differ in nothing else.
 SIZES["10m-again"] = SIZES["10m"]
 SIZES["85m-again"] = SIZES["85m"] | {"sequence_length": 512}
-# A fourth of them, 302.0M parameters without the embedding and 354M with it: does what size does go on?
+# A fourth such size, 302.0M parameters without the embedding and 354M with it: does the trend with size continue?
 SIZES["300m-again"] = {"layers": 24, "width": 1024, "heads": 16, "sequence_length": 512, "steps": 1500}
 RECIPE: dict[str, Any] = {
     "batch_size": 64, "micro_batch_size": 64, "optimizer": "muon", "muon_learning_rate": 5e-3, "learning_rate": 3e-3,
@@ -52,7 +52,7 @@ RECIPE: dict[str, Any] = {
     "log_every": 50, "save_every": 100_000,
 }  # fmt: skip
 RISING = "3,7@0.1,15@0.3"
-# Every third layer sees everything and knows no positions; the others look half a training length back.
+# Every third layer is global and has no positions; the others have a window of half the training length.
 MIX: dict[str, Any] = {"global_every": 3, "window": "half"}
 FEWER_HEADS = {"half": 2, "third": 3, "quarter": 4}
 LOGN = "softmax-qknorm-logn"
@@ -70,7 +70,7 @@ HEADLINE: dict[str, dict[str, Any]] = {
     "sigmoid": {"attention": "sigmoid"},
     "relu": {"attention": "relu"},
 }
-# Ways to be as good as softmax at the training length and to stay so.
+# Recipes that should match softmax at the training length and beyond it.
 RECIPES: dict[str, dict[str, Any]] = {
     "lssar-p2-global3": {"attention": "lssar", "power": "2", **MIX},
     "lssar-p3-global3": {"attention": "lssar", "power": "3", **MIX},
@@ -83,30 +83,30 @@ RECIPES: dict[str, dict[str, Any]] = {
         "local_attention": LOGN,
         **MIX,
     },
-    # LSSAR in the layers that see everything alone, and the strongest softmax in the others.
+    # LSSAR only in the global layers, and the best softmax in the others.
     "lssar-learned-log-global3-local-softmax-learned": {
         "attention": "lssar",
         "power": "learned-log",
         "local_attention": f"{LOGN}-learned",
         **MIX,
     },
-    # The same with softmax from a softer start, where its heads end.
+    # The same with a lower initial scale of softmax, near its values after training.
     "lssar-learned-log-global3-local-softmax-learned-soft": {
         "attention": "lssar",
         "power": "learned-log",
         "local_attention": f"{LOGN}-learned-soft",
         **MIX,
     },
-    # Without the 1 that is subtracted: it learns faster on bytes and on a small vocabulary (docs/dev/log.md).
+    # Without subtracting 1, which learns faster on bytes and on a small vocabulary (docs/dev/log.md).
     "lssar-without-offset-learned-log-global3": {"attention": "lssar-without-offset", "power": "learned-log", **MIX},
-    # What a learned sharpness does for softmax.
+    # The effect of a learned scale on softmax.
     f"{LOGN}-learned-global3": {"attention": f"{LOGN}-learned", **MIX},
-    # The same from a softer start, where its heads end.
+    # The same with a lower initial scale, near its values after training.
     f"{LOGN}-learned-soft-global3": {"attention": f"{LOGN}-learned-soft", **MIX},
-    # Heads of 128 in place of 64: cosines of vectors that have nothing to do with each other are nearer to 0.
+    # Heads of 128 instead of 64: cosines of unrelated vectors are closer to 0.
     "lssar-learned-log-global3-wide": {"attention": "lssar", "power": "learned-log", "heads": "half", **MIX},
     f"{LOGN}-learned-global3-wide": {"attention": f"{LOGN}-learned", "heads": "half", **MIX},
-    # LSSAR with such heads where a row sees everything, and softmax in the other layers.
+    # LSSAR with such heads in the global layers, and softmax in the others.
     "lssar-learned-log-global3-local-softmax-learned-wide": {
         "attention": "lssar",
         "power": "learned-log",
@@ -114,7 +114,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "heads": "half",
         **MIX,
     },
-    # Of 192 and of 256: does it go on?
+    # Heads of 192 and of 256: does the trend continue?
     "lssar-learned-log-global3-wide192": {"attention": "lssar", "power": "learned-log", "heads": "third", **MIX},
     f"{LOGN}-learned-global3-wide192": {"attention": f"{LOGN}-learned", "heads": "third", **MIX},
     "lssar-learned-log-global3-wide256": {"attention": "lssar", "power": "learned-log", "heads": "quarter", **MIX},
@@ -122,10 +122,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lssar-log": {"attention": "lssar", "power": "log:2"},
     "lssar-theta100": {"attention": "lssar", "power": RISING, "rope_theta": 100.0},
 }
-# Each part's own contribution, with the paper's power from the first step on.
+# The contribution of each part, with the paper's power from the first step on.
 NO_PARTS = ("entmax", "by-length", "learned-soft")
 ABLATIONS: dict[str, dict[str, Any]] = {
-    name: {"attention": name} for name in catalog.ABLATIONS if not any(words in name for words in NO_PARTS)
+    name: {"attention": name} for name in catalog.ABLATIONS if not any(part in name for part in NO_PARTS)
 }
 BESIDE_ABLATIONS = ("lssar-p15", "lssar-p3", "lssa", "softmax", LOGN)
 GROUPS = {
@@ -134,7 +134,7 @@ GROUPS = {
     "ablations": {arm: HEADLINE[arm] for arm in BESIDE_ABLATIONS} | ABLATIONS,
 }
 ARMS = HEADLINE | RECIPES | ABLATIONS
-# What each arm is measured with beside its own form, at fewer lengths; 1x stands for the training length.
+# Changes at inference that each arm is also measured with, at fewer lengths; 1x is the training length.
 VARIANTS: dict[str, list[str]] = {
     "softmax": ["window=1x", "rope=dynamic:16", "rope=yarn:16"],
     LOGN: ["window=1x", "rope=yarn:16"],

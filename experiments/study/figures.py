@@ -1,4 +1,4 @@
-"""The figures of the study: loss and gain by length, each as PNG, SVG and the CSV file of its numbers.
+"""The figures of the study: loss and gain by length, each as PNG, SVG and CSV.
 
 python -m experiments.study.figures
 """
@@ -52,21 +52,21 @@ def line(
 
 
 def loss_line(name: str, size: Size, arm: str, look: int, option: str | None = None) -> Series:
-    """Bars are half the range of the seeds."""
+    """Error bars are half the range of the seeds."""
     points = by_multiple(size, size.curves(arm, option), loss_at)
     bars = {multiple: found.half_range for multiple, found in points.items() if found.count > 1}
     return line(name, size, points, {} if option else bars, look, window=option is not None)
 
 
 def gain_line(size: Size, arm: str, look: int) -> Series:
-    """Bars are standard errors."""
+    """Error bars are standard errors."""
     curves = size.curves(arm)
     errors = {multiple: found.mean for multiple, found in by_multiple(size, curves, gain_error_at).items()}
     return line(arm, size, by_multiple(size, curves, gain_at), errors, look)
 
 
 def window_lines(size: Size) -> list[Series]:
-    """Softmaxes with a sliding window: what a model that loses nothing has."""
+    """Baselines with a sliding window, whose loss does not rise with length, as references."""
     options = [(arm, option) for arm in size.of_family(BASELINE) for option in size.options(arm)]
     windows = [(arm, option) for arm, option in options if option.startswith("window")]
     made = [
@@ -99,11 +99,11 @@ class StudyFigure:
         shown = [series for series in made if series.x]
         if self.quantity == "loss" and shown:
             windows = sorted(window_lines(size), key=last_loss)
-            shown += windows if self.kind == ROTARY else windows[:1]  # beside a mix of layers the best is enough
+            shown += windows if self.kind == ROTARY else windows[:1]  # for a mix of layers, only the best
         return shown
 
     def charts(self, size: Size) -> list[LineChart]:
-        """One, or two where some lines run away from the rest."""
+        """One chart, or two if some lines diverge from the rest."""
         lines = self.lines(size)
         if not lines:
             return []
@@ -123,7 +123,7 @@ FIGURES = {
 
 
 def close_up(quantity: str, lines: Sequence[Series]) -> tuple[float, float] | None:
-    """Limits around the lines that stay near where they began, or near no gain; None where all do or none does."""
+    """Limits around the lines that stay near their first loss, or near a gain of 0; None if all do or none does."""
     values = [value for series in lines for value in series.y if value is not None and math.isfinite(value)]
     if not values:
         return None
@@ -136,7 +136,7 @@ def close_up(quantity: str, lines: Sequence[Series]) -> tuple[float, float] | No
 
 
 def overview(sizes: Sequence[Size]) -> list[LineChart]:
-    """The most useful finding in one chart: where positions are decides, at one size and on one text."""
+    """The main finding in one chart: positions in every layer against local and global layers, at one size."""
     size = next((size for size in sizes if {LOGN, "lssar-p15", OURS_WIDE, THEIRS_WIDE} <= size.arms.keys()), None)
     if size is None:
         return []
@@ -152,7 +152,7 @@ def overview(sizes: Sequence[Size]) -> list[LineChart]:
 
 
 def best(sizes: Sequence[Size]) -> list[LineChart]:
-    """The best LSSAR of the mix and the strongest softmax, heads of 128: their losses, and the gap between them."""
+    """The losses of the best LSSAR and the best softmax of the mix with heads of 128, and the gap between them."""
     losses, gaps = [], []
     trained = sorted((size for size in sizes if {OURS_WIDE, THEIRS_WIDE} <= size.arms.keys()), key=parameters)
     for look, size in enumerate(trained):
@@ -173,14 +173,14 @@ def best(sizes: Sequence[Size]) -> list[LineChart]:
 
 
 def make_figures(sizes: Sequence[Size]) -> dict[str, list[LineChart]]:
-    """By file name without its ending."""
+    """The charts of each figure, by file name without suffix."""
     found = {f"{name}-{size.name}": figure.charts(size) for size in sizes for name, figure in FIGURES.items()}
     found |= {"study-best": best(sizes), "study-overview": overview(sizes)}
     return {name: charts for name, charts in found.items() if charts}
 
 
 def figure_csv(charts: Sequence[LineChart]) -> str:
-    """Each line once: a close up has the same."""
+    """The numbers of all lines; lines of a close-up are the same and appear once."""
     lines = {series.name: series for chart in charts for series in chart.series}
     rows = [
         [name, f"{x:g}", "" if y is None else f"{y:.5f}", "" if bar is None else f"{bar:.5f}"]
@@ -191,7 +191,7 @@ def figure_csv(charts: Sequence[LineChart]) -> str:
 
 
 def stale_figures(folder: Path, figures: Mapping[str, Sequence[LineChart]]) -> list[str]:
-    """Without a drawing, or with one of other numbers."""
+    """Names of figures that are missing, or whose CSV file has other numbers."""
 
     def is_current(stem: str, csv: str) -> bool:
         files = [folder / f"{stem}{suffix}" for suffix in (".csv", ".png", ".svg")]

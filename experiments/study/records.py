@@ -1,4 +1,4 @@
-"""The runs of the study, read from the files of run.py, and their numbers over seeds."""
+"""Reads the results of experiments/study/run.py, and averages them over seeds."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from experiments.study.arms import ARMS, SIZES
 from softplus_attention.report.study import KINDS, layer_kind
 
 BASELINE = "baseline"
-SMALL = ("books", "bytes")  # sizes of many arms, trained for the ablations alone
+SMALL = ("books", "bytes")  # sizes trained only for the ablations
 PROGRAM = "experiments/study/run.py"
 
 
 class RecordError(Exception):
-    """A file that is not a run of the study, or does not belong beside the others."""
+    """A file is not a run of the study, or is not comparable with the others."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +40,19 @@ class Run:
     tokens: int
     data: str
     step_seconds: float
-    processes: int  # that shared the GPU
+    processes: int  # number of processes that shared the GPU
     commit: str
     versions: dict[str, str]
     machine: str
     parameters: int
     own: Curve
-    far: Curve  # the control over the last quarter of each text, no losses; empty for runs before it was measured
+    far: Curve  # control over the last quarter of each text, without losses; empty for older runs
     far_targets: set[int]
     used: dict[str, int]
     variants: dict[str, Curve]
-    passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) of each depth
+    passkey: dict[int, list[tuple[int, int]]]  # (correct, trials) per depth
     inside: dict[int, dict[str, float | None]]
-    learned: list[dict[str, list[float]]]  # by layer: what each head has, by the name of the quantity
+    learned: list[dict[str, list[float]]]  # per layer: values of the heads by name of the quantity
 
     @property
     def kind(self) -> str:
@@ -64,14 +64,14 @@ class Run:
         return next((name for name in ("lssar", "lssa") if attention.startswith(name)), BASELINE)
 
     def same_for_a_size(self) -> dict[str, Any]:
-        """What has to be equal for losses to stand in one table."""
-        words = ("layers", "width", "heads", "sequence_length", "steps", "batch_size")
-        return {**{word: self.config[word] for word in words}, "data": self.data, "texts": self.used}
+        """What must be equal for losses to be comparable in one table."""
+        names = ("layers", "width", "heads", "sequence_length", "steps", "batch_size")
+        return {**{name: self.config[name] for name in names}, "data": self.data, "texts": self.used}
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean over seeds and half the range between the lowest and the highest."""
+    """The mean over seeds and half of their range."""
 
     mean: float
     half_range: float
@@ -81,7 +81,7 @@ class Spread:
 @dataclass(frozen=True)
 class Size:
     name: str
-    arms: dict[str, list[Run]]  # kind by kind, in the order of the study
+    arms: dict[str, list[Run]]  # sorted by kind, then in the order of arms.py
 
     @property
     def any_run(self) -> Run:
@@ -132,7 +132,7 @@ def read_curve(results: Mapping[str, Any], length: int) -> Curve:
 
 
 def read_gains(controls: Mapping[int, Mapping[str, Any]]) -> tuple[dict[int, float], dict[int, float | None]]:
-    """With their errors, by multiple."""
+    """Gains and their standard errors by multiple."""
     gains = {multiple: float(control["gain"]) for multiple, control in controls.items()}
     return gains, {multiple: control["standard_error"] for multiple, control in controls.items()}
 
@@ -144,7 +144,7 @@ def read_record(record: Mapping[str, Any]) -> Run:
     for cell in found["passkey"]:
         passkey.setdefault(cell["length"] // length, []).append((cell["correct"], cell["trials"]))
     return Run(
-        **{word: record[word] for word in ("arm", "size", "seed", "config", "tokens", "data", "commit", "versions")},
+        **{name: record[name] for name in ("arm", "size", "seed", "config", "tokens", "data", "commit", "versions")},
         step_seconds=float(record["training"]["step_seconds"]),
         processes=int(record["training"].get("processes", 1)),
         machine=record["machine"].get("gpu", record["machine"]["cpu"]),
@@ -177,27 +177,27 @@ def read_run(path: Path) -> Run:
     except (TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"{path} is not a run of {PROGRAM}: {error}") from error
     if run.size not in SIZES or run.arm not in ARMS:
-        raise RecordError(f"{path} is of an arm or size that {PROGRAM} does not have: {run.size}, {run.arm}")
+        raise RecordError(f"{path} has an arm or size that {PROGRAM} does not know: {run.size}, {run.arm}")
     if path.name != f"{run.size}-{run.arm}-seed{run.seed}.json":
-        raise RecordError(f"{path} holds another run than its name says: {run.size}, {run.arm}, seed {run.seed}")
+        raise RecordError(f"{path} holds a run that differs from its name: {run.size}, {run.arm}, seed {run.seed}")
     if not run.own.loss:
-        raise RecordError(f"{path} has no length that was measured")
+        raise RecordError(f"{path} has no measured length")
     return run
 
 
 def read_study(folder: Path) -> list[Size]:
-    """The runs by size, kind of layers and arm, sizes and arms in the order of arms.py."""
+    """The runs by size, kind of layers and arm; sizes and arms in the order of arms.py."""
     found: dict[tuple[str, str], list[Run]] = {}
     first: dict[tuple[str, str], tuple[Path, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         run = read_run(path)
-        # An arm may have a setting of its own: that is what it is about.
-        shared = {word: value for word, value in run.same_for_a_size().items() if word not in ARMS[run.arm]}
-        others = {word: first.setdefault((run.size, word), (path, value)) for word, value in shared.items()}
-        unlike = {word: beside for word, (beside, value) in others.items() if value != shared[word]}
-        if unlike:
-            beside = next(iter(unlike.values()))
-            raise RecordError(f"{path} cannot stand beside {beside}: they differ in {', '.join(unlike)}")
+        # Settings that the arm itself defines may differ.
+        shared = {name: value for name, value in run.same_for_a_size().items() if name not in ARMS[run.arm]}
+        others = {name: first.setdefault((run.size, name), (path, value)) for name, value in shared.items()}
+        different = {name: other for name, (other, value) in others.items() if value != shared[name]}
+        if different:
+            other = next(iter(different.values()))
+            raise RecordError(f"{path} is not comparable with {other}: they differ in {', '.join(different)}")
         found.setdefault((run.size, run.arm), []).append(run)
     for runs in found.values():
         runs.sort(key=lambda run: run.seed)
@@ -212,11 +212,11 @@ def read_study(folder: Path) -> list[Size]:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Nothing where no run has the value."""
-    there = [value for value in values if value is not None]
-    if not there:
+    """None if no run has the value."""
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    return Spread(sum(there) / len(there), (max(there) - min(there)) / 2, len(there))
+    return Spread(sum(known) / len(known), (max(known) - min(known)) / 2, len(known))
 
 
 def loss_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
@@ -233,18 +233,18 @@ def gain_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
 
 
 def gain_error_at(curves: Sequence[Curve], multiple: int) -> Spread | None:
-    """The mean over seeds: they are measured on the same texts, so more seeds do not make it smaller."""
+    """The mean standard error over seeds, not reduced by their number: they are measured on the same texts."""
     return spread(curve.gain_error.get(multiple) for curve in curves)
 
 
 def passkey_at(runs: Sequence[Run], multiple: int) -> float | None:
-    """The mean over depths and seeds, exact, since nine of ten have to count as 90%."""
+    """The mean over depths and seeds, as an exact fraction so that nine of ten count as 90%."""
     cells = [Fraction(*cell) for run in runs for cell in run.passkey.get(multiple, [])]
     return float(sum(cells) / len(cells)) if cells else None
 
 
 def timed(size: Size) -> dict[str, Spread]:
-    """Milliseconds of a step, of runs beside one of softmax: alone on the GPU, and the same code on the same day."""
+    """Milliseconds per step of runs alone on the GPU, with the same commit as the run of softmax."""
     alone = {arm: [run for run in runs if run.processes == 1] for arm, runs in size.arms.items()}
     commits = [run.commit for run in alone.get("softmax", [])][:1]
     times = {
@@ -254,7 +254,7 @@ def timed(size: Size) -> dict[str, Spread]:
 
 
 def option_words(option: str) -> str:
-    """An option of `softplus-attention evaluate` in words."""
+    """A readable description of an option of `softplus-attention evaluate`."""
     name, _, value = option.partition("=")
     kind, _, number = value.partition(":")
     if name == "window":

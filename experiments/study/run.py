@@ -1,10 +1,10 @@
-"""Trains the arms of the study one after the other and measures each: one JSON file per run (docs/results.md).
+"""Trains and measures the arms of the study one after the other: one JSON file per run (docs/results.md).
 
     python -m experiments.study.run DATA TEXT --output FOLDER [--group NAME | --arms NAME ...] [--seed N]
 
-DATA is a folder of `softplus-attention data prepare`, TEXT a file of long documents, or such a folder,
-of which the held-back part is taken. Every arm has the same data, order, steps and size. What is finished is not done
-again, and a run that was cut goes on. It needs torch and transformers alone.
+DATA is a folder of `softplus-attention data prepare`. TEXT is a file of long documents, or such a folder, of which the
+validation split is used. All arms have the same data, order, steps and size. Finished runs are skipped, and interrupted
+runs continue. Needs only torch and transformers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"{options.size}-{arm}-seed{options.seed}"
         result = options.output / f"{name}.json"
         if result.exists():
-            print(f"{name}: found", flush=True)
+            print(f"{name}: already finished", flush=True)
             continue
         if options.seconds and time.monotonic() - began > options.seconds:
             print(f"{name}: no time left", flush=True)
@@ -78,24 +78,28 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("data", type=Path, help="folder of `softplus-attention data prepare`")
     parser.add_argument("text", help="file of long documents to measure on, or a prepared folder")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, help="folder for runs and results")
     parser.add_argument("--size", choices=SIZES, default="10m", help="default: %(default)s")
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--group", choices=GROUPS, default="headline", help="of arms (default: %(default)s)")
+    chosen.add_argument("--group", choices=GROUPS, default="headline", help="group of arms (default: %(default)s)")
     chosen.add_argument("--arms", nargs="+", choices=ARMS, metavar="ARM", help=", ".join(ARMS).replace("%", "%%"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="in place of the size's")
-    parser.add_argument("--tokenizer", help="default: the data's")
-    parser.add_argument("--only-lengths", action="store_true", help="measure the loss by length and nothing else")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help="training steps (default: those of the size)")
+    parser.add_argument("--tokenizer", help="default: the tokenizer of the data")
+    parser.add_argument("--only-lengths", action="store_true", help="measure only the loss by length")
     parser.add_argument(
-        "--multiples", type=int, nargs="+", default=MULTIPLES, metavar="N", help="of the training length (default: all)"
-    )
-    parser.add_argument("--texts", type=int, default=24, help="of the longest length, at most (default: %(default)s)")
-    parser.add_argument("--trials", type=int, default=10, help="of a pass key in each cell (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="no arm is begun after that many")
-    parser.add_argument("--commit", help="of this source, where there is no git to ask")
+        "--multiples", type=int, nargs="+", default=MULTIPLES, metavar="N",
+        help="lengths to measure, in multiples of the training length (default: all)",
+    )  # fmt: skip
+    parser.add_argument("--texts", type=int, default=24, help="maximum number of texts (default: %(default)s)")
+    parser.add_argument("--trials", type=int, default=10, help="passkey trials per cell (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="start no arm after this time")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
     parser.add_argument(
-        "--processes", type=int, default=1, help="such processes that share the GPU: step times then mean nothing"
+        "--processes",
+        type=int,
+        default=1,
+        help="processes that share the GPU; with more than 1, step times are not comparable",
     )
     return parser.parse_args(arguments)
 
@@ -119,7 +123,7 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
         "arm": arm,
         "size": options.size,
         "seed": options.seed,
-        "config": {word: value for word, value in config.as_dict().items() if word not in ("data", "output")},
+        "config": {name: value for name, value in config.as_dict().items() if name not in ("data", "output")},
         "tokens": config.steps * config.batch_size * config.sequence_length,
         "data": json.loads((folder / RUN).read_text())["data"],
         "training": {
@@ -140,16 +144,16 @@ def run(arm: str, name: str, options: argparse.Namespace, documents: Documents, 
 def fewer_heads(heads: int, share: str, arm: str, size: str) -> int:
     fewer, left = divmod(heads, FEWER_HEADS[share])
     if left:
-        raise SystemExit(f"--arms {arm}: a {share} of the {heads} heads of --size {size} is no whole number")
+        raise SystemExit(f"--arms {arm}: a {share} of the {heads} heads of --size {size} is not a whole number")
     return fewer
 
 
 def run_command(arm: str, options: argparse.Namespace) -> str:
-    words = ["experiments/study/run.py", "--size", options.size, "--arms", arm, "--seed", options.seed]
-    words += ["--steps", options.steps] if options.steps else []
-    words += ["--only-lengths"] if options.only_lengths else []
-    words += ["--multiples", *options.multiples] if tuple(options.multiples) != MULTIPLES else []
-    return " ".join(map(str, words))
+    command = ["experiments/study/run.py", "--size", options.size, "--arms", arm, "--seed", options.seed]
+    command += ["--steps", options.steps] if options.steps else []
+    command += ["--only-lengths"] if options.only_lengths else []
+    command += ["--multiples", *options.multiples] if tuple(options.multiples) != MULTIPLES else []
+    return " ".join(map(str, command))
 
 
 def evaluation(
@@ -175,7 +179,7 @@ def evaluation(
     measured: dict[str, Any] = {
         "parameters": own.description()["parameters"],
         "far_control": far_control(by_length),
-        "lengths": with_the_last_targets(by_length),
+        "lengths": with_last_control(by_length),
         "learned": learned_by_layer(own.model),
         "passkey": [],
         "inside": [],
@@ -188,7 +192,7 @@ def evaluation(
     del own
     variants = [option.replace("=1x", f"={length}") for option in VARIANTS.get(arm, [])]
     return measured | {
-        "variants": {option: with_the_last_targets(lengths(open_as(option), FEW_MULTIPLES)) for option in variants}
+        "variants": {option: with_last_control(lengths(open_as(option), FEW_MULTIPLES)) for option in variants}
     }
 
 
@@ -196,18 +200,18 @@ def far_control(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The control over the last quarter of each text."""
     entries = [entry for entry in results["lengths"] if entry["control"]]
     return [
-        {"length": entry["length"]} | {word: value for word, value in entry["control"].items() if word != "last"}
+        {"length": entry["length"]} | {name: value for name, value in entry["control"].items() if name != "last"}
         for entry in entries
     ]
 
 
-def with_the_last_targets(results: dict[str, Any]) -> dict[str, Any]:
-    """The control of every run of the study: over the last half of a training length alone."""
+def with_last_control(results: dict[str, Any]) -> dict[str, Any]:
+    """The results with the control over only the last half of a training length, which all runs of the study have."""
 
-    def of(control: dict[str, Any] | None) -> dict[str, Any] | None:
+    def last(control: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if control is None else {"window": control["window"], **control["last"]}
 
-    return results | {"lengths": [entry | {"control": of(entry["control"])} for entry in results["lengths"]]}
+    return results | {"lengths": [entry | {"control": last(entry["control"])} for entry in results["lengths"]]}
 
 
 def passkey(
@@ -218,7 +222,7 @@ def passkey(
         own, tokenizer, prompt_of("compact"), [length * multiple for multiple in multiples], depths, folder,
         documents=documents, trials=options.trials,
     )["results"]["cells"]  # fmt: skip
-    return [{word: cell[word] for word in ("length", "depth", "trials", "correct")} for cell in cells]
+    return [{name: cell[name] for name in ("length", "depth", "trials", "correct")} for cell in cells]
 
 
 def inside(own: LoadedModel, length: int, folder: Path, documents: Documents) -> list[dict[str, Any]]:
@@ -227,30 +231,30 @@ def inside(own: LoadedModel, length: int, folder: Path, documents: Documents) ->
         {
             "length": entry["length"],
             "log_keys": entry["log_keys"],
-            **{word: mean_over_heads(entry, word) for word in QUANTITIES},
+            **{name: mean_over_heads(entry, name) for name in QUANTITIES},
             "groups": inside_by_group(entry, layer_groups(entries)),
         }
         for entry in entries
     ]
 
 
-def mean_over_heads(entry: dict[str, Any], word: str) -> float | None:
-    values = [head[word] for head in entry["heads"]]
+def mean_over_heads(entry: dict[str, Any], name: str) -> float | None:
+    values = [head[name] for head in entry["heads"]]
     return None if None in values else sum(values) / len(values)
 
 
 def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:
-    """The same for the layers that see everything and for the local ones; nothing where all see the same."""
+    """Means over the global and over the local layers; empty if all layers see the same."""
     return [
         {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
-        | {word: layers.mean_over_heads(entry, group, word) for word in QUANTITIES}
+        | {name: layers.mean_over_heads(entry, group, name) for name in QUANTITIES}
         for group in groups
         if group.words
     ]
 
 
 def learned_by_layer(model: Any) -> list[dict[str, list[float]]]:
-    """What the attentions themselves have learned, a power or a scale per head; nothing for most."""
+    """Learned parameters of the attentions, a power or a scale per head; most attentions have none."""
     own = [module for module in model.modules() if isinstance(module, SoftplusGPTAttention)]
     return [
         {name: [round(number, 4) for number in value.tolist()] for name, value in layer.attention_parameters().items()}
@@ -274,8 +278,8 @@ def format_line(name: str, record: dict[str, Any]) -> str:
     )
     training = record["training"]
     return (
-        f"{name}: {losses}; gain {gain['gain'] if gain else 0:+.3f}; pass key % {passkey}; {variants}; "
-        f"{1000 * training['step_seconds']:.1f} ms a step, {training['seconds']} s of {record['seconds']}"
+        f"{name}: {losses}; gain {gain['gain'] if gain else 0:+.3f}; passkey % {passkey}; {variants}; "
+        f"{1000 * training['step_seconds']:.1f} ms per step, trained {training['seconds']} s of {record['seconds']} s"
     )
 
 

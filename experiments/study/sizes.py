@@ -1,4 +1,4 @@
-"""The gap between the best LSSAR and the strongest softmax over sizes of the model, and the line through it."""
+"""The gap in loss between the best LSSAR and the best softmax by model size, and a linear fit of it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ WIDE = "-wide"
 OURS_WIDE, THEIRS_WIDE = f"{OURS}{WIDE}", f"{THEIRS}{WIDE}"  # heads of 128 in place of 64
 OURS_192, THEIRS_192 = f"{OURS_WIDE}192", f"{THEIRS_WIDE}192"
 OURS_256, THEIRS_256 = f"{OURS_WIDE}256", f"{THEIRS_WIDE}256"
-MIN_SIZES = 3  # a line goes through two whatever they are
+MIN_SIZES = 3  # a line fits two sizes exactly
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Nats for each factor of ten in parameters. The error is one standard error, None where seeds say nothing."""
+    """Nats per factor of ten in parameters. The standard error is None if no arm has several seeds."""
 
     value: float
     error: float | None
 
 
 def on_one_text(sizes: Sequence[Size]) -> list[list[Size]]:
-    """Those that have both arms, from the smallest to the largest, one list for each text that several were trained on;
-    first those that differ in their parameters alone."""
+    """Sizes with both arms, grouped by training text and sorted by parameters; only groups of several sizes.
+
+    Groups whose sizes differ only in their parameters come first.
+    """
     groups: dict[str, list[Size]] = {}
     for size in sizes:
         if OURS in size.arms and THEIRS in size.arms:
@@ -36,7 +38,7 @@ def on_one_text(sizes: Sequence[Size]) -> list[list[Size]]:
 
 
 def with_wide_heads(sizes: Sequence[Size]) -> list[Size]:
-    """Those that were trained with heads of 128 too, and these runs in the place of the others."""
+    """Sizes that were also trained with heads of 128, with these runs in place of the others."""
     found = [size for size in sizes if OURS_WIDE in size.arms and THEIRS_WIDE in size.arms]
     return [replace(size, arms={OURS: size.arms[OURS_WIDE], THEIRS: size.arms[THEIRS_WIDE]}) for size in found]
 
@@ -46,7 +48,7 @@ def parameters(size: Size) -> int:
 
 
 def alike(sizes: Sequence[Size]) -> bool:
-    """But for their parameters."""
+    """Whether the sizes agree in training length and tokens."""
     return len({(size.any_run.config["sequence_length"], size.any_run.tokens) for size in sizes}) == 1
 
 
@@ -55,18 +57,18 @@ def losses(runs: Sequence[Run], multiple: int) -> list[float]:
 
 
 def gap_at(size: Size, multiple: int) -> float | None:
-    """The mean loss of LSSAR less that of softmax."""
+    """The mean loss of LSSAR minus that of softmax."""
     ours, theirs = (losses(size.arms[arm], multiple) for arm in (OURS, THEIRS))
     return sum(ours) / len(ours) - sum(theirs) / len(theirs) if ours and theirs else None
 
 
 def degrees_of_freedom(sizes: Sequence[Size], multiple: int) -> int:
-    """How many runs there are beyond the first of each arm and size: what is known of the seeds rests on them."""
+    """Degrees of freedom of ``variance_of_a_seed``: the number of runs beyond the first of each arm and size."""
     return sum(max(0, len(losses(size.arms[arm], multiple)) - 1) for size in sizes for arm in (OURS, THEIRS))
 
 
 def variance_of_a_seed(sizes: Sequence[Size], multiple: int) -> float | None:
-    """Pooled over both arms and all sizes that have several seeds of one: how far a run is from its arm's mean."""
+    """The variance of runs around the mean of their arm, pooled over arms and sizes."""
     squares, freedom = 0.0, degrees_of_freedom(sizes, multiple)
     for size in sizes:
         for arm in (OURS, THEIRS):
@@ -77,12 +79,12 @@ def variance_of_a_seed(sizes: Sequence[Size], multiple: int) -> float | None:
 
 
 def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
-    """The line through the gaps by least squares; of n and m seeds a gap has the weight 1 / (1 / n + 1 / m)."""
+    """Weighted least squares of the gaps: a gap of n and m seeds has the weight 1 / (1 / n + 1 / m)."""
     points = [(size, gap) for size in sizes if (gap := gap_at(size, multiple)) is not None]
     if len(points) < MIN_SIZES:
         return None
     x = [math.log10(parameters(size)) for size, _ in points]
-    # The variance of a gap in those of one run.
+    # The variance of a gap, in units of the variance of one run.
     variances = [sum(1 / len(losses(size.arms[arm], multiple)) for arm in (OURS, THEIRS)) for size, _ in points]
     weights = [1 / variance for variance in variances]
     center = sum(w * value for w, value in zip(weights, x, strict=True)) / sum(weights)
@@ -94,7 +96,7 @@ def slope_at(sizes: Sequence[Size], multiple: int) -> Slope | None:
 
 
 def step_ratio(size: Size) -> float | None:
-    """The time of a training step over softmax's, of runs alone on the GPU with the same code."""
+    """Step time relative to softmax, for runs alone on the GPU with the same commit and machine."""
     alone = {arm: [run for run in size.arms[arm] if run.processes == 1] for arm in (OURS, THEIRS)}
     for ours in alone[OURS]:
         for theirs in alone[THEIRS]:

@@ -1,4 +1,4 @@
-"""The tables of the orbit experiment, and the files that are kept of it."""
+"""The tables of the orbit experiment, and the files kept in the repository."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ EXPECTED = {
 | true F with the noise of each model of 50 labelled systems | 0.10 to 0.20 | 3 of 3 | 0 of 3 |
 | predictions of the models of 50 labelled systems | - | 1 of 3 | 0 of 3 |""",
     "length": """\
-| error of the next place, AU: `lssar` | 0.001 (0.001 to 0.001) | 0.004 (0.003 to 0.005) |
-| roll-out, off the ellipse: `lssar` | - | 1.2e+02 (1.2e+02 to 1.2e+02) |
+| error of the next position, AU: `lssar` | 0.001 (0.001 to 0.001) | 0.004 (0.003 to 0.005) |
+| roll-out, distance from the ellipse: `lssar` | - | 1.2e+02 (1.2e+02 to 1.2e+02) |
 | R^2 of the force: `lssar` | 0.91 (0.90 to 0.92) | 0.50 (0.50 to 0.50) |
 | R^2 of the force, no pre-training: `lssar` | 0.10 (0.10 to 0.10) | -1.00 (-1.00 to -1.00) |""",
     "probes": "| `lssar` | 0.400 (1) |",
@@ -108,7 +108,7 @@ def test_table(kind: str) -> None:
     assert "\n".join(rows) == EXPECTED[kind]
 
 
-def test_table_of_the_published_form() -> None:
+def test_faithful_table() -> None:
     assert newton.faithful_table(FAITHFUL).endswith(EXPECTED_FAITHFUL)
 
 
@@ -120,7 +120,7 @@ def test_table_of_the_published_form() -> None:
         ('{"cells": []}', "h200.json is not the results.json of softplus-attention newton"),
     ],
 )
-def test_files_that_cannot_be_used(content: str | None, message: str, tmp_path: Path) -> None:
+def test_bad_files(content: str | None, message: str, tmp_path: Path) -> None:
     (tmp_path / "newton").mkdir()
     for name in newton.FILES:
         (tmp_path / "newton" / f"{name}.json").write_text(json.dumps(FAITHFUL if "faithful" in name else FOUND))
@@ -131,7 +131,7 @@ def test_files_that_cannot_be_used(content: str | None, message: str, tmp_path: 
         newton.make_tables(tmp_path)
 
 
-def test_what_is_kept_for_the_repository(tmp_path: Path) -> None:
+def test_kept_results(tmp_path: Path) -> None:
     front = {"front": [{"length": 1}], "chosen": {"within": {"law": LAW}}}
     found = {
         "cells": [{"arm": "lssar", "laws": {"force": [{"operon": front}]}, "control_with_noise": {"laws": [front]}}],
@@ -144,8 +144,8 @@ def test_what_is_kept_for_the_repository(tmp_path: Path) -> None:
     other = {"machine": "there", "versions": {}, "commit": "old", "command": "newton"}
     (tmp_path / "there.json").write_text(json.dumps(other))
     destination = tmp_path / "kept" / "h200.json"
-    words = [str(tmp_path), str(destination), "--trained-on", str(tmp_path / "there.json"), "--trained-at", "new"]
-    assert newton_keep.main([*words, "--note", "shared"]) == 0
+    arguments = [str(tmp_path), str(destination), "--trained-on", str(tmp_path / "there.json"), "--trained-at", "new"]
+    assert newton_keep.main([*arguments, "--note", "shared"]) == 0
     kept = json.loads(destination.read_text())
     assert kept["cells"][0]["control_with_noise"] == {"laws": [{"chosen": {"within": {"law": LAW}}}]}
     assert kept["cells"][0]["laws"] == found["cells"][0]["laws"]

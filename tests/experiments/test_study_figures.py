@@ -1,4 +1,4 @@
-"""How the figures of the study look: every arm is told from the others, and lines that run away are cut off."""
+"""The figures of the study: distinct line styles, close-ups, numbers, and whether they are up to date."""
 
 from __future__ import annotations
 
@@ -25,23 +25,17 @@ def measured() -> dict[str, list[LineChart]]:
     return figures.make_figures(sizes)
 
 
-def test_lines_are_told_apart(measured: dict[str, list[LineChart]]) -> None:
+def test_lines_have_distinct_styles(measured: dict[str, list[LineChart]]) -> None:
     for name, (chart, *_) in measured.items():
         looks = [(series.look, series.dashed, series.reference) for series in chart.series]
         assert len(set(looks)) == len(looks), name
 
 
-def test_an_arm_looks_the_same_in_both_figures(measured: dict[str, list[LineChart]]) -> None:
-    for name in ("10m", "mix-10m", "mix-85m-again"):
-        loss, gain = (
-            {
-                series.name: series.look
-                for series in measured[f"study-{quantity}-{name}"][0].series
-                if not series.reference
-            }
-            for quantity in ("loss", "gain")
-        )
-        assert loss == gain
+@pytest.mark.parametrize("name", ["10m", "mix-10m", "mix-85m-again"])
+def test_arms_have_one_style_in_both_figures(name: str, measured: dict[str, list[LineChart]]) -> None:
+    charts = (measured[f"study-{quantity}-{name}"][0] for quantity in ("loss", "gain"))
+    loss, gain = ({series.name: series.look for series in x.series if not series.reference} for x in charts)
+    assert loss == gain
 
 
 @pytest.mark.parametrize(
@@ -55,7 +49,7 @@ def test_an_arm_looks_the_same_in_both_figures(measured: dict[str, list[LineChar
     ],
 )
 def test_close_up(quantity: str, values: list[list[float]], limits: tuple[float, float] | None) -> None:
-    """Lines that run away take no room from those that stay."""
+    """Diverging lines do not squeeze the others."""
     assert figures.close_up(quantity, series_named(*values)) == (limits and pytest.approx(limits))
 
 
@@ -72,7 +66,7 @@ def test_numbers_of_the_figures() -> None:
     )
     gains = figures.figure_csv(drawn["study-gain-10m"]).splitlines()
     assert "softmax,256,-1.10000,0.03000" in gains
-    assert not any(line.split(",")[1] == "4" for line in gains), "there is no control at the training length"
+    assert not any(line.split(",")[1] == "4" for line in gains), "no control exists at the training length"
 
 
 def test_figures_are_written(tmp_path: Path) -> None:

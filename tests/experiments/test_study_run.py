@@ -1,4 +1,4 @@
-"""The study itself: its arms are trained and measured, from text to file."""
+"""experiments/study/run.py: arms are trained and measured, from text to results file."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from softplus_attention.data import prepare
 ROOT = Path(__file__).parents[2]
 
 
-def run_command(tmp_path: Path, *words: str) -> list[str]:
-    """The smallest study, on a text made here."""
+def run_command(tmp_path: Path, *options: str) -> list[str]:
+    """The command of the smallest study, on generated text."""
     text = " ".join(f"The {n}th line of a long story, told to {n * n} people." for n in range(400))
     prepare([written(tmp_path / "train.txt", text)], tmp_path / "data", tokenizer="bytes", validation_fraction=0)
     documents = written(tmp_path / "long.jsonl", "".join(json.dumps({"text": text[n:]}) + "\n" for n in (0, 50)))
     command = [str(tmp_path / "data"), str(documents), "--output", str(tmp_path / "out"), "--size", "smoke"]
-    return [*command, "--texts", "1", "--trials", "1", *words]
+    return [*command, "--texts", "1", "--trials", "1", *options]
 
 
 def test_the_study_runs(tmp_path: Path) -> None:
-    """An arm of each kind from text to file; a process of its own finds what is finished and does not do it again."""
+    """An arm of each kind from text to results file; a second process skips the finished arms."""
     arms = ["lssar-learned-log-global3", "softmax"]
     command = run_command(tmp_path, "--arms", *arms)
     assert study.main(command) == 0
     program = [sys.executable, "-m", "experiments.study.run"]
     again = subprocess.run([*program, *command], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert again.returncode == 0, again.stderr
-    assert again.stdout.splitlines() == [f"smoke-{arm}-seed0: found" for arm in arms]
+    assert again.stdout.splitlines() == [f"smoke-{arm}-seed0: already finished" for arm in arms]
     mixed, rotary = (json.loads((tmp_path / "out" / f"smoke-{arm}-seed0.json").read_text()) for arm in arms)
     for run in (mixed, rotary):
         lengths = run["evaluation"]["lengths"]["lengths"]
         assert [entry["length"] for entry in lengths] == [32 * multiple for multiple in (1, 2, 4, 8, 16, 32, 64)]
-        assert all(5 < entry["loss"] < 6 for entry in lengths), "nothing is learned in four steps: about log 257"
+        assert all(5 < entry["loss"] < 6 for entry in lengths), "four steps learn nothing: the loss is about log 257"
         assert all(entry["control"]["targets"] == 16 * entry["sequences"] for entry in lengths[1:])
         far = run["evaluation"]["far_control"]
         assert [(entry["length"], entry["first"]) for entry in far] == [
@@ -49,12 +49,12 @@ def test_the_study_runs(tmp_path: Path) -> None:
     assert mixed["config"]["window"] == 16
 
 
-def test_heads_that_cannot_be_fewer(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="a third of the 2 heads of --size smoke is no whole number"):
+def test_indivisible_heads(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="a third of the 2 heads of --size smoke is not a whole number"):
         study.main(run_command(tmp_path, "--arms", "lssar-learned-log-global3-wide192"))
 
 
-def test_lengths_alone_and_few_of_them(tmp_path: Path) -> None:
+def test_only_some_lengths(tmp_path: Path) -> None:
     command = run_command(tmp_path, "--arms", "softmax", "--only-lengths", "--multiples", "1", "4", "--steps", "2")
     assert study.main(command) == 0
     run = json.loads((tmp_path / "out" / "smoke-softmax-seed0.json").read_text())

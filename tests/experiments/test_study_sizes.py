@@ -1,4 +1,4 @@
-"""The gap over sizes and the line through it (experiments/study/sizes.py), on runs whose numbers are known."""
+"""The gap over sizes and its slope (experiments/study/sizes.py), on runs with known numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS = {"10m": 10_000_000, "25m": 100_000_000, "85m": 1_000_000_000}
 
 
 def made(size: str, ours: list[float], theirs: list[float], **kwargs: Any) -> Any:
-    """A size whose arms have these losses, one for each seed, at every length."""
+    """A size whose arms have these losses, one per seed, at every length."""
     arms = {}
     for arm, losses in ((sizes.OURS, ours), (sizes.THEIRS, theirs)):
         seconds = 0.3 if arm == sizes.OURS else 0.2
@@ -32,24 +32,28 @@ def made(size: str, ours: list[float], theirs: list[float], **kwargs: Any) -> An
     return records.Size(size, arms)
 
 
-def test_a_line_of_three_sizes() -> None:
+def three_sizes(**middle: Any) -> list[Any]:
     """Gaps of 0.01, 0.03 and 0.05 over two factors of ten; seeds of softmax 0.002 apart."""
-    study = [
+    return [
         made("10m", [4.01], [3.999, 4.001]),
-        made("25m", [3.03], [3.0]),
+        made("25m", [3.03], [3.0], **middle),
         made("85m", [2.05], [2.0]),
     ]
+
+
+def test_slope_of_three_sizes() -> None:
+    study = three_sizes()
     assert [sizes.gap_at(size, 16) for size in study] == pytest.approx([0.01, 0.03, 0.05])
     slope = sizes.slope_at(study, 16)
     assert slope.value == pytest.approx(0.02)
-    # The same by matrices: weights are 1 over the variance of each gap, that of one run being 2 * 0.001^2.
+    # The same by matrices, with weights of 1 / variance of each gap; the variance of one run is 2 * 0.001^2.
     design = np.array([[1, math.log10(PARAMETERS[size.name])] for size in study])
     precision = np.diag(1 / (2e-6 * np.array([1.5, 2, 2])))
     covariance = np.linalg.inv(design.T @ precision @ design)
     assert slope.error == pytest.approx(math.sqrt(covariance[1, 1]))
 
 
-def test_the_line_weighs_seeds() -> None:
+def test_slope_weights_seeds() -> None:
     study = [
         made("10m", [4.02, 4.02, 4.02, 4.02], [4.0, 4.0, 4.0, 4.0]),
         made("25m", [3.0], [3.0]),
@@ -60,15 +64,15 @@ def test_the_line_weighs_seeds() -> None:
     assert sizes.slope_at(study, 1).value == pytest.approx(expected)
 
 
-def test_missing_runs_give_no_line_and_no_error() -> None:
+def test_no_slope_or_error_without_enough_runs() -> None:
     two = [made("10m", [4.01], [4.0]), made("25m", [3.03], [3.0])]
     assert sizes.slope_at(two, 1) is None
     three = [*two, made("85m", [2.05], [2.0])]
     assert sizes.slope_at(three, 1).error is None
-    assert sizes.slope_at(three, 2) is None, "nothing was measured there"
+    assert sizes.slope_at(three, 2) is None, "2x was not measured"
 
 
-def test_a_line_is_of_one_text() -> None:
+def test_groups_have_one_text() -> None:
     small, middle, large = (made(name, [4.01], [4.0]) for name in PARAMETERS)
 
     def on(size: Any, **kwargs: Any) -> Any:
@@ -79,26 +83,23 @@ def test_a_line_is_of_one_text() -> None:
     without = replace(middle, arms={sizes.OURS: middle.arms[sizes.OURS]})
     assert sizes.on_one_text([*of_other_text, without, alone]) == [of_other_text[::-1]]
     unlike = [small, on(middle, tokens=7)]
-    assert sizes.on_one_text([*unlike, *of_other_text]) == [of_other_text[::-1], unlike], "all else equal comes first"
+    assert sizes.on_one_text([*unlike, *of_other_text]) == [of_other_text[::-1], unlike], (
+        "groups with all else equal come first"
+    )
     assert (sizes.alike(of_other_text), sizes.alike(unlike)) == (True, False)
 
 
-def test_step_times_are_of_the_same_code_alone() -> None:
+def test_step_times_need_the_same_code() -> None:
     assert sizes.step_ratio(made("10m", [4.0], [4.0])) == pytest.approx(1.5)
     assert sizes.step_ratio(made("10m", [4.0], [4.0], processes=2)) is None
     both = made("10m", [4.0], [4.0])
-    for word in ("commit", "machine"):
-        other = {**both.arms, sizes.OURS: [replace(both.arms[sizes.OURS][0], **{word: "another"})]}
+    for name in ("commit", "machine"):
+        other = {**both.arms, sizes.OURS: [replace(both.arms[sizes.OURS][0], **{name: "another"})]}
         assert sizes.step_ratio(replace(both, arms=other)) is None
 
 
-def test_the_table() -> None:
-    study = [
-        made("10m", [4.01], [3.999, 4.001]),
-        made("25m", [3.03], [3.0], processes=3),
-        made("85m", [2.05], [2.0]),
-    ]
-    rows = sizes_tables(study)
+def test_table() -> None:
+    rows = sizes_tables(three_sizes(processes=3))
     assert rows[:8] == [
         "**10m, 25m, 85m**: one text, all else equal",
         "",
@@ -110,11 +111,11 @@ def test_the_table() -> None:
         "| slope | for each factor of ten; 1 degrees of freedom |  |  |  "
         "| +0.0200 ± 0.0013 | +0.0200 ± 0.0013 | +0.0200 ± 0.0013 |  |",
     ]
-    assert sizes_tables(study[:0]) == []
+    assert sizes_tables([]) == []
 
 
-def test_heads_of_128_have_a_table_of_their_own() -> None:
-    """Of the sizes that have them; two sizes have no line."""
+def test_separate_table_for_heads_of_128() -> None:
+    """It lists the sizes that have such runs; two sizes have no slope."""
     study = []
     for name, wide in (("10m", 4.02), ("25m", 3.98), ("85m", None)):
         narrow = made(name, [4.01], [4.0])

@@ -1,4 +1,4 @@
-"""The study's records and tables: numbers are right, and a file that does not belong is named."""
+"""The study's records and tables: numbers, and errors for bad files."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def study(tmp_path: Path) -> Path:
 def change(path: Path, place: Place, value: Any) -> None:
     content = json.loads(path.read_text())
     inner = content
-    for word in place[:-1]:
-        inner = inner[word]
+    for key in place[:-1]:
+        inner = inner[key]
     assert inner[place[-1]] != value
     inner[place[-1]] = value
     path.write_text(json.dumps(content))
@@ -48,7 +48,7 @@ def test_table(name: str, study: Path) -> None:
     assert tables(study)[name] == EXPECTED[name]
 
 
-def test_every_table_is_checked(study: Path) -> None:
+def test_every_table_is_tested(study: Path) -> None:
     assert set(tables(study)) == set(EXPECTED)
 
 
@@ -56,7 +56,7 @@ def test_no_runs(tmp_path: Path) -> None:
     assert set(tables(tmp_path).values()) == {"No runs yet."}
 
 
-def test_small_sizes_are_for_the_ablations(study: Path) -> None:
+def test_small_sizes_are_only_in_ablations(study: Path) -> None:
     for run in small_records():
         write(study, run)
     found = tables(study)
@@ -72,7 +72,7 @@ def test_every_ablation_has_a_description() -> None:
 
 
 @pytest.mark.parametrize("kind", [ROTARY, MIX])
-def test_a_size_of_one_kind(kind: str, study: Path) -> None:
+def test_size_of_one_kind(kind: str, study: Path) -> None:
     for path in study.iterdir():
         if ("global3" in path.name) != (kind == MIX):
             path.unlink()
@@ -82,12 +82,12 @@ def test_a_size_of_one_kind(kind: str, study: Path) -> None:
     assert ("study-loss-mix-10m" in found["figures"]) == (kind == MIX)
 
 
-def test_global_layers_that_differ_are_not_marked(study: Path) -> None:
+def test_different_global_layers_are_not_marked(study: Path) -> None:
     change(study / "10m-lssar-learned-log-global3-seed1.json", ("config", "global_every"), 1)
     assert "| layer 1 | layer 2 |\n" in tables(study)["learned"].partition(MIX)[2]
 
 
-def test_layers_that_learn_different_things(study: Path) -> None:
+def test_layers_with_different_parameters(study: Path) -> None:
     path = study / "10m-lssar-learned-log-global3-seed1.json"
     change(path, ("evaluation", "learned"), [{"ssmax_scale": [0.5, 2]}, {"power": [3, 4.5]}])
     found = tables(study)["learned"]
@@ -95,18 +95,18 @@ def test_layers_that_learn_different_things(study: Path) -> None:
     assert "| `lssar-learned-log-global3`, seed 1 | power | - | 3.00 to 4.50 |" in found
 
 
-def test_no_times_without_a_softmax(study: Path) -> None:
+def test_no_times_without_softmax(study: Path) -> None:
     (study / "10m-softmax-seed0.json").unlink()
     assert tables(study)["study-speed"] == "No runs yet."
 
 
-def test_a_gain_within_two_errors(study: Path) -> None:
+def test_gain_within_two_errors(study: Path) -> None:
     place = ("evaluation", "lengths", "lengths", 2, "control", "standard_error")
     change(study / "10m-lssar-p15-seed0.json", place, 0.03)
     assert "| within two errors of 0: +0.0500 ± 0.0300 |" in tables(study)["targets"]
 
 
-def test_a_nan_loss_wins_nothing(study: Path) -> None:
+def test_nan_loss_is_never_best(study: Path) -> None:
     for multiple in range(3):
         place = ("evaluation", "lengths", "lengths", multiple, "loss")
         change(study / "10m-lssar-p3-seed0.json", place, float("nan"))
@@ -116,38 +116,38 @@ def test_a_nan_loss_wins_nothing(study: Path) -> None:
     assert "| `lssar-p3` | not met: +nan | not met: +nan | not met: 16x +nan, 64x +nan |" in found["targets"]
 
 
-def cut_off(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_text(path.read_text()[:-20])
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (cut_off, "is damaged"),
+        (truncate, "is damaged"),
         (
             lambda path: path.write_text('{"rows": []}'),
             "is not a run of experiments/study/run.py: it has no 'evaluation'",
         ),
         (lambda path: path.write_text("[1, 2]"), "is not a run of experiments/study/run.py"),
-        (lambda path: change(path, ("seed",), 7), "holds another run than its name says: 10m, softmax, seed 7"),
+        (lambda path: change(path, ("seed",), 7), "holds a run that differs from its name: 10m, softmax, seed 7"),
         (
             lambda path: change(path, ("arm",), "lssar-p99"),
-            "of an arm or size that experiments/study/run.py does not have",
+            "an arm or size that experiments/study/run.py does not know",
         ),
         (lambda path: change(path, ("config", "steps"), 2000), "they differ in steps"),
-        # Other heads belong to arms that are about them, as lssar-learned-log-global3-wide.
+        # Only arms that define the heads may differ in them, such as lssar-learned-log-global3-wide.
         (lambda path: change(path, ("config", "heads"), 99), "they differ in heads"),
     ],
     ids=["damaged", "other-content", "list", "other-seed", "unknown-arm", "longer-training", "more-heads"],
 )
-def test_a_file_that_cannot_be_used(spoil: Callable[[Path], None], message: str, study: Path) -> None:
+def test_bad_file(spoil: Callable[[Path], None], message: str, study: Path) -> None:
     spoil(study / "10m-softmax-seed1.json")
     with pytest.raises(RecordError, match=message):
         read_study(study)
 
 
-def test_the_best_of_each_size(study: Path) -> None:
-    """From the smallest to the largest, softmax first."""
+def test_best_of_each_size(study: Path) -> None:
+    """Sorted by size, softmax first."""
     losses = {"10m-again": ([4.0, 3.9, 3.8], [4.002, 3.904, 3.795]), "25m-keys": ([3.8, 3.7, 3.6], [3.803, 3.7, 3.6])}
     for (size, pair), parameters in zip(losses.items(), (30_000_000, 51_000_000), strict=True):
         for arm, own in zip((THEIRS_WIDE, OURS_WIDE), pair, strict=True):

@@ -1,4 +1,4 @@
-"""The tables of README and docs: up to date, filled in at their markers, and right."""
+"""The tables of README and docs: up to date, written between their markers, and correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_tables_are_up_to_date() -> None:
     assert update_tables.main(["--check"]) == 0
 
 
-def test_a_stale_table_is_found_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stale_table_is_found_and_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (Path("README.md"), *(page.relative_to(ROOT) for page in (ROOT / "docs").rglob("*.md"))):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
@@ -45,7 +45,7 @@ def test_a_stale_table_is_found_and_rewritten(tmp_path: Path, capsys: pytest.Cap
 PAGE = "By hand.\n<!-- begin: a -->\nold\n<!-- end: a -->\nMore.\n<!-- begin: b -->\n<!-- end: b -->\n"
 
 
-def test_rewrite_leaves_prose_alone() -> None:
+def test_rewrite_keeps_prose() -> None:
     written = update_tables.rewrite({Path("page.md"): PAGE, Path("other.md"): "Prose.\n"}, {"a": "| 1 |", "b": "| 2 |"})
     filled = "By hand.\n<!-- begin: a -->\n| 1 |\n<!-- end: a -->\nMore.\n<!-- begin: b -->\n| 2 |\n<!-- end: b -->\n"
     assert written == {Path("page.md"): filled, Path("other.md"): "Prose.\n"}
@@ -61,13 +61,13 @@ def test_rewrite_leaves_prose_alone() -> None:
         ("<!-- begin: b -->\n<!-- end: b -->\n", "", "no page has <!-- begin: b -->"),
     ],
 )
-def test_markers_that_do_not_fit(old: str, new: str, message: str) -> None:
+def test_bad_markers(old: str, new: str, message: str) -> None:
     with pytest.raises(TableError, match=message):
         update_tables.rewrite({Path("page.md"): PAGE.replace(old, new)}, {"a": "1", "b": "2"})
 
 
 def set_loss(folder: Path, run: str, loss: float) -> None:
-    """At the training length."""
+    """Sets the loss at the training length."""
     path = folder / f"{run}.json"
     content = json.loads(path.read_text())
     content["evaluation"]["lengths"]["lengths"][0]["loss"] = loss
@@ -102,7 +102,7 @@ def test_readme_speed_is_a_range_over_lengths() -> None:
 
 
 @pytest.mark.parametrize(("highest", "met"), [(0.95, "goal"), (1.2, "yes"), (1.31, "no")])
-def test_a_goal_is_met_by_the_worst_row(highest: float, met: str) -> None:
+def test_goal_is_judged_by_the_worst_row(highest: float, met: str) -> None:
     rows = attention_rows()
     for row in benchmarks.select(rows, "lssar p=15", head_dim=128, least=4096):
         row["ratio"] = 0.9
@@ -112,7 +112,7 @@ def test_a_goal_is_met_by_the_worst_row(highest: float, met: str) -> None:
     assert line.endswith(f"| {met} |")
 
 
-def test_failed_rows_are_left_out() -> None:
+def test_failed_rows_are_ignored() -> None:
     assert all(row["status"] == "ok" for row in attention_rows())
     with pytest.raises(TableError, match="no row of adasplash-2 in the section train"):
         benchmarks.select(attention_rows(), "adasplash-2")
@@ -130,7 +130,7 @@ def test_times_by_length() -> None:
     ]
 
 
-def test_cpu_memory_that_was_not_measured() -> None:
+def test_missing_cpu_memory_is_empty() -> None:
     rows = [
         {"implementation": "native", "length": 64, "direction": "forward", "bytes": 3 * 2**20},
         {"implementation": "sdpa", "length": 128, "direction": "forward+backward", "bytes": 5 * 2**20},
@@ -139,7 +139,7 @@ def test_cpu_memory_that_was_not_measured() -> None:
     assert "| 64 | 3.0 |  |  |  |  |  |  |  |\n| 128 |  |  |  |  |  | 5.0 |  |  |" in table
 
 
-def test_tokens_by_way() -> None:
+def test_token_table() -> None:
     place = {"model": "gpt", "batch": 8, "context": 1024, "ratio": 0.5}
     rows = [place | {"way": way, "softmax": 2.0, "lssar": 1.0} for way in ("eager", "graph")]
     assert "| gpt | 8 | 1,024 | 2.00 | 1.00 | 0.50 | 2.00 | 1.00 | 0.50 |" in benchmarks.token_table(rows)
@@ -176,7 +176,7 @@ def test_stability(tmp_path: Path) -> None:
         "6 layers, width 384, 6 heads, 400 steps of 64 sequences of 512 tokens, seed 0; a GPU, torch 2.0, 0123456.",
     ]
     (tmp_path / "stability" / "9.json").write_text(json.dumps(stability_record("relu", 0.01, [6, 6], 24.7, None)))
-    with pytest.raises(TableError, match="has runs of relu, which the table does not have"):
+    with pytest.raises(TableError, match="has runs of relu, which the table does not list"):
         stability.make_tables(tmp_path)
 
 
@@ -217,11 +217,11 @@ def test_synthetic(synthetic_results: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"complete": False}, "not complete: lssar"),
-        ({"model": {"name": "x", "attention": "relu"}}, "the page has no place for the attention 'relu'"),
+        ({"complete": False}, "incomplete results: lssar"),
+        ({"model": {"name": "x", "attention": "relu"}}, "the table does not list the attention 'relu'"),
     ],
 )
-def test_synthetic_results_that_cannot_be_shown(change: dict[str, Any], message: str, synthetic_results: Path) -> None:
+def test_bad_synthetic_results(change: dict[str, Any], message: str, synthetic_results: Path) -> None:
     path = synthetic_results / "synthetic" / "synthetic--copy+lssar--3.json"
     path.write_text(json.dumps(SYNTHETIC["copy+lssar--3"] | change))
     with pytest.raises(TableError, match=message):

@@ -1,4 +1,4 @@
-"""A made-up study for the tests: files as experiments/study/run.py writes them, their tables and figures."""
+"""A synthetic study for tests: records as experiments/study/run.py writes them, and their tables and figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MULTIPLES = (1, 16, 64)
 
 
 def curve(losses: Sequence[float], gain: float, gain_error: float) -> dict[str, Any]:
-    # Another gain at 16x than at the longest, so that a column shows which it is.
+    # Different gains at 16x and at the longest, so that columns can be told apart.
     controls = [
         None, {"gain": gain + 1, "standard_error": 2 * gain_error}, {"gain": gain, "standard_error": gain_error},
     ]  # fmt: skip
@@ -22,7 +22,7 @@ def curve(losses: Sequence[float], gain: float, gain_error: float) -> dict[str, 
 
 
 def far_control(gain: float, error: float) -> list[dict[str, Any]]:
-    """Twice the gain at 16x."""
+    """With twice the gain at 16x."""
     return [
         {"length": 16 * TRAINED, "gain": 2 * gain, "standard_error": error, "targets": 80},
         {"length": 64 * TRAINED, "gain": gain, "standard_error": 2 * error, "targets": 320},
@@ -30,11 +30,11 @@ def far_control(gain: float, error: float) -> list[dict[str, Any]]:
 
 
 def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[int]], **kwargs: Any) -> dict[str, Any]:
-    """What experiments/study/run.py writes, as far as the tables read it."""
+    """A record of experiments/study/run.py, with the fields that the tables read."""
     config = {"layers": 2, "width": 8, "heads": 2, "sequence_length": TRAINED, "steps": 1000, "batch_size": 3}
     cells = zip((1, 16), correct, strict=True)
     config |= {"global_every": kwargs["global_every"]} if "global_every" in kwargs else {}
-    word = {
+    inside = {
         "stage1_entropy": 2.5,
         "stage1_entropy_frozen": 2.75,
         "entropy": 1.25,
@@ -49,7 +49,7 @@ def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[
         "config": {**config, "attention": arm.partition("-")[0]},
         "tokens": 12000,
         "data": "checksum",
-        "training": {word: kwargs[word] for word in ("step_seconds", "processes") if word in kwargs},
+        "training": {name: kwargs[name] for name in ("step_seconds", "processes") if name in kwargs},
         "commit": kwargs.get("commit", "0123456789abcdef"),
         "versions": {"python": "3.11", "torch": "2.0", "cuda": "13", "triton": "3", "transformers": "5"},
         "machine": {"cpu": "a processor", "gpu": "a GPU"},
@@ -62,17 +62,17 @@ def record(arm: str, seed: int, own: dict[str, Any], correct: Sequence[Sequence[
                 for depth, right in zip((0.1, 0.9), row, strict=True)
             ],
             "inside": [
-                {"length": TRAINED, "log_keys": 1.0, **word},
-                {"length": 16 * TRAINED, "log_keys": 4.0, **word, "zeros": 0.75, "stage1_entropy": None},
+                {"length": TRAINED, "log_keys": 1.0, **inside},
+                {"length": 16 * TRAINED, "log_keys": 4.0, **inside, "zeros": 0.75, "stage1_entropy": None},
             ],
             "variants": kwargs.get("variants", {}),
-            **{word: kwargs[word] for word in ("learned", "far_control") if word in kwargs},
+            **{name: kwargs[name] for name in ("learned", "far_control") if name in kwargs},
         },
     }
 
 
-# The first LSSAR reaches every target, the second none: without the windows it would be below softmax at 16x.
-# Softmax's second seed, SSMax and the last arm were not alone on the GPU, or had other code.
+# The first LSSAR meets all targets, the second none: only the softmaxes with windows are below it at 16x.
+# The second seed of softmax, SSMax and the last arm shared the GPU, or had another commit.
 RECORDS = [
     record(
         "softmax", 0, curve([4.000, 4.500, 5.000], -1.2, 0.02), [[10, 9], [0, 0]], step_seconds=0.100,
@@ -242,7 +242,7 @@ Best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
     "best": "No runs yet.",
     "sizes": "No runs yet.",
 }  # fmt: skip
-# Runs of a small size, by arm: the losses of each seed at 1x, 16x and 64x.
+# Losses of a small size by arm and seed, at 1x, 16x and 64x.
 SMALL_RUNS = {
     "softmax-reweighted": [[4.2, 4.5, 4.9]],
     "lssar-p15": [[4.0, 4.25, 4.3], [4.1, 4.35, 4.4]],
@@ -260,7 +260,7 @@ ABLATIONS = """\
 
 
 def small_records() -> list[dict[str, Any]]:
-    """As `--only-lengths` writes them."""
+    """Records as of `--only-lengths`."""
     made = []
     for arm, seeds in SMALL_RUNS.items():
         for seed, losses in enumerate(seeds):

@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def read_attention(results: Path) -> list[Row]:
-    """Without the rows that failed."""
+    """The rows that did not fail."""
     rows = read_results(results / ATTENTION, "benchmarks/attention.py")["rows"]
     return [row for row in rows if row["status"] == "ok"]
 
@@ -51,7 +51,7 @@ def select(
     length: int | None = None,
     least: int = 0,
 ) -> list[Row]:
-    """By head dimension and length, at least one."""
+    """The matching rows, sorted by head dimension and length; raises an error if there are none."""
     found = [
         row
         for row in rows
@@ -82,7 +82,7 @@ def ratio(row: Row | None) -> str:
 
 
 def by_length(rows: Sequence[Row], section: str, head_dim: int = 64) -> str:
-    """Contenders down, lengths across: times, and the ratio to FlashAttention-2."""
+    """One row per contender, columns by length: times, and the ratio to FlashAttention-2."""
     found = {
         (row["contender"], row["length"]): row
         for row in rows
@@ -111,7 +111,7 @@ def decode_table(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Goal:
-    """A limit and a goal for the highest of some ratios."""
+    """Some measured ratios, with a limit and a goal for the highest of them."""
 
     name: str
     ratios: list[float]
@@ -155,7 +155,7 @@ def other_goals(rows: Sequence[Row]) -> list[Goal]:
     shares = []
     for row in compiled:
         ours = select(rows, OURS, head_dim=row["head_dim"], length=row["length"])[0]
-        # Per sequence: memory may not hold as many of the reference.
+        # Per sequence: the reference may need a smaller batch.
         shares.append((ours["total_ms"] / ours["batch"]) / (row["total_ms"] / row["batch"]))
     lengths = ", ".join(str(row["length"]) for row in compiled)
     return [
@@ -178,11 +178,11 @@ def goals_table(rows: Sequence[Row]) -> str:
 
 
 def host_table(rows: Sequence[Row]) -> str:
-    """What Python takes beside the GPU, over all head dimensions and lengths."""
+    """Host time (Python and launches) per call, over all head dimensions and lengths."""
     shown = (BASELINE, OURS, LEARNED)
     columns = [[NAMES[name] for name in shown]]
-    for word in ("forward_host_ms", "backward_host_ms"):
-        columns.append([value_range(column(select(rows, name), word), hundredths) for name in shown])
+    for key in ("forward_host_ms", "backward_host_ms"):
+        columns.append([value_range(column(select(rows, name), key), hundredths) for name in shown])
     return table(["host time, ms", "forward", "backward"], columns)
 
 
@@ -195,7 +195,7 @@ CPU_SETTINGS = {
 
 
 def cpu_time_table(rows: Sequence[Row]) -> str:
-    """Times SDPA's, by the C++ kernels and in brackets by PyTorch's operations."""
+    """Ratios to SDPA of the C++ kernels and, in parentheses, of PyTorch operations."""
     found = {(row["setting"], row["direction"], row["threads"], row["length"]): row for row in rows}
     places = sorted({place[2:] for place in found}, reverse=True, key=lambda place: (place[0], -place[1]))
     lines = list(dict.fromkeys(place[:2] for place in found))
@@ -232,7 +232,7 @@ def cpu_packed_table(rows: Sequence[Row]) -> str:
 
 
 def cpu_memory_table(rows: Sequence[Row]) -> str:
-    """MiB; the reference is not measured at every length."""
+    """In MiB; the reference is not measured at every length."""
     found = {(row["implementation"], row["direction"], row["length"]): row["bytes"] for row in rows}
     lengths = sorted({length for *_, length in found})
     head, columns = ["T"], [[str(length) for length in lengths]]
@@ -260,7 +260,7 @@ def training_table(rows: Sequence[Row]) -> str:
 
 
 def token_table(rows: Sequence[Row]) -> str:
-    """Milliseconds of a generated token on a GPU."""
+    """Milliseconds per generated token on a GPU."""
     found = {(row["way"], row["model"], row["batch"], row["context"]): row for row in rows}
     places = [place for way, *place in found if way == "graph"]
     head = ["model", "batch", "context"]
@@ -269,7 +269,7 @@ def token_table(rows: Sequence[Row]) -> str:
     for way in ("graph", "eager"):
         chosen = [found[way, *place] for place in places]
         head += [f"softmax, {way}", f"LSSAR, {way}", "ratio"]
-        columns += [[hundredths(row[word]) for row in chosen] for word in ("softmax", "lssar", "ratio")]
+        columns += [[hundredths(row[key]) for row in chosen] for key in ("softmax", "lssar", "ratio")]
     return table(head, columns)
 
 
@@ -284,7 +284,7 @@ def token_table_cpu(rows: Sequence[Row]) -> str:
 
 
 def decode_op_table(rows: Sequence[Row]) -> str:
-    """Microseconds of a decode step of the op on a CPU."""
+    """Microseconds per decode step of the op on a CPU."""
     powers = {"learned": "learned", "15": "p = 15"}
     cells: dict[str, Callable[[Row], str]] = {
         "keys": lambda row: f"{row['keys']:,}",

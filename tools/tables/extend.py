@@ -1,4 +1,4 @@
-"""The tables of docs/extend.md, from what experiments/extend/ and benchmarks/extend.py measured."""
+"""The tables of docs/extend.md, from results of experiments/extend/ and benchmarks/extend.py."""
 
 from __future__ import annotations
 
@@ -33,21 +33,20 @@ def format_method(method: str) -> str:
     kind, _, given = method.partition(":")
     settings = dict(pair.split("=") for pair in given.split(",") if pair)
     if kind == "rerope":
-        words = ["ReRoPE"]
+        parts = ["ReRoPE"]
     else:
         far = settings.pop("far", "clip")
         heads = settings.pop("heads", "12")
-        words = [f"{heads} far heads, {'LSSAR' if far == 'lssar' else far}"]
-    text = {"log_n": "log N on {} far keys", "near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens"}
-    text["factor"] = "YaRN {}"
+        parts = [f"{heads} far heads, {'LSSAR' if far == 'lssar' else far}"]
+    text = {"near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens", "factor": "YaRN {}"}
     for key, value in settings.items():
         if key == "level":
-            words.append("levelled")
+            parts.append("levelled")
         elif key == "log_n":
-            words.append("log N on all keys" if value == "all" else "log N on the far keys")
+            parts.append("log N on all keys" if value == "all" else "log N on the far keys")
         else:
-            words.append(text[key].format(f"{int(value):,}" if value.isdigit() else value))
-    return f"**{', '.join(words)}**" if method in OURS else ", ".join(words)
+            parts.append(text[key].format(f"{int(value):,}" if value.isdigit() else value))
+    return f"**{', '.join(parts)}**" if method in OURS else ", ".join(parts)
 
 
 def merged(files: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -65,9 +64,15 @@ def mean_cell(values: list[float]) -> str:
 
 
 def difference(ours: list[float], theirs: list[float]) -> str:
-    """Of the same documents, with its standard error."""
+    """The mean difference on the same documents, with its standard error."""
     each = [x - y for x, y in zip(ours, theirs, strict=True)]
     return f"{signed(statistics.fmean(each))} ± {plain(statistics.stdev(each) / len(each) ** 0.5)}"
+
+
+def cache_share(methods: dict[str, dict[str, Any]], method: str) -> str:
+    """The cache at 64K relative to that of the original model."""
+    size = methods[method]["cache_bytes"].get("65536")
+    return "-" if size is None else f"{100 * size / methods['original']['cache_bytes']['65536']:.0f}%"
 
 
 def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
@@ -75,15 +80,13 @@ def context_table(methods: dict[str, dict[str, Any]], long: int) -> str:
     columns = [[format_method(method) for method, _ in rows]]
     for length in LENGTHS:
         columns.append([mean_cell(own["loss"].get(str(length), [])[:long]) for _, own in rows])
-    whole = methods["original"]["cache_bytes"]["65536"]
-    shares = (own["cache_bytes"].get("65536") for _, own in rows)
-    columns.append(["-" if share is None else f"{100 * share / whole:.0f}%" for share in shares])
+    columns.append([cache_share(methods, method) for method, _ in rows])
     head = ["loss at", *(f"{length // 1024}K" for length in LENGTHS), "cache at 64K"]
     return table(head, columns)
 
 
 def short_table(methods: dict[str, dict[str, Any]], files: list[dict[str, Any]], long: int) -> str:
-    """The rows that a reader needs; of the needles those of ten in a haystack, which all methods were asked for."""
+    """The main rows; needles with ten per haystack, which were measured for all methods."""
     asked = {
         method: own["needles"]
         for file in files
@@ -96,8 +99,7 @@ def short_table(methods: dict[str, dict[str, Any]], files: list[dict[str, Any]],
         columns.append([mean_cell(methods[method]["loss"].get(str(length), [])[:long]) for method in SHORT])
     for length in (8192, 16384, 65536):
         columns.append([found_cell(asked.get(method, {}).get(str(length), [])) for method in SHORT])
-    whole = methods["original"]["cache_bytes"]["65536"]
-    columns.append([f"{100 * methods[method]['cache_bytes']['65536'] / whole:.0f}%" for method in SHORT])
+    columns.append([cache_share(methods, method) for method in SHORT])
     losses = [f"loss at {length}K" for length in (2, 16, 64)]
     return table(["", *losses, "found at 8K, %", "at 16K, %", "at 64K, %", "cache at 64K"], columns)
 
@@ -107,9 +109,8 @@ def readme_table(methods: dict[str, dict[str, Any]], cost: dict[str, Any], long:
     columns = [["**`extend --heads 12`**" if method == OURS[1] else format_method(method) for method in shown]]
     for length in (8192, 65536):
         columns.append([mean_cell(methods[method]["loss"][str(length)][:long]) for method in shown])
-    whole = methods["original"]["cache_bytes"]["65536"]
-    columns.append([f"{100 * methods[method]['cache_bytes']['65536'] / whole:.0f}%" for method in shown])
-    # transformers' own cache copies itself at every token: the original has ours too.
+    columns.append([cache_share(methods, method) for method in shown])
+    # The cache of transformers is copied at every token, so the original model is timed with our cache.
     speed = (cost["decode"]["65536"].get("duo:heads=all" if method == "original" else method) for method in shown)
     columns.append(["" if row is None else f"{row['tokens_per_second']:.1f}" for row in speed])
     head = ["at 64K, trained at 8K", "loss at 8K", "loss", "cache", "tokens/s in our cache, one CPU core"]
@@ -143,7 +144,7 @@ def paired_table(methods: dict[str, dict[str, Any]], ours: str, long: int) -> st
 
 
 def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, Any]], chosen: list[str]) -> str:
-    """At 32K, of all documents that have it."""
+    """Loss at 32K by kind of document, over all documents of that length."""
     columns = [[f"{kind} ({sum(one['kind'] == kind for one in documents)})" for kind in KINDS]]
     for method in chosen:
         losses = methods[method]["loss"]["32768"]
@@ -153,7 +154,7 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
 
 
 def read_cost(path: Path) -> dict[str, Any]:
-    """The header, and measurements by section, tokens and model."""
+    """The file's header, and its measurements by section, tokens and model."""
     found = read_results(path, "benchmarks/extend.py")
     sections: dict[str, dict[str, dict[str, Any]]] = {"decode": {}, "prefill": {}}
     for row in found["rows"]:

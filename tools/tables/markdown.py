@@ -1,4 +1,4 @@
-"""Markdown tables, and the error of the data behind them."""
+"""Markdown tables and number formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = TypeVar("Row")
 
 
 class TableError(Exception):
-    """What is wrong with a page or with the data behind it, for a reader."""
+    """A page or its data is wrong; the message is shown to the user."""
 
 
 def read_results(path: Path, program: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def hundredths(value: float) -> str:
 
 
 def value_range(values: Sequence[float], write: Callable[[float], str] = plain) -> str:
-    """Lowest to highest; one number where both read the same."""
+    """Lowest to highest; one number if both have the same text."""
     return " to ".join(dict.fromkeys((write(min(values)), write(max(values))))) if values else ""
 
 
@@ -53,5 +53,5 @@ def table(head: Sequence[str], columns: Sequence[Sequence[str]], rule: str = "--
 
 
 def table_by_cells(rows: Sequence[Row], cells: Mapping[str, Callable[[Row], str]]) -> str:
-    """A line for each row of data, a column for each cell."""
+    """One line per row of data, one column per entry of ``cells``."""
     return table(list(cells), [[write(row) for row in rows] for write in cells.values()])

@@ -9,7 +9,7 @@ from tools.tables.markdown import table
 
 
 def make_tables(results: Path) -> dict[str, str]:
-    """``results`` is not looked at: what a measure answers stands in its module."""
+    """``results`` is unused: the text comes from each measure's help."""
     found = measures().values()
     names, answers = [f"`evaluate {measure.name}`" for measure in found], [measure.help for measure in found]
     return {"measures": table(["measure", "what it answers"], [names, answers], "---")}

@@ -27,7 +27,7 @@ def mean_and_range(values: Iterable[float], form: str) -> str:
 
 
 def groups(cells: Iterable[Found]) -> dict[tuple[int, bool, str], list[Found]]:
-    """By number of labels, most first, then pre-trained or not, then arm."""
+    """Cells grouped by number of labels (most first), pre-training and arm."""
     cells = list(cells)
     arms = list(dict.fromkeys(cell["arm"] for cell in cells))
     keys = {(cell["labels"], cell["pretrained"], cell["arm"]) for cell in cells}
@@ -42,7 +42,7 @@ def format_arm(arm: str, pretrained: bool) -> str:
 
 
 def laws_found(cells: Sequence[Found], scale: str, engine: str, rule: str = "within") -> str:
-    """How many of the cells have Newton's law, "3 of 3"."""
+    """How many samples of the cells have Newton's law, such as "3 of 3"."""
     samples = [sample for cell in cells for sample in cell.get("laws", {}).get(scale, [])]
     chosen = [sample[engine]["chosen"][rule]["law"] for sample in samples if engine in sample]
     return f"{chosen.count(LAW)} of {len(chosen)}" if chosen else "-"
@@ -52,20 +52,20 @@ def force_table(found: Found) -> str:
     made = groups(found["cells"])
     inside = {key: [cell["tune"]["quality"]["inside"] for cell in cells] for key, cells in made.items()}
     beyond = {
-        word: {key: [cell["quality"][word] for cell in cells if "quality" in cell] for key, cells in made.items()}
-        for word in ("heavier", "wider")
+        name: {key: [cell["quality"][name] for cell in cells if "quality" in cell] for key, cells in made.items()}
+        for name in ("heavier", "wider")
     }
     columns = [
         [format_arm(arm, pretrained) for _, pretrained, arm in made],
         [f"{labels:,}" for labels, _, _ in made],
         [mean_and_range((q["r2_ln_force"] for q in inside[key]), ".3f") for key in made],
     ]
-    for word in EXPONENTS:
-        fitted = [[cell["exponents"]["inside"]["exponents"][word] for cell in made[key]] for key in made]
+    for name in EXPONENTS:
+        fitted = [[cell["exponents"]["inside"]["exponents"][name] for cell in made[key]] for key in made]
         columns.append([mean_and_range(values, ".2f") for values in fitted])
     columns.append([mean((q["r2_force"] for q in inside[key]), ".3f") for key in made])
     columns.append(
-        [" / ".join(mean((q["r2_ln_force"] for q in beyond[word][key]), ".2f") for word in beyond) for key in made]
+        [" / ".join(mean((q["r2_ln_force"] for q in own[key]), ".2f") for own in beyond.values()) for key in made]
     )
     columns.append(
         [
@@ -73,7 +73,7 @@ def force_table(found: Found) -> str:
             for cells in made.values()
         ]
     )
-    head = ["arm", "labelled systems", "R^2 of ln F", *(f"exponent of {word}" for word in EXPONENTS), "R^2 of F"]
+    head = ["arm", "labelled systems", "R^2 of ln F", *(f"exponent of {name}" for name in EXPONENTS), "R^2 of F"]
     head += ["R^2 of ln F, heavier / wider", f"law {LAW}: pyoperon, enumerator"]
     return table(head, columns)
 
@@ -89,7 +89,7 @@ def controls_table(found: Found) -> str:
         rows.append((f"predictions of the models of {labels:,} labelled systems", cells))
     noises = [[cell["noise"] for cell in cells if "noise" in cell] for _, cells in rows]
     ends = [dict.fromkeys(f"{end:.2f}" for end in (min(noise), max(noise))) if noise else "-" for noise in noises]
-    columns = [[name for name, _ in rows], [" to ".join(words) for words in ends]]
+    columns = [[name for name, _ in rows], [" to ".join(pair) for pair in ends]]
     columns += [[laws_found(cells, "ln_force", "operon", rule) for _, cells in rows] for rule in ("within", "score")]
     return table(["regression on", "spread of ln F", f"{LAW} by the rule within", "by the rule score"], columns)
 
@@ -101,19 +101,19 @@ def by_arm(runs: Iterable[Found]) -> dict[str, list[Found]]:
     return made
 
 
-def at(rows: Iterable[Found], multiple: int, word: str) -> list[float]:
-    return [row[word] for row in rows if row["multiple"] == multiple]
+def at(rows: Iterable[Found], multiple: int, name: str) -> list[float]:
+    return [row[name] for row in rows if row["multiple"] == multiple]
 
 
 def length_table(found: Found) -> str:
     arms, multiples = by_arm(found["long"]), found["experiment"]["multiples"]
     head = ["mean over seeds (lowest to highest)", *(f"{multiple}x" for multiple in multiples)]
 
-    def rows(title: str, of_run: Callable[[Found], Iterable[Found]], word: str, form: str) -> list[list[str]]:
+    def rows(title: str, of_run: Callable[[Found], Iterable[Found]], name: str, form: str) -> list[list[str]]:
         return [
             [f"{title}: `{arm}`"]
             + [
-                mean_and_range([value for run in runs for value in at(of_run(run), multiple, word)], form)
+                mean_and_range([value for run in runs for value in at(of_run(run), multiple, name)], form)
                 for multiple in multiples
             ]
             for arm, runs in arms.items()
@@ -122,15 +122,15 @@ def length_table(found: Found) -> str:
     def force(kind: str) -> Callable[[Found], Iterable[Found]]:
         return lambda run: next((rows for name, rows in run["force"].items() if name.startswith(kind)), [])
 
-    made = rows("error of the next place, AU", lambda run: run["next_place"], "error", ".3f")
-    made += rows("roll-out, off the ellipse", lambda run: run["roll_out"], "median_ellipse_error", ".2g")
+    made = rows("error of the next position, AU", lambda run: run["next_place"], "error", ".3f")
+    made += rows("roll-out, distance from the ellipse", lambda run: run["roll_out"], "median_ellipse_error", ".2g")
     made += rows("R^2 of the force", force("tuned"), "r2", ".2f")
     made += rows("R^2 of the force, no pre-training", force("untrained"), "r2", ".2f")
     return table(head, list(zip(*made, strict=True)))
 
 
 def probes_table(found: Found) -> str:
-    """The best layer of each target: R^2, means over seeds."""
+    """R^2 of each target at its best layer, averaged over seeds."""
     arms = by_arm(found["probes"])
     targets = list(found["probes"][0]["r2"])
     columns = [[f"`{arm}`" for arm in arms]]
@@ -145,7 +145,7 @@ def probes_table(found: Found) -> str:
 
 
 def faithful_table(found: Found) -> str:
-    """Raw F, which a model may say to be negative, on the published data; the laws of several draws of points."""
+    """The preset "faithful": raw F, whose predictions may be negative; laws of several samples of points."""
     losses = {run["arm"]: run["loss"] for run in found["pretraining"]}
     rows = []
     for (_, pretrained, arm), cells in groups(found["cells"]).items():
@@ -158,14 +158,14 @@ def faithful_table(found: Found) -> str:
                 mean_and_range((q["r2_force"] for q in inside), ".2f"),
                 mean_and_range((q["r2_ln_force"] for q in inside), ".2f"),
                 mean_and_range((100 * q["not_positive"] / q["points"] for q in inside), ".0f"),
-                *(mean_and_range((exponents[word] for exponents in fitted), ".2f") for word in EXPONENTS),
+                *(mean_and_range((exponents[name] for exponents in fitted), ".2f") for name in EXPONENTS),
                 *(laws_found(cells, "force", engine, "score") for engine in ENGINES),
             ]
         )
     truth = [laws_found(list(found["controls"].values()), "force", engine, "score") for engine in ENGINES]
     rows.append(["true F", *["-"] * (len(rows[0]) - 1 - len(truth)), *truth])
     head = ["arm", "loss of pre-training", "R^2 of F", "R^2 of ln F", "F predicted as 0 or less, %"]
-    head += [*(f"exponent of {word}" for word in EXPONENTS), f"law {LAW}: pyoperon", "enumerator"]
+    head += [*(f"exponent of {name}" for name in EXPONENTS), f"law {LAW}: pyoperon", "enumerator"]
     return table(head, list(zip(*rows, strict=True)))
 
 

@@ -13,7 +13,7 @@ from tools.tables.markdown import TableError, hundredths, read_results, table, v
 MULTIPLES = (1, 16, 64)
 LOGN = "softmax-qknorm-logn"
 OURS_WIDE, THEIRS_WIDE = "lssar-learned-log-global3-wide", f"{LOGN}-learned-global3-wide"
-# Layers and parameters of a group of rows; the size of its runs; its arms, as (arm, option at inference).
+# Title of a group of rows -> (size of its runs, {row title: (arm, option at inference)}).
 ROWS: dict[str, tuple[str, dict[str, tuple[str, str | None]]]] = {
     "rotary positions in every layer, 30M parameters": (
         "10m-again",
@@ -45,15 +45,15 @@ def losses_table(sizes: Sequence[Size]) -> str:
             raise TableError(f"there are no runs of {name}")
         size = known[name]
         rows.append([f"**{group}**", *[""] * len(MULTIPLES)])
-        for words, (arm, option) in arms.items():
+        for title, (arm, option) in arms.items():
             curves = size.curves(arm, option) if arm in size.arms else []
             found = [loss_at(curves, multiple) for multiple in MULTIPLES]
             if None in found:
                 raise TableError(f"{arm} at {name} was not measured at {MULTIPLES} times its length")
-            rows.append([words, *(f"{loss.mean:.3f}" for loss in found if loss)])
+            rows.append([title, *(f"{loss.mean:.3f}" for loss in found if loss)])
     lengths = {known[name].any_run.config["sequence_length"] for name, _ in ROWS.values()}
     if len(lengths) != 1:
-        raise TableError(f"the runs of the table were trained at several lengths: {sorted(lengths)}")
+        raise TableError(f"the runs of the table differ in training length: {sorted(lengths)}")
     length = lengths.pop()
     head = ["validation loss at (tokens)", *(f"{multiple * length:,}" for multiple in MULTIPLES)]
     return table(head, list(zip(*rows, strict=True)))

@@ -13,7 +13,7 @@ ARMS = ("softmax", "softmax-qknorm-logn", "lssar-p3", "lssar-p15")  # in this or
 
 
 def final_loss_of_record(record: dict[str, Any]) -> float | None:
-    """At the end; None where training stopped or became something that is not finite."""
+    """The final loss; None if training stopped or the loss is not finite."""
     return None if record["stopped"] else final_loss([loss for _, loss in record["losses"]])
 
 
@@ -25,11 +25,11 @@ def cell(record: dict[str, Any] | None) -> str:
 
 
 def about(records: list[dict[str, Any]]) -> str:
-    first, words = records[0], records[0]["config"]
+    first, config = records[0], records[0]["config"]
     machine = first["machine"].get("gpu", first["machine"]["cpu"])
     commits = ", ".join(dict.fromkeys(record["commit"][:7] for record in records))
-    model = f"{words['layers']} layers, width {words['width']}, {words['heads']} heads"
-    steps = f"{words['steps']} steps of {words['batch_size']} sequences of {words['sequence_length']} tokens"
+    model = f"{config['layers']} layers, width {config['width']}, {config['heads']} heads"
+    steps = f"{config['steps']} steps of {config['batch_size']} sequences of {config['sequence_length']} tokens"
     return f"{model}, {steps}, seed {first['seed']}; {machine}, torch {first['versions']['torch']}, {commits}."
 
 
@@ -37,9 +37,9 @@ def make_tables(results: Path) -> dict[str, str]:
     folder = results / "stability"
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if not records:
-        raise TableError(f"{folder} has no runs: experiments/stability.py writes them")
+        raise TableError(f"{folder} has no runs; experiments/stability.py writes them")
     if unknown := {record["arm"] for record in records} - set(ARMS):
-        raise TableError(f"{folder} has runs of {', '.join(sorted(unknown))}, which the table does not have")
+        raise TableError(f"{folder} has runs of {', '.join(sorted(unknown))}, which the table does not list")
     lines = []
     for size, precision in dict.fromkeys((record["size"], record["precision"]) for record in records):
         chosen = [record for record in records if (record["size"], record["precision"]) == (size, precision)]

@@ -1,4 +1,4 @@
-"""Tables of docs/results.md and docs/dev/study-tables.md, from the files of experiments/study/run.py."""
+"""Tables of docs/results.md and docs/dev/study-tables.md, from the results of experiments/study/run.py."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from experiments.study.sizes import (
 from tools.tables.markdown import TableError, plain, signed, table_lines
 
 NOTHING = "No runs yet."
-SHORTEST_LONG = 16  # the targets speak of "16x on" and "to 16x"
+SHORTEST_LONG = 16  # the targets are stated from 16x on, and for passkeys up to 16x
 MIN_PASSKEY = 0.9
 MAX_BEHIND = 0.01
 Cells = list[str]
@@ -59,7 +59,7 @@ def cell(value: Spread | None, show: Callable[[float], str] = plain, *, bold: bo
 def column(
     values: Sequence[Spread | None], show: Callable[[float], str] = plain, best: Callable[..., float] | None = min
 ) -> Cells:
-    """Cells with the best in bold; what reads the same as the best is as good."""
+    """Cells with the best in bold, and all with the same text as the best."""
     finite = [value.mean for value in values if value is not None and math.isfinite(value.mean)]
     winner = show(best(finite)) if best is not None and finite else None
     return [cell(value, show, bold=value is not None and show(value.mean) == winner) for value in values]
@@ -106,7 +106,7 @@ def runs_table(size: Size) -> list[str]:
 
 
 def gain_columns(curves: Sequence[Sequence[Curve]], multiple: int) -> list[Cells]:
-    """The gain of each arm there, and its standard error."""
+    """The gain of each arm at this multiple, and its standard error."""
     errors = [gain_error_at(own, multiple) for own in curves]
     return [
         column([gain_at(own, multiple) for own in curves], signed, max),
@@ -131,7 +131,7 @@ def loss_table(size: Size) -> list[str]:
 
 
 def far_table(size: Size) -> list[str]:
-    """The control over the last quarter of each text, of the arms that have it."""
+    """The control over the last quarter of each text, for the arms that have it."""
     arms = [arm for arm in size.arms if any(curve.gain for curve in size.far(arm))]
     if not arms:
         return []
@@ -144,7 +144,7 @@ def far_table(size: Size) -> list[str]:
 
 
 def inference_table(size: Size) -> list[str]:
-    """Arms as trained, and changed at inference."""
+    """Arms as trained, and with changes at inference."""
     rows: list[tuple[str, list[Curve]]] = []
     for arm in size.arms:
         options = size.options(arm)
@@ -163,7 +163,7 @@ def inference_table(size: Size) -> list[str]:
 
 
 def best_baseline(size: Size, multiple: int) -> tuple[str, float] | None:
-    """The lowest mean loss there of any baseline, as trained or changed at inference."""
+    """The baseline with the lowest mean loss at this multiple, as trained or changed at inference, and this loss."""
     found = []
     for arm in size.of_family(BASELINE):
         for option in (None, *size.options(arm)):
@@ -185,7 +185,7 @@ def gain_verdict(gain: Spread, error: Spread | None) -> str:
 
 
 def target_cells(size: Size, arm: str) -> Cells:
-    """One cell per target; "not measured" where a figure is missing."""
+    """One cell per target; "not measured" if a number is missing."""
     curves, longest = size.curves(arm), size.longest
     cells = ["not measured"] * 5
     own_rise, at_once, best_at_once = rise(curves, longest), loss_at(curves, 1), best_baseline(size, 1)
@@ -261,23 +261,23 @@ def inside_table(size: Size) -> list[str]:
     multiples = sorted({multiple for run in size.runs for multiple in run.inside})
     if not multiples:
         return []
-    looked_into = {arm: runs for arm, runs in size.arms.items() if any(run.inside for run in runs)}
-    columns = [code(looked_into)]
+    measured = {arm: runs for arm, runs in size.arms.items() if any(run.inside for run in runs)}
+    columns = [code(measured)]
     for name, (_, show) in INSIDE.items():
         cells = []
-        for runs in looked_into.values():
+        for runs in measured.values():
             means = [spread(run.inside.get(multiple, {}).get(name) for run in runs) for multiple in multiples]
             cells.append(" / ".join("-" if mean is None else show(mean.mean) for mean in means))
         columns.append(cells)
     shown = " / ".join(f"{multiple}x" for multiple in multiples)
-    return title(size) + table_lines([f"at {shown}", *(words for words, _ in INSIDE.values())], columns)
+    return title(size) + table_lines([f"at {shown}", *(label for label, _ in INSIDE.values())], columns)
 
 
 QUANTITIES = {"power": "power", "power_per_log": "factor of log N", "ssmax_scale": "scale"}
 
 
 def learned_rows(run: Run) -> list[Cells]:
-    """One row, or one for each quantity where layers have learned different ones."""
+    """One row for each learned quantity."""
     names = dict.fromkeys(name for layer in run.learned for name in layer)
     return [
         [f"`{run.arm}`, seed {run.seed}", QUANTITIES.get(name, name)]
@@ -291,7 +291,7 @@ def head_range(heads: Sequence[float]) -> str:
 
 
 def layer_heads(runs: Sequence[Run]) -> Cells:
-    """Global layers are marked where they are the same in every run."""
+    """Column titles of the layers; global layers are marked if they are the same in every run."""
     every = {run.config.get("global_every") for run in runs}
     step = every.pop() if len(every) == 1 else None
     layers = range(1, len(runs[0].learned) + 1)
@@ -319,11 +319,11 @@ def speed_table(size: Size) -> list[str]:
 
 
 def noise_table(sizes: Sequence[Size]) -> list[str]:
-    """How far the seeds of one arm are apart, at most, and the standard error over texts."""
+    """The largest range of losses over the seeds of one arm, and the largest standard error over texts."""
     rows = []
     for size in sizes:
         several = [arm for arm, runs in size.arms.items() if len(runs) > 1]
-        apart = [
+        ranges = [
             max(
                 (2 * found.half_range for arm in several if (found := loss_at(size.curves(arm), multiple))),
                 default=None,
@@ -335,14 +335,14 @@ def noise_table(sizes: Sequence[Size]) -> list[str]:
             [
                 f"{size.name} ({size.longest}x)",
                 f"{len(several)} of {len(size.arms)}",
-                *("-" if value is None else plain(value) for value in (*apart, max(errors, default=None))),
+                *("-" if value is None else plain(value) for value in (*ranges, max(errors, default=None))),
             ]
         )
     head = ["size (longest)", "arms with several seeds", "1x", f"{SHORTEST_LONG}x", "longest", "error over texts"]
     return table_lines(head, list(zip(*rows, strict=True))) if rows else []
 
 
-# What is changed in LSSAR with the power 15, or what else stands beside it.
+# How each ablation differs from LSSAR with p = 15, or what other attention it is.
 ABLATED: dict[str, str] = {
     "lssar-p15": "the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15",
     "lssar-without-log-d": "scores without log d",
@@ -390,7 +390,7 @@ def ablations_table(size: Size) -> list[str]:
 
 
 def best_table(sizes: Sequence[Size]) -> list[str]:
-    """The strongest softmax of the mix and the best LSSAR, heads of 128, from the smallest model to the largest."""
+    """The best softmax and the best LSSAR of the mix with heads of 128, from the smallest model to the largest."""
     trained = [size for size in sizes if {OURS_WIDE, THEIRS_WIDE} <= size.arms.keys()]
     if not trained:
         return []
@@ -409,7 +409,7 @@ def best_table(sizes: Sequence[Size]) -> list[str]:
 
 
 def sizes_tables(sizes: Sequence[Size]) -> list[str]:
-    """The best LSSAR beside the strongest softmax, size by size, one table for each text and width of heads."""
+    """The gap between the best LSSAR and the best softmax by size: one table per training text and head width."""
     lines = []
     for heads, trained in (("", sizes), (", heads of 128", with_wide_heads(sizes))):
         for group in on_one_text(trained):
@@ -420,7 +420,7 @@ def sizes_tables(sizes: Sequence[Size]) -> list[str]:
 
 
 def gap_table(sizes: Sequence[Size]) -> list[str]:
-    """At the lengths that all of them have."""
+    """Gaps at the lengths that all sizes have, and their slope over sizes."""
     shared = set.intersection(*(set(size.multiples) for size in sizes))
     multiples = [multiple for multiple in sorted(shared) if multiple == 1 or multiple >= SHORTEST_LONG]
     with_slope = len(sizes) >= MIN_SIZES

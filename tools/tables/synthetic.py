@@ -13,11 +13,11 @@ ATTENTIONS = ("lssar", "softmax-qknorm-logn", "softmax")
 
 
 def rank(found: dict[str, Any]) -> tuple[str, int, int]:
-    """Recall last, by its form; attentions in the order of the page."""
+    """Sort key: recall last, with more pairs first; attentions in the order of ``ATTENTIONS``."""
     settings = found["settings"]
     attention = found["model"]["attention"]
     if attention not in ATTENTIONS:
-        raise TableError(f"the page has no place for the attention {attention!r}")
+        raise TableError(f"the table does not list the attention {attention!r}")
     return settings["task"], -settings.get("pairs", 0), ATTENTIONS.index(attention)
 
 
@@ -27,7 +27,7 @@ def make_tables(results: Path) -> dict[str, str]:
     if not found:
         raise TableError(f"{folder} has no results of `softplus-attention evaluate synthetic`")
     if unfinished := [each["model"]["name"] for each in found if not each["complete"]]:
-        raise TableError(f"{folder} has results that are not complete: {', '.join(unfinished)}")
+        raise TableError(f"{folder} has incomplete results: {', '.join(unfinished)}")
     found.sort(key=rank)
     lengths = [{round(entry["times"]): entry for entry in each["results"]["lengths"]} for each in found]
     multiples = sorted({multiple for own in lengths for multiple in own})
