@@ -1,10 +1,10 @@
-"""A pretrained softmax model becomes one with LSSAR: swap, look at the loss, fine-tune with a rising power, look again.
+"""Converts a pretrained softmax model to LSSAR: swap the attention, fine-tune with a rising power, compare the losses.
 
     python examples/retrofit.py                      # a few minutes on two cores
     python examples/retrofit.py --steps 2000 --tune 600 --width 256 --batch 64 --output results/retrofit.json
 
-The "pretrained" model is a small stock Llama, trained here on the package's built-in text (bytes) with softmax, since
-no model can be assumed to be at hand; everything after the first training is what one would do to a model from the hub.
+The "pretrained" model is a small Llama that is first trained here with softmax on the built-in text (bytes), so that no
+download is needed. All later steps apply to any model from the Hub.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from softplus_attention.utils import provenance
 
 LENGTH = 128
 LENGTHS = [LENGTH * multiple for multiple in (1, 2, 4, 8, 16)]
-POWERS = {0.0: 1, 0.2: 3, 0.4: 7, 0.6: 15}  # from which fraction of the fine-tuning on, which power
+POWERS = {0.0: 1, 0.2: 3, 0.4: 7, 0.6: 15}  # fraction of the fine-tuning -> power from there on
 
 
 class Windows(torch.utils.data.Dataset):
-    """Random windows of the text, drawn by number."""
+    """Random windows of the text."""
 
     def __init__(self, text: Tensor, count: int, seed: int) -> None:
         self.text = text
@@ -46,7 +46,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 class RisingPower(TrainerCallback):
-    """Each power lets the model adapt before the next one."""
+    """Raises the power in steps, so that the model adapts to each."""
 
     def __init__(self, steps: int) -> None:
         self.powers = {math.floor(fraction * steps): power for fraction, power in POWERS.items()}
@@ -77,13 +77,13 @@ def measure(name: str, model, texts: Texts, rows: list[dict]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="of the softmax model's own training")
-    parser.add_argument("--tune", type=int, default=150, help="steps of fine-tuning after the swap")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--folder", type=Path, default=Path("retrofit"), help="for Trainer's files")
-    parser.add_argument("--commit", help="default: what git says")
-    parser.add_argument("--output", type=Path, help="results as JSON")
+    parser.add_argument("--steps", type=int, default=300, help="training steps of the softmax model")
+    parser.add_argument("--tune", type=int, default=150, help="fine-tuning steps after the swap")
+    parser.add_argument("--width", type=int, default=128, help="width of the model, a multiple of 64")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
+    parser.add_argument("--folder", type=Path, default=Path("retrofit"), help="folder for Trainer's files")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
 
@@ -103,7 +103,7 @@ def main() -> int:
     measure("softmax, as pretrained", model, texts, rows)
     pretrained = {name: weight.clone() for name, weight in model.state_dict().items()}
 
-    # What fine-tuning alone gives: the same further steps with softmax.
+    # The control: the same further steps with softmax.
     train(model.train(), text, options.tune, options, rate=5e-4, seed=1)
     measure(f"softmax, {options.tune} more steps", model, texts, rows)
 
