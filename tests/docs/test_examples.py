@@ -1,4 +1,4 @@
-"""Every Python example of README and docs runs, and what it asserts holds."""
+"""Every Python example of README and docs runs, and its assertions hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = re.compile(r"^( *)```python[^\n]*\n(.*?)^\1```", re.MULTILINE | re.DOTAL
 
 
 def blocks(path: Path) -> list[tuple[int, str]]:
-    """(line, code) of each python block; blank lines in front keep the document's line numbers in tracebacks."""
+    """(line, code) of each Python block, padded with blank lines so that tracebacks have the page's line numbers."""
     text = path.read_text()
     found = []
     for match in BLOCK.finditer(text):
@@ -46,7 +46,7 @@ def test_every_example_runs(path: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("code", ["x = y", "x = 1\nassert x == 2"])
-def test_an_example_that_does_not_run_is_noticed(code: str, tmp_path: Path) -> None:
+def test_broken_example_is_found(code: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"```python\nz = 0\n```\n```python\n{code}\n```\n")
     with pytest.raises((NameError, AssertionError)):
@@ -54,7 +54,7 @@ def test_an_example_that_does_not_run_is_noticed(code: str, tmp_path: Path) -> N
 
 
 def assert_examples_run(path: Path) -> None:
-    """All of a page, one after the other; what they assert holds."""
+    """Runs all examples of a page in one namespace."""
     namespace: dict[str, Any] = {"__name__": "__example__"}
     for _, code in blocks(path):
         exec(compile(code, str(path), "exec"), namespace)

@@ -1,4 +1,4 @@
-"""README and docs as a reader meets them: short, and every link leads somewhere."""
+"""README and docs: length, links, and names of extras."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def without_code(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """Anchors of the headings, as on GitHub."""
     titles = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", title) for title in titles)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain}
@@ -43,11 +43,11 @@ def broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page: Path) -> None:
+def test_no_broken_links(page: Path) -> None:
     assert broken_links(page) == []
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         f"# A `b` c\n[x](#a-b-c) [y](#d) [z](other.md) [w]({HOME}/blob/main/nothing.md)\n```\n[v](no.md)\n```\n"
@@ -59,13 +59,13 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1300
 
 
-def test_readme_renders_anywhere() -> None:
-    """PyPI knows no files of the repository: links and images are absolute."""
+def test_readme_links_are_absolute() -> None:
+    """PyPI shows the README without the files of the repository."""
     targets = re.findall(r"\]\(([^)\s]+)\)", without_code((ROOT / "README.md").read_text()))
     assert [target for target in targets if not target.startswith("https://")] == []
 
 
-def test_extras_that_are_named_exist() -> None:
+def test_extras_exist() -> None:
     text = "".join(page.read_text() for page in PAGES)
     named = {name for group in re.findall(r"softplus-attention\[([\w,]+)\]", text) for name in group.split(",")}
     assert named

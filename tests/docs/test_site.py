@@ -1,4 +1,4 @@
-"""The docs site: links that leave docs/, and, slow, the site as mkdocs builds it."""
+"""The docs site: links that leave docs/, the API page, and (slow) the site that mkdocs builds."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def test_links_that_leave_docs(source: str, markdown: str, rendered: str) -> Non
     assert site.on_page_markdown(markdown, page, config=None, files=None) == rendered
 
 
-def test_pages_that_nav_lacks_are_added() -> None:
+def test_pages_missing_from_nav_are_added() -> None:
     files = SimpleNamespace(documentation_pages=lambda: [SimpleNamespace(src_uri=x) for x in ("a.md", "b.md", "c.md")])
     config = SimpleNamespace(nav=[{"Home": "a.md"}, {"Guides": [{"B": "b.md"}]}])
     site.on_files(files, config)
     assert config.nav[2] == {site.MORE: ["c.md"]}
 
 
-def test_api_page_names_what_exists() -> None:
-    """Every public name of the package itself, and nothing that cannot be imported."""
+def test_api_page_has_public_names() -> None:
+    """All public names of the package, and only names that can be imported."""
     named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
     for path in named:
         module, _, name = path.rpartition(".")

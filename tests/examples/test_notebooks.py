@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from the first cell to the last, with small settings."""
+"""The notebooks of examples/ run with small settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-# In place of the cell that is tagged "parameters": the same names, as small as they can be.
+# Values of the cell tagged "parameters".
 SMALL = {
     "three_attentions": {"STEPS": "4", "SEQUENCES": "2", "TRIALS": "1"},
     "huggingface": {"STEPS": "2", "SEQUENCES": "1"},
@@ -40,7 +40,7 @@ def run(notebook: NotebookNode, folder: Path) -> None:
 
 
 def save_small_llama(folder: Path) -> None:
-    """What is extended in place of a model from a hub, and a text for it."""
+    """Saves the model that is extended instead of one from the Hub, and a text for it."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
@@ -51,7 +51,7 @@ def save_small_llama(folder: Path) -> None:
 
 
 def make_small(notebook: NotebookNode, values: dict[str, str]) -> None:
-    """Without the cell that installs, and with other numbers."""
+    """Removes the install cell, and sets the parameters."""
     notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     for name, value in values.items():

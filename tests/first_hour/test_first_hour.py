@@ -1,6 +1,6 @@
-"""The first hour of a new user: the wheel in a fresh environment, the README, one's own text, one's own model.
+"""The first hour of a new user: the wheel in a fresh environment, the README, their own text and model.
 
-`make first-hour`. Nothing of the repository is on the path but its README and docs, which a reader copies from.
+`make first-hour`. Only README and docs of the repository are used, as by a reader who copies from them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OWN_TEXT = "Chapter {0}. It was the {0}th day of rain, and the {0}th boat had le
 
 @dataclass
 class Home:
-    """A folder of the user's, and an environment with the package as it comes from PyPI."""
+    """The user's folder, and an environment with the package installed as from PyPI."""
 
     folder: Path
     environment: Path
 
     def run(self, *command: str, status: int = 0, timeout: float = 300, folder: str = ".") -> str:
-        """What it printed, first to stderr; no traceback is ever there."""
+        """The command's stderr and stdout; checks the exit status and that there is no traceback."""
         (self.folder / folder).mkdir(exist_ok=True)
         keep = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS") if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_WAIT_POLICY": "passive"}
@@ -73,7 +73,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def torch_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Home:
-    """What `pip install softplus-attention` gives."""
+    """The environment after `pip install softplus-attention`."""
     folder = tmp_path_factory.mktemp("home")
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=300)
@@ -90,12 +90,12 @@ def home(torch_alone: Home, wheel: Path) -> Home:
 
 @pytest.fixture(scope="module")
 def data(home: Home) -> str:
-    """One's own single text, with the line ends of Windows, split at its tail without a network."""
+    """A single text with Windows line endings, whose end becomes the validation split, without network access."""
     text = "".join(OWN_TEXT.format(number) for number in range(600))
     (home.folder / "mybook.txt").write_bytes(text.replace("\n", "\r\n").encode())
-    said = home.command("data", "prepare", "mybook.txt", "--output", "data/mine")
-    assert re.search(r"validation", said)
-    assert "CRLF" in said
+    output = home.command("data", "prepare", "mybook.txt", "--output", "data/mine")
+    assert "validation" in output
+    assert "CRLF" in output
     return "data/mine"
 
 
@@ -112,7 +112,7 @@ def trained(home: Home, data: str) -> str:
 
 class TestTorchAlone:
     def test_readme_op(self, torch_alone: Home) -> None:
-        """The blocks between "Use" and "Hugging Face" need torch and nothing else."""
+        """The blocks between "Use" and "Hugging Face" need only torch."""
         code = blocks(ROOT / "README.md", after="## Use", before="## Hugging Face")
         assert code
         torch_alone.python("\n".join(code))
@@ -120,14 +120,14 @@ class TestTorchAlone:
 
     def test_info_and_bench(self, torch_alone: Home) -> None:
         assert "impl='auto'" in torch_alone.command("info")
-        said = torch_alone.command("bench", "--sections", "op,decode", "--lengths", "64", "--seconds", "4")
-        assert "lssar p=15" in said
+        output = torch_alone.command("bench", "--sections", "op,decode", "--lengths", "64", "--seconds", "4")
+        assert "lssar p=15" in output
 
     @pytest.mark.parametrize("command", ["demo", "train --data x --output y", "generate --model x --prompt y"])
     def test_missing_extra_is_named(self, torch_alone: Home, command: str) -> None:
-        """In a form that works for a wheel."""
-        said = torch_alone.command(*command.split(), status=2)
-        assert "pip install 'softplus-attention[huggingface]'" in said
+        """As a pip command that works without the repository."""
+        output = torch_alone.command(*command.split(), status=2)
+        assert "pip install 'softplus-attention[huggingface]'" in output
 
 
 def test_readme_examples(home: Home) -> None:
@@ -147,12 +147,12 @@ def test_evaluate_and_report(home: Home, trained: str, data: str) -> None:
 
 
 def test_generate(home: Home, trained: str) -> None:
-    said = home.command("generate", "--model", trained, "--prompt", "Chapter 7.", "--max-new-tokens", "8")
-    assert "Chapter 7." in said
+    output = home.command("generate", "--model", trained, "--prompt", "Chapter 7.", "--max-new-tokens", "8")
+    assert "Chapter 7." in output
 
 
 def test_loads_in_plain_transformers(home: Home, trained: str) -> None:
-    """Without an import of ours, in a process of its own: the same logits."""
+    """A process that does not import the package gets the same logits."""
     ids = [[5, 9, 33, 2, 70, 5, 9]]
     plain = f"""
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -167,8 +167,8 @@ def test_loads_in_plain_transformers(home: Home, trained: str) -> None:
     assert float(home.python(plain).split()[-1]) == pytest.approx(float(home.python(ours).split()[-1]), rel=1e-9)
 
 
-def test_adapter_comes_back(home: Home, trained: str) -> None:
-    """Saved in one process and loaded in another, over the same base: the same logits, the same attention."""
+def test_adapter_in_another_process(home: Home, trained: str) -> None:
+    """A saved adapter gives the same logits when it is loaded on the same base model in another process."""
     ids = [[5, 9, 33, 2, 70, 5, 9]]
     save = f"""
         import torch
@@ -203,14 +203,14 @@ CELLS = {
 
 @pytest.mark.parametrize("order", [("op", "huggingface"), ("huggingface", "op"), ("package", "name"), ("name", "op")])
 def test_notebook_cells_in_each_order(home: Home, order: Sequence[str]) -> None:
-    """Each cell again after the last: the name stays a function."""
+    """Cells run again in any order: `softplus_attention` stays the function."""
     call = "softplus_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)), is_causal=True)"
     cells = ["import torch", *(CELLS[name] for name in order), CELLS["op"], call]
     cells += [cell for name in order for cell in (CELLS[name], "import softplus_attention", call)]
     home.python("\n".join(cells))
 
 
-def test_a_run_keeps_to_its_folders(home: Home, trained: str) -> None:
+def test_runs_write_only_to_their_folders(home: Home, trained: str) -> None:
     assert json.loads((home.folder / trained / "config.json").read_text())["auto_map"]
     names = {path.name for path in home.folder.iterdir()}
     reports = {f"{folder}{kind}" for folder in ("evaluation", "runs") for kind in (".html", "-files")}
