@@ -1,8 +1,7 @@
-"""Preparing data: nothing lost, nothing doubled, nothing on both sides; tokenizers; errors that say what to do."""
+"""``prepare``: complete and disjoint splits, tokenizers, error messages, damaged folders."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import re
@@ -11,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import refused_in_process
+from data_files import write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mutations import state_of
 
 from softplus_attention.cli import main
 from softplus_attention.data import DataError, TokenDataset, builtin_text, prepare, verify
@@ -20,16 +22,7 @@ from softplus_attention.data.index import SPLITS
 from softplus_attention.data.shards import is_validation
 
 
-def write_jsonl(path: Path, documents: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return path
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
-
-
-def texts_of(folder: Path, split: str) -> list[str]:
+def read_texts(folder: Path, split: str) -> list[str]:
     """The documents of a split that was prepared as bytes."""
     data = TokenDataset.open(folder, split)
     documents = [data.document(number) for number in range(data.total_documents)]
@@ -42,7 +35,7 @@ DOCUMENTS = st.lists(
 )
 
 
-class TestNothingIsLost:
+class TestSplits:
     @settings(max_examples=25)
     @given(
         documents=DOCUMENTS,
@@ -51,7 +44,7 @@ class TestNothingIsLost:
         shard=st.integers(1, 60),
         piece=st.integers(1, 50),
     )
-    def test_every_document_is_on_its_side_once(
+    def test_every_document_is_in_one_split(
         self,
         tmp_path_factory: pytest.TempPathFactory,
         documents: list[str],
@@ -62,7 +55,7 @@ class TestNothingIsLost:
     ) -> None:
         folder = tmp_path_factory.mktemp("data")
         source = write_jsonl(folder / "a.jsonl", documents)
-        # Line ends are those of Unix; of a single document the end is validation, which has a test of its own.
+        # CRLF becomes LF. A single document is split at its end, which TestSingleDocument covers.
         kept = [document.replace("\r\n", "\n") for document in documents if document.strip()]
         fraction = round(fraction) if len(kept) == 1 else fraction
         options = {"tokenizer": "bytes", "seed": seed, "validation_fraction": fraction, "shard_tokens": shard}
@@ -78,7 +71,7 @@ class TestNothingIsLost:
         }
         for split in SPLITS:
             data = TokenDataset.open(folder / "out", split)
-            assert texts_of(folder / "out", split) == expected[split]
+            assert read_texts(folder / "out", split) == expected[split]
             stream = [token for text in expected[split] for token in (*text.encode(), 256)]
             assert data.tokens(0, data.total_tokens).tolist() == stream
             assert np.concatenate([*data.shards, []]).tolist() == stream
@@ -90,7 +83,7 @@ class TestNothingIsLost:
         assert index.counts["bytes"] == sum(len(document.encode()) for document in kept)
         verify(folder / "out")
 
-    def test_workers_and_pieces_do_not_change_the_result(self, tmp_path: Path) -> None:
+    def test_independent_of_workers_and_pieces(self, tmp_path: Path) -> None:
         rng = np.random.default_rng(0)
         words = builtin_text()[1][3].split()
         documents = [" ".join(rng.choice(words, rng.integers(0, 200))) for _ in range(120)]
@@ -99,9 +92,9 @@ class TestNothingIsLost:
         prepare([source], tmp_path / "one", workers=1, **options)
         prepare([source], tmp_path / "two", workers=2, piece_characters=3_000, **options)
         prepare([source], tmp_path / "three", workers=3, piece_characters=1_000, **options)
-        assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
+        assert state_of(tmp_path / "one") == state_of(tmp_path / "two") == state_of(tmp_path / "three")
 
-    def test_the_split_is_the_same_for_every_tokenizer(self, tmp_path: Path) -> None:
+    def test_independent_of_the_tokenizer(self, tmp_path: Path) -> None:
         documents = [f"document {number}" for number in range(200)]
         source = write_jsonl(tmp_path / "a.jsonl", documents)
         for name in ("bytes", "bpe"):
@@ -112,7 +105,7 @@ class TestNothingIsLost:
         counts = [TokenDataset.open(tmp_path / name, "validation").total_documents for name in ("bytes", "bpe")]
         assert counts[0] == counts[1]
 
-    def test_a_document_longer_than_shards_and_pieces(self, tmp_path: Path) -> None:
+    def test_document_longer_than_shards(self, tmp_path: Path) -> None:
         text = builtin_text()[1][3]
         (tmp_path / "a.txt").write_text(text)
         options = {"tokenizer": "bpe", "vocabulary_size": 400, "validation_fraction": 0}
@@ -129,7 +122,7 @@ class TestNothingIsLost:
         source = write_jsonl(tmp_path / "a.jsonl", [f"d{number}" for number in range(50)])
         options = {"tokenizer": "bytes", "validation_fraction": 0, "workers": 1}
         prepare([source], tmp_path / "out", limit=7, piece_characters=5, **options)
-        assert texts_of(tmp_path / "out", "train") == [f"d{number}" for number in range(7)]
+        assert read_texts(tmp_path / "out", "train") == [f"d{number}" for number in range(7)]
 
     def test_ids_beyond_16_bits(self, tmp_path: Path) -> None:
         from tokenizers import Tokenizer, models, pre_tokenizers
@@ -146,19 +139,19 @@ class TestNothingIsLost:
 
 
 class TestSingleDocument:
-    """Is split at its tail, at the end of a line: one's own book has a validation split."""
+    """Is split near its end, at the end of a line, so that it has a validation split too."""
 
     @pytest.mark.parametrize("fraction", [0.005, 0.25, 0.0])
     def test_text(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], fraction: float) -> None:
         text = builtin_text()[1][3].replace("\n", "\r\n")
         (tmp_path / "my book.md").write_text(text, newline="")
-        words = ["data", "prepare", str(tmp_path / "my book.md"), "--output", str(tmp_path / "out"), "--workers", "1"]
-        assert main([*words, "--tokenizer", "bytes", "--validation-fraction", str(fraction)]) == 0
-        said = capsys.readouterr().out
-        parts = [texts_of(tmp_path / "out", split) for split in SPLITS]
+        command = ["data", "prepare", str(tmp_path / "my book.md"), "--output", str(tmp_path / "out"), "--workers", "1"]
+        assert main([*command, "--tokenizer", "bytes", "--validation-fraction", str(fraction)]) == 0
+        output = capsys.readouterr().out
+        parts = [read_texts(tmp_path / "out", split) for split in SPLITS]
         assert "".join(itertools.chain(*parts)) == text.replace("\r\n", "\n")
-        assert f"{text.count(chr(13)):,} CRLF became LF" in said
-        assert "1 document," in said
+        assert f"{text.count(chr(13)):,} CRLF became LF" in output
+        assert "1 document," in output
         if fraction == 0:
             assert parts[1] == []
             return
@@ -166,18 +159,18 @@ class TestSingleDocument:
         expected = 0.1 if fraction == 0.005 else fraction
         assert len(validation) == pytest.approx(expected * len(train + validation), rel=0.01)
         assert train.endswith("\n")
-        assert f"a single document: its last {expected:.0%} are the validation split" in said
+        assert f"a single document: its last {expected:.0%} are the validation split" in output
 
-    def test_bpe_learns_nothing_of_the_tail(self, tmp_path: Path) -> None:
+    def test_bpe_is_not_trained_on_the_end(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("ab " * 300 + "\n" + "zq" * 40)
         prepare([tmp_path / "a.txt"], tmp_path / "out", tokenizer="bpe", vocabulary_size=270, workers=1)
         learned = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["merges"]
         assert learned
         assert not any("q" in part for merge in learned for part in merge)
 
-    def test_tokens_and_too_short_ones(self, tmp_path: Path) -> None:
+    def test_token_files_and_short_documents(self, tmp_path: Path) -> None:
         prepare([write_jsonl(tmp_path / "a.jsonl", [" ", "x"])], tmp_path / "short", tokenizer="bytes", workers=1)
-        assert [texts_of(tmp_path / "short", split) for split in SPLITS] == [["x"], []]
+        assert [read_texts(tmp_path / "short", split) for split in SPLITS] == [["x"], []]
         np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
         prepare([tmp_path / "a.npy"], tmp_path / "out", tokenizer=str(tmp_path / "short"), workers=1)
         found = [TokenDataset.open(tmp_path / "out", split).document(0).tolist() for split in SPLITS]
@@ -185,8 +178,8 @@ class TestSingleDocument:
 
 
 class TestTokenizers:
-    def test_gpt2_comes_with_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The default needs no network; its ids are those that its authors and transformers document."""
+    def test_gpt2_is_built_in(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The default needs no network; its ids are those documented by OpenAI and transformers."""
         import huggingface_hub.constants
 
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -202,7 +195,7 @@ class TestTokenizers:
         assert tokenizer("Replace me by any text you'd like.")["input_ids"] == ids
 
     @pytest.mark.parametrize("name", ["bytes", "bpe"])
-    def test_transformers_loads_what_was_written(self, tmp_path: Path, name: str) -> None:
+    def test_transformers_loads_the_tokenizer(self, tmp_path: Path, name: str) -> None:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         text = "Héllo  wörld\n\n日本 😀 it's \0 <|x|>"
@@ -220,16 +213,16 @@ class TestTokenizers:
         if name == "bytes":
             assert ids == [*text.encode(), 256]
 
-    def test_a_tokenizer_file_and_a_prepared_folder(self, tmp_path: Path) -> None:
+    def test_tokenizer_file_and_prepared_folder(self, tmp_path: Path) -> None:
         source = write_jsonl(tmp_path / "a.jsonl", ["some words to learn from"] * 3)
         prepare([source], tmp_path / "one", tokenizer="bpe", vocabulary_size=270, validation_fraction=0, workers=1)
         for number, name in enumerate((tmp_path / "one", tmp_path / "one" / "tokenizer.json")):
             again = tmp_path / f"again{number}"
             prepare([source], again, tokenizer=str(name), validation_fraction=0, workers=1)
-            assert contents(again)["train-00000.npy"] == contents(tmp_path / "one")["train-00000.npy"]
+            assert state_of(again)["train-00000.npy"] == state_of(tmp_path / "one")["train-00000.npy"]
 
-    def test_added_tokens_are_left_out_by_every_reader(self, tmp_path: Path) -> None:
-        """As of RoBERTa and T5: with their `</s>` at its end a prompt would be a document that is over."""
+    def test_special_tokens_are_not_added(self, tmp_path: Path) -> None:
+        """As by RoBERTa and T5, whose `</s>` at the end of a prompt would end the document."""
         from tokenizers import Tokenizer, processors
         from transformers import AutoTokenizer
 
@@ -246,7 +239,7 @@ class TestTokenizers:
         document = TokenDataset.open(tmp_path / "two", "train").document(0).tolist()
         assert [*AutoTokenizer.from_pretrained(tmp_path / "two")(text)["input_ids"], ends[1][1]] == document
 
-    def test_a_folder_whose_tokenizer_is_another_now(self, tmp_path: Path) -> None:
+    def test_changed_tokenizer_folder(self, tmp_path: Path) -> None:
         source = write_jsonl(tmp_path / "a.jsonl", ["some words to learn from"] * 3)
         for size in (270, 280):
             options = {"tokenizer": "bpe", "vocabulary_size": size, "validation_fraction": 0, "workers": 1}
@@ -258,8 +251,8 @@ class TestTokenizers:
         with pytest.raises(DataError, match=r"the file .*270 has changed"):
             prepare([source], tmp_path / "out", **by_folder)
 
-    def test_a_name_on_the_hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """From the hub's own cache, so that no network is needed; an unknown name gives the reason."""
+    def test_hub_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From the Hub's cache, so that no network is needed; an unknown name is an error with the reason."""
         import huggingface_hub.constants
 
         from softplus_attention.data.tokenizer import bytes_tokenizer
@@ -275,20 +268,15 @@ class TestTokenizers:
         source = write_jsonl(tmp_path / "a.jsonl", ["abc"])
         prepare([source], tmp_path / "out", tokenizer="known", validation_fraction=0, workers=1)
         assert TokenDataset.open(tmp_path / "out", "train").document(0).tolist() == [97, 98, 99, 256]
-        with pytest.raises(
-            DataError, match=r"tokenizer 'no-such-one' is not on the Hugging Face Hub, or the Hub could"
-        ):
+        with pytest.raises(DataError, match=r"tokenizer 'no-such-one' is not on the Hugging Face Hub, or the Hub"):
             prepare([source], tmp_path / "other", tokenizer="no-such-one", workers=1)
 
 
 class TestErrors:
-    """Each names the argument, what was expected and what came; the folder is untouched."""
+    """Each names the argument, the expected and the actual value; the folder is not changed."""
 
-    def refused(self, capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-        assert main(["data", "prepare", "--workers", "1", *map(str, arguments)]) == 2
-        message = capsys.readouterr().err.strip().splitlines()[-1]
-        assert message.startswith("softplus-attention: ")
-        return message
+    def refused(self, *arguments: str | Path) -> str:
+        return refused_in_process("data", "prepare", "--workers", 1, *arguments)
 
     @pytest.fixture
     def source(self, tmp_path: Path) -> Path:
@@ -312,16 +300,15 @@ class TestErrors:
         self,
         source: Path,
         tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
         arguments: list[str],
         expected: str,
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        message = self.refused(capsys, source, "--output", tmp_path / "out", *arguments)
+        message = self.refused(source, "--output", tmp_path / "out", *arguments)
         assert re.search(expected, message), message
 
-    def test_sources(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_sources(self, source: Path, tmp_path: Path) -> None:
         out = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
         (tmp_path / "notes.md").write_bytes(b"x\0")
         (tmp_path / "wide.md").write_text("x", encoding="utf-16")
@@ -329,40 +316,38 @@ class TestErrors:
         (tmp_path / "empty").mkdir()
         (tmp_path / "empty.jsonl").write_text("")
         np.save(tmp_path / "t.npy", np.arange(3, dtype=np.uint16))
-        assert self.refused(capsys, "nowhere.txt", *out) == "softplus-attention: nowhere.txt: no such file or folder"
-        assert "on the Hugging Face Hub is hub:nowhere)" in self.refused(capsys, "nowhere", *out)
+        assert self.refused("nowhere.txt", *out) == "softplus-attention: nowhere.txt: no such file or folder"
+        assert "on the Hugging Face Hub is hub:nowhere)" in self.refused("nowhere", *out)
         for name, reason in (("notes.md", "a binary file"), ("wide.md", "UTF-16, convert it"), ("a.json", "JSON, not")):
-            assert f"{tmp_path / name}: {reason}" in self.refused(capsys, tmp_path / name, *out)
-        assert f"{tmp_path}/empty: a folder without text. SOURCE" in self.refused(capsys, tmp_path / "empty", *out)
-        assert "/dev/null: not a regular file. SOURCE takes" in self.refused(capsys, "/dev/null", *out)
-        assert "no text in" in self.refused(capsys, tmp_path / "empty.jsonl", *out)
-        assert "either text or token files" in self.refused(capsys, source, tmp_path / "t.npy", *out)
-        assert "must be different files" in self.refused(capsys, source, source, *out)
+            assert f"{tmp_path / name}: {reason}" in self.refused(tmp_path / name, *out)
+        assert f"{tmp_path}/empty: a folder without text. SOURCE" in self.refused(tmp_path / "empty", *out)
+        assert "/dev/null: not a regular file. SOURCE takes" in self.refused("/dev/null", *out)
+        assert "no text in" in self.refused(tmp_path / "empty.jsonl", *out)
+        assert "either text or token files" in self.refused(source, tmp_path / "t.npy", *out)
+        assert "must be different files" in self.refused(source, source, *out)
         assert not (tmp_path / "out").exists()
         inside = ["--output", tmp_path / "out", "--tokenizer", "bytes"]
-        assert "`--output` must be outside the source folder" in self.refused(capsys, tmp_path, *inside)
+        assert "`--output` must be outside the source folder" in self.refused(tmp_path, *inside)
 
-    def test_an_output_folder_with_something_else(
-        self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_foreign_output_folder(self, source: Path, tmp_path: Path) -> None:
         (tmp_path / "full").mkdir()
         (tmp_path / "full" / "precious").write_text("x")
-        message = self.refused(capsys, source, "--output", tmp_path / "full", "--tokenizer", "bytes")
+        message = self.refused(source, "--output", tmp_path / "full", "--tokenizer", "bytes")
         assert "`--output` must be a new or empty folder" in message
         assert "contains something else" in message
         assert [path.name for path in (tmp_path / "full").iterdir()] == ["precious"]
-        assert "`--output` must be a folder" in self.refused(capsys, source, "--output", source)
+        assert "`--output` must be a folder" in self.refused(source, "--output", source)
 
-    def test_a_finished_folder(self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_finished_folder(self, source: Path, tmp_path: Path) -> None:
         arguments = ["data", "prepare", str(source), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]
         assert main(arguments) == 0
-        before = contents(tmp_path / "out")
+        before = state_of(tmp_path / "out")
         assert main(arguments) == 0
-        message = self.refused(capsys, *arguments[2:], "--seed", "3")
+        message = self.refused(*arguments[2:], "--seed", "3")
         assert "made with other options: --seed was 0, is 3" in message
         source.write_text(source.read_text() + '{"text": "more"}\n')
-        assert "the files of SOURCE were" in self.refused(capsys, *arguments[2:])
-        assert contents(tmp_path / "out") == before
+        assert "the files of SOURCE were" in self.refused(*arguments[2:])
+        assert state_of(tmp_path / "out") == before
 
 
 class TestDamage:
@@ -373,7 +358,7 @@ class TestDamage:
         prepare([source], tmp_path / "out", workers=1, **options)
         return tmp_path / "out"
 
-    def test_whole(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_intact(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["data", "verify", str(folder)]) == 0
         assert "all as written" in capsys.readouterr().out
         assert main(["data", "info", str(folder)]) == 0
@@ -393,7 +378,7 @@ class TestDamage:
         with pytest.raises(DataError, match=r"has 327 bytes instead of 328: restore it .*data prepare"):
             TokenDataset.open(folder, "train")
 
-    def test_a_header_that_is_none(self, folder: Path) -> None:
+    def test_invalid_header(self, folder: Path) -> None:
         path = folder / "train-00000.npy"
         path.write_bytes(b"x" * path.stat().st_size)
         with pytest.raises(DataError, match=r"train-00000.npy has changed since it was written .*: restore it from a"):

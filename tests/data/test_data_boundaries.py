@@ -1,8 +1,9 @@
-"""Cutting a text where GPT-2's words end: the pieces give the tokens of the whole."""
+"""Cutting a text where GPT-2's words end gives the same tokens as the whole text."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from softplus_attention.data import builtin_text
 from softplus_attention.data.tokenizer import Encoder, bytes_tokenizer, can_cut, cut, save, train
 
 WORDS = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-# Runs of what the pattern tells apart: letters, digits, marks, apostrophes, whitespace of every kind.
+# Samples of each class in the pattern: letters, digits, punctuation, apostrophes, all kinds of whitespace.
 PARTS = st.one_of(
     st.sampled_from(
         ["'s", "'ll", "'", "''", "l", "re", " ", "  ", "\n", "\n\n ", "\r\n", "\t", "7", "日本", "。", "é"]
@@ -51,7 +52,7 @@ def test_pieces_have_the_tokens_of_the_whole(trained: Tokenizer, text: str, piec
 
 
 def check_characters(step: int) -> None:
-    """Each character before and after every kind of neighbour."""
+    """Every character, before and after each class of characters."""
     for first in range(0, sys.maxunicode + 1, 50_000):
         characters = [chr(n) for n in range(first, min(first + 50_000, sys.maxunicode + 1), step)]
         text = "".join(f"{c} a{c}. {c}\n1{c}{c}'s 。{c}。" for c in characters if not "\ud800" <= c <= "\udfff")
@@ -70,14 +71,14 @@ def test_every_character_of_unicode() -> None:
 
 
 @pytest.mark.parametrize("run", ["a", " ", "\n", "é", "!"])
-def test_a_run_without_a_word_end_is_cut_by_force(run: str) -> None:
+def test_long_run_without_word_end_is_cut(run: str) -> None:
     pieces, forced = cut(run * 100, 5, 30)
     assert "".join(pieces) == run * 100
     assert max(map(len, pieces)) <= 30
     assert forced == 3
 
 
-def test_only_gpt2_words_are_cut(trained: Tokenizer) -> None:
+def test_only_gpt2_tokenizers_are_cut(trained: Tokenizer) -> None:
     assert can_cut(trained)
     assert not can_cut(bytes_tokenizer())
     other = Tokenizer.from_str(trained.to_str())
@@ -88,7 +89,7 @@ def test_only_gpt2_words_are_cut(trained: Tokenizer) -> None:
     assert not can_cut(other)
 
 
-def test_a_special_token_in_a_text_is_text(trained: Tokenizer, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_special_token_in_a_text_is_text(trained: Tokenizer, tmp_path: Path) -> None:
     save(trained, tmp_path, "<|endoftext|>")
     encoder = Encoder(tmp_path / "tokenizer.json", as_bytes=False, dtype=np.dtype(np.uint16))
     (ids,), _ = encoder.encode(["a<|endoftext|>b"])

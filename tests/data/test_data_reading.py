@@ -1,4 +1,4 @@
-"""The reading side: tokens, documents, packed sequences, the built-in text, and what importing it costs."""
+"""Reading prepared folders: tokens, documents, packed sequences, the built-in text, and light imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END = 256
 
 
 def prepared(folder: Path, lengths: list[int], shard_tokens: int = 50) -> Path:
-    """Documents of those lengths (the end counted) whose tokens tell the document and the place: no two are equal."""
+    """Documents of these lengths (including the end), with tokens unique to document and position."""
     stream: list[int] = []
     for number, length in enumerate(lengths):
         stream += [*(300 + 200 * number + place for place in range(length - 1)), END]
@@ -78,7 +78,7 @@ class TestTokenDataset:
         assert TokenDataset.open(tmp_path / "out", "validation").total_documents == 0
         assert list(long_documents(tmp_path / "out", "validation", 0)) == []
 
-    def test_other_processes_open_the_files(self, tmp_path: Path) -> None:
+    def test_pickles_as_its_path(self, tmp_path: Path) -> None:
         tokens = TokenDataset.open(prepared(tmp_path, [100] * 90), "train")
         packed = pickle.dumps(tokens)
         assert len(packed) < 1000
@@ -95,7 +95,7 @@ class TestPackedTokens:
         seed=st.integers(0, 5),
         epoch=st.integers(0, 3),
     )
-    def test_no_token_is_lost_or_doubled(
+    def test_every_token_once(
         self, tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, seed: int, epoch: int
     ) -> None:
         folder = prepared(tmp_path_factory.mktemp("packed"), lengths)
@@ -117,7 +117,7 @@ class TestPackedTokens:
         assert stream == shuffled[: len(stream)]
         assert sorted(packed.documents.tolist()) == list(range(len(lengths)))
 
-    def test_marks_documents(self, tmp_path: Path) -> None:
+    def test_document_mask(self, tmp_path: Path) -> None:
         folder = prepared(tmp_path, list(self.LENGTHS))
         packed = PackedTokens(folder, "train", 16, seed=3, document_mask=True)
         for row in packed:  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ class TestPackedTokens:
             assert plain[number]["labels"].equal(plain[number]["input_ids"])
             assert plain[number]["labels"].data_ptr() != plain[number]["input_ids"].data_ptr()
 
-    def test_order_by_seed_and_epoch(self, tmp_path: Path) -> None:
+    def test_order_depends_on_seed_and_epoch(self, tmp_path: Path) -> None:
         folder = prepared(tmp_path, list(self.LENGTHS))
 
         def order(seed: int, epoch: int) -> list[list[int]]:
@@ -163,8 +163,8 @@ class TestPackedTokens:
         with pytest.raises(IndexError, match="a sequence from 0 to 1, got 2"):
             PackedTokens(folder, "train", 4)[2]
 
-    def test_transformers_keeps_packed_documents_apart(self, tmp_path: Path) -> None:
-        """The loss of a packed row is that of its documents taken one by one."""
+    def test_transformers_separates_documents(self, tmp_path: Path) -> None:
+        """The loss of a packed row equals that of its documents one by one."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         folder = prepared(tmp_path, list(self.LENGTHS))
@@ -198,7 +198,7 @@ class TestBuiltinText:
             for boilerplate in ("gutenberg", "http", "copyright", "transcriber", "public domain"):
                 assert boilerplate not in text.lower()
 
-    def test_is_small_and_its_licence_is_stated(self) -> None:
+    def test_size_and_licence(self) -> None:
         import softplus_attention.data.builtin as builtin
 
         folder = Path(builtin.__file__).parent
@@ -208,7 +208,7 @@ class TestBuiltinText:
         assert readme.count("| train |") + readme.count("| validation |") == sum(map(len, builtin_text()))
 
 
-def test_reading_needs_only_torch_and_numpy(tmp_path: Path) -> None:
+def test_reading_needs_torch_and_numpy_only(tmp_path: Path) -> None:
     folder = prepared(tmp_path, [20, 30])
     code = (
         "import sys\n"

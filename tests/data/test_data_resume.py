@@ -1,9 +1,7 @@
-"""A preparation that is killed, runs out of room or loses a worker, and goes on: real processes, the same result."""
+"""``prepare`` that is killed, runs out of disk space or loses a worker, then resumes with the same result."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
 import os
 import resource
@@ -17,17 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_files import write_jsonl
+from mutations import state_of
 
 from softplus_attention.data import DataError, builtin_text, prepare, verify
 from softplus_attention.data.index import PARTIAL
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
-
-
 class Run:
-    """``prepare`` in a process of its own, forked so that nothing is imported again."""
+    """``prepare`` in a forked process."""
 
     def __init__(self, arguments: dict[str, Any], log: Path, file_limit: int | None = None) -> None:
         self.log = log
@@ -37,18 +33,18 @@ class Run:
         self.pid = self.process.pid
 
     def _run(self, arguments: dict[str, Any], file_limit: int | None) -> None:
-        said: list[str] = []
+        lines: list[str] = []
         status = 1
         try:
             if file_limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-            prepare(**arguments, report=said.append)
+            prepare(**arguments, report=lines.append)
             status = 0
         except DataError as error:
-            said.append(str(error))
+            lines.append(str(error))
         except BaseException as error:
-            said.append(f"Traceback: {error!r}")
-        self.log.write_text("\n".join(said))
+            lines.append(f"Traceback: {error!r}")
+        self.log.write_text("\n".join(lines))
         os._exit(status)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -59,7 +55,7 @@ class Run:
             time.sleep(0.002)
 
     def kill(self) -> None:
-        """As `kill -9` does; then waits for the workers, which must not outlive it."""
+        """Kills it with `kill -9` and waits for the workers, which must exit too."""
         workers = workers_of(self.pid)
         os.kill(self.pid, signal.SIGKILL)
         self.process.join()
@@ -86,7 +82,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Arguments for ``prepare``, and the folder that an undisturbed run gives."""
+    """Arguments for ``prepare``, and the output folder of an undisturbed run."""
     folder = tmp_path_factory.mktemp("resume")
     rng = np.random.default_rng(0)
     text = " ".join(builtin_text()[0])[:600_000]
@@ -94,8 +90,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     documents = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
     half = len(documents) // 2
     for name, part in (("a", documents[:half]), ("b", documents[half:])):
-        lines = "".join(json.dumps({"text": document}) + "\n" for document in part)
-        (folder / f"{name}.jsonl").write_text(lines)
+        write_jsonl(folder / f"{name}.jsonl", part)
     arguments = {
         "sources": [str(folder / "a.jsonl"), str(folder / "b.jsonl")],
         "tokenizer": "bpe",
@@ -110,12 +105,12 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path
     return arguments, whole
 
 
-def test_killed_again_and_again(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_killed_repeatedly(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     arguments, whole = case
     output = tmp_path / "out"
     arguments = {**arguments, "output": str(output)}
     work = output / PARTIAL
-    # While the tokenizer is made; before the first shard; with a shard done; late.
+    # While the tokenizer is trained, before the first shard, after a shard, and late.
     moments: list[Callable[[], bool]] = [
         lambda: work.is_dir(),
         lambda: (work / "piece-00000004.npz").exists(),
@@ -127,10 +122,10 @@ def test_killed_again_and_again(case: tuple[dict[str, Any], Path], tmp_path: Pat
         run.wait_until(moment)
         run.kill()
         assert not (output / "index.json").exists()
-    status, said = Run(arguments, tmp_path / "log").end()
-    assert status == 0, said
-    assert "continuing after" in said
-    assert contents(output) == contents(whole)
+    status, text = Run(arguments, tmp_path / "log").end()
+    assert status == 0, text
+    assert "continuing after" in text
+    assert state_of(output) == state_of(whole)
     verify(output)
 
 
@@ -138,77 +133,76 @@ def test_killed_again_and_again(case: tuple[dict[str, Any], Path], tmp_path: Pat
 def test_killed_at_any_moment(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     arguments, whole = case
     rng = np.random.default_rng(1)
-    begun = time.monotonic()
+    start = time.monotonic()
     assert Run({**arguments, "output": str(tmp_path / "timed")}, tmp_path / "log").end()[0] == 0
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     kills = 0
     for number in range(10):
         output, tries = tmp_path / str(number), 0
         while True:
             run = Run({**arguments, "output": str(output)}, tmp_path / "log")
-            # Longer each time: on a busy machine a short run may not get anywhere.
-            status, said = run.end(timeout=seconds * (0.2 + 0.6 * rng.random()) * 1.1**tries)
+            # Longer each time, since a short run may make no progress on a busy machine.
+            status, text = run.end(timeout=seconds * (0.2 + 0.6 * rng.random()) * 1.1**tries)
             if status is not None:
                 break
             run.kill()
             tries += 1
-        assert status == 0, said
-        assert contents(output) == contents(whole)
+        assert status == 0, text
+        assert state_of(output) == state_of(whole)
         kills += tries
     assert kills >= 10
 
 
-def test_a_full_disk(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    """No file may grow beyond 100,000 bytes: the tokenizer and the pieces fit, the first shard does not."""
+def test_full_disk(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    """Files are limited to 100,000 bytes: the tokenizer and the pieces fit, the first shard does not."""
     arguments, whole = case
     output = tmp_path / "out"
     arguments = {**arguments, "output": str(output)}
-    status, said = Run(arguments, tmp_path / "log", file_limit=100_000).end()
+    status, text = Run(arguments, tmp_path / "log", file_limit=100_000).end()
     assert status == 1
-    assert "no room to write" in said
-    assert "train-00000.npy" in said
-    assert "Nothing is lost: make room and run the same command again to continue" in said
-    assert "Traceback" not in said
+    assert "no room to write" in text
+    assert "train-00000.npy" in text
+    assert "Nothing is lost: make room and run the same command again to continue" in text
+    assert "Traceback" not in text
     assert not list(output.rglob("*.tmp"))
     assert (output / PARTIAL / "piece-00000000.npz").exists()
     lines: list[str] = []
     prepare(**arguments, report=lines.append)
     assert lines[0].startswith("continuing after")
-    assert contents(output) == contents(whole)
+    assert state_of(output) == state_of(whole)
 
 
-def test_a_full_disk_in_a_worker(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_full_disk_in_a_worker(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     arguments, whole = case
     arguments = {**arguments, "output": str(tmp_path / "out")}
-    status, said = Run(arguments, tmp_path / "log", file_limit=15_000).end()
+    status, text = Run(arguments, tmp_path / "log", file_limit=15_000).end()
     assert status == 1
-    assert "no room to write" in said
-    assert "Nothing is lost" in said
+    assert "no room to write" in text
+    assert "Nothing is lost" in text
     prepare(**arguments)
-    assert contents(tmp_path / "out") == contents(whole)
+    assert state_of(tmp_path / "out") == state_of(whole)
 
 
-def test_a_worker_that_dies(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_killed_worker(case: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     arguments, whole = case
     output = tmp_path / "out"
     arguments = {**arguments, "output": str(output)}
     run = Run(arguments, tmp_path / "log")
     run.wait_until(lambda: (output / PARTIAL / "piece-00000002.npz").exists())
     os.kill(workers_of(run.pid)[0], signal.SIGKILL)
-    status, said = run.end()
+    status, text = run.end()
     assert status == 1
-    assert "a worker process was killed" in said
+    assert "a worker process was killed" in text
     prepare(**arguments)
-    assert contents(output) == contents(whole)
+    assert state_of(output) == state_of(whole)
 
 
 class TestStopped:
-    """What a folder accepts whose preparation stopped half-way: at a byte that is not UTF-8 in its second file."""
+    """A run that stopped at a byte that is not UTF-8 in its second file."""
 
     @pytest.fixture
     def arguments(self, tmp_path: Path) -> dict[str, Any]:
-        good = "".join(json.dumps({"text": f"document {number}"}) + "\n" for number in range(100))
-        (tmp_path / "a.jsonl").write_text(good)
+        write_jsonl(tmp_path / "a.jsonl", [f"document {number}" for number in range(100)])
         (tmp_path / "b.jsonl").write_bytes(b'{"text": "ca\xff\xfee"}\n')
         arguments = {
             "sources": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")],
@@ -222,13 +216,13 @@ class TestStopped:
             prepare(**arguments)
         return arguments
 
-    def test_is_not_read(self, arguments: dict[str, Any]) -> None:
+    def test_cannot_be_read(self, arguments: dict[str, Any]) -> None:
         from softplus_attention.data import TokenDataset
 
         with pytest.raises(DataError, match="not finished: run the same `data prepare` again"):
             TokenDataset.open(arguments["output"], "train")
 
-    def test_refuses_what_would_mix(self, arguments: dict[str, Any], tmp_path: Path) -> None:
+    def test_refuses_other_options(self, arguments: dict[str, Any], tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"started with other options: --seed was 0, is 1\. Restore"):
             prepare(**{**arguments, "seed": 1})
         with pytest.raises(DataError, match=r"SOURCE was .*b\.jsonl, is .*a\.jsonl"):
@@ -237,12 +231,12 @@ class TestStopped:
         with pytest.raises(DataError, match=r"the files of SOURCE were .*b\.jsonl"):
             prepare(**arguments)
 
-    def test_goes_on_with_replacement(self, arguments: dict[str, Any], tmp_path: Path) -> None:
-        said: list[str] = []
-        prepare(**arguments, errors="replace", report=said.append)
-        assert said[0].startswith("continuing after")
+    def test_resumes_with_replacement(self, arguments: dict[str, Any], tmp_path: Path) -> None:
+        lines: list[str] = []
+        prepare(**arguments, errors="replace", report=lines.append)
+        assert lines[0].startswith("continuing after")
         prepare(**{**arguments, "output": str(tmp_path / "whole")}, errors="replace")
-        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        assert state_of(tmp_path / "out") == state_of(tmp_path / "whole")
 
     def test_two_at_once(self, arguments: dict[str, Any]) -> None:
         code = "import fcntl, sys; lock = open(sys.argv[1], 'w'); fcntl.lockf(lock, fcntl.LOCK_EX); print(); input()"
@@ -267,10 +261,10 @@ def test_options_may_change_before_any_work(tmp_path: Path) -> None:
 def test_options_may_change_before_the_first_write(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"txt": "one"}\n{"txt": "two"}\n')
-    words: dict[str, Any] = {"sources": [source], "output": tmp_path / "out", "workers": 1}
+    common: dict[str, Any] = {"sources": [source], "output": tmp_path / "out", "workers": 1}
     with pytest.raises(DataError, match="`--text-field` must be a key of every record, got 'text', and line 1"):
-        prepare(**words, tokenizer="bytes")
-    prepare(**words, tokenizer="bpe", vocabulary_size=300, text_field="txt")
-    fresh = {**words, "output": tmp_path / "fresh"}
+        prepare(**common, tokenizer="bytes")
+    prepare(**common, tokenizer="bpe", vocabulary_size=300, text_field="txt")
+    fresh = {**common, "output": tmp_path / "fresh"}
     prepare(**fresh, tokenizer="bpe", vocabulary_size=300, text_field="txt")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (tmp_path / "fresh" / "tokenizer.json").read_text()

@@ -1,4 +1,4 @@
-"""Where documents come from: every kind of file, a streamed dataset, odd and damaged ones, going on from a place."""
+"""Document sources: every kind of file, streamed datasets, unusual and damaged input, and resuming."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def read(name: str | Path, **options: Any) -> list[str]:
 
 
 def fineweb(folder: Path, documents: list[str]) -> str:
-    """A copy of FineWeb in small: its schema, its folders, its configurations; two files of several row groups."""
+    """A small copy of FineWeb with its schema, folders and configurations: two files with several row groups."""
     schema = {
         "text": pa.string(),
         "id": pa.string(),
@@ -77,7 +77,7 @@ def fineweb(folder: Path, documents: list[str]) -> str:
 
 @pytest.fixture
 def every_kind(tmp_path: Path) -> dict[str, str]:
-    """The same documents in every form that holds several."""
+    """The same documents in every format that can contain several."""
     names = {"hub": fineweb(tmp_path / "fineweb", DOCUMENTS)}
     table = pa.table({"text": DOCUMENTS})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3, compression="zstd")
@@ -91,11 +91,11 @@ def every_kind(tmp_path: Path) -> dict[str, str]:
 
 
 class TestEveryKind:
-    def test_gives_the_same_documents(self, every_kind: dict[str, str]) -> None:
+    def test_same_documents(self, every_kind: dict[str, str]) -> None:
         for name in every_kind.values():
             assert read(name, separator="<|sep|>") == DOCUMENTS, name
 
-    def test_goes_on_from_every_place(self, every_kind: dict[str, str]) -> None:
+    def test_resumes_from_every_position(self, every_kind: dict[str, str]) -> None:
         for kind, name in every_kind.items():
             for stop in range(1, len(DOCUMENTS), 4 if kind == "hub" else 1):
                 source = open_one(name, separator="<|sep|>")
@@ -107,7 +107,7 @@ class TestEveryKind:
                 after = list(again.documents(position))
                 assert [*before, *after] == DOCUMENTS, (kind, stop)
 
-    def test_fineweb_prepares_like_its_files(self, tmp_path: Path) -> None:
+    def test_streamed_fineweb_matches_its_files(self, tmp_path: Path) -> None:
         documents = [f"page {number}" for number in range(60)]
         name = fineweb(tmp_path / "fineweb", documents)
         options: dict[str, Any] = {"tokenizer": "bytes", "validation_fraction": 0.3, "piece_characters": 50}
@@ -122,7 +122,7 @@ class TestEveryKind:
         source = open_one("fineweb:sample-100BT")
         assert (source.dataset, source.configuration) == ("HuggingFaceFW/fineweb", "sample-100BT")  # type: ignore[attr-defined]
 
-    def test_the_text_of_the_package(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_builtin_text(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = open_one("builtin")
         works = list(source.documents(None))
         assert works == builtin_text()[0]
@@ -134,14 +134,14 @@ class TestEveryKind:
         Path("builtin/own.txt").write_text("mine")
         assert list(open_one("builtin").documents(None)) == ["mine"]
 
-    def test_a_dataset_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_missing_dataset(self, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"`SOURCE` must be .*, got 'hub:.*missing', which `datasets` cannot open"):
             list(open_one(f"hub:{tmp_path}/missing").documents(None))
         name = fineweb(tmp_path / "fineweb", ["a"] * 8)
         with pytest.raises(DataError, match=r"`--text-field` must be a column of hub:.*\(text, id, dump.*got 'body'"):
             list(open_one(name, text_field="body").documents(None))
 
-    def test_a_folder_in_the_order_of_its_paths(self, tmp_path: Path) -> None:
+    def test_folder_in_order_of_paths(self, tmp_path: Path) -> None:
         (tmp_path / "sub").mkdir()
         (tmp_path / ".hidden").mkdir()
         for name in ("b.txt", "a.txt", "sub/c.py", ".hidden/d.txt", "notes.md"):
@@ -153,16 +153,16 @@ class TestEveryKind:
             return [document for source in found for document in source.documents(None)]
 
         assert documents() == ["a.txt", "b.txt", "notes.md", "sub/c.py"]
-        (tmp_path / "c.jsonl").write_bytes(jsonl(["c"]))  # beside records other files are notes
+        (tmp_path / "c.jsonl").write_bytes(jsonl(["c"]))  # in a folder with records, only .txt is text
         assert documents() == ["a.txt", "b.txt", "c"]
 
     @pytest.mark.parametrize("name", ["a.md", "a.py", "a.csv", "a.tex", "a", "a.txt", "a.md.gz", "a.xz"])
-    def test_text_by_content(self, tmp_path: Path, name: str) -> None:
+    def test_text_files_by_content(self, tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_bytes(COMPRESS.get(Path(name).suffix, bytes)("größer".encode()))
         assert read(tmp_path / name) == ["größer"]
 
 
-class TestOddText:
+class TestUnusualText:
     @pytest.mark.parametrize("suffix", ["", ".xz"])
     def test_not_utf8(self, tmp_path: Path, suffix: str) -> None:
         data = "é" * 600_000 + "caf"
@@ -174,28 +174,28 @@ class TestOddText:
             read(path)
         assert read(path, errors="replace") == [data + "\ufffd latin"]
 
-    def test_separators_of_lines_match_those_of_windows(self, tmp_path: Path) -> None:
+    def test_separator_matches_crlf(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"a\r\nb\r\n\r\nc\n\nd\r\n\ne")
         assert read(tmp_path / "a.txt", separator="\n\n") == ["a\r\nb", "c", "d", "e"]
 
-    def test_separators_with_escapes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_separator_escapes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "a.txt").write_bytes(b"a\n\nb\\nc")
-        words = ["data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--validation-fraction", "0"]
+        command = ["data", "prepare", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--validation-fraction", "0"]
         for place, (separator, count) in enumerate({r"\n\n": 2, r"\\n": 2, r"\x0a": 2, r"\u000A": 2, r"\d": 1}.items()):
             output = str(tmp_path / str(place))
-            assert main([*words, "--separator", separator, "--output", output]) == 0
-            said = capsys.readouterr().out
-            assert f"text         {count} document" in said
-            again = shlex.split(said.splitlines()[-1].removeprefix("made by"))
+            assert main([*command, "--separator", separator, "--output", output]) == 0
+            summary = capsys.readouterr().out
+            assert f"text         {count} document" in summary
+            again = shlex.split(summary.splitlines()[-1].removeprefix("made by"))
             assert main(again[1:]) == 0
-            assert capsys.readouterr().out == said
+            assert capsys.readouterr().out == summary
 
-    def test_not_utf8_behind_a_separator(self, tmp_path: Path) -> None:
+    def test_not_utf8_after_a_separator(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"one|two|t\xffree")
         with pytest.raises(DataError, match="at byte 9 "):
             read(tmp_path / "a.txt", separator="|")
 
-    def test_a_byte_order_mark_is_no_text(self, tmp_path: Path) -> None:
+    def test_byte_order_mark_is_removed(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfab\xff")
         with pytest.raises(DataError, match="at byte 5 "):
             read(tmp_path / "a.txt")
@@ -218,7 +218,7 @@ class TestOddText:
         assert read(path, errors="replace") == ["a\ufffdb"]
 
     @pytest.mark.parametrize("suffix", [".xz", ".gz", ".zst"])
-    def test_cut_off(self, tmp_path: Path, suffix: str) -> None:
+    def test_truncated(self, tmp_path: Path, suffix: str) -> None:
         rng = np.random.default_rng(0)
         data = COMPRESS[suffix](jsonl([rng.bytes(3000).hex()] * 20))
         path = tmp_path / f"a.jsonl{suffix}"
@@ -233,7 +233,7 @@ class TestOddText:
         path.write_bytes(b"".join(compress(jsonl([document])) for document in DOCUMENTS))
         assert read(path) == DOCUMENTS
 
-    def test_a_damaged_parquet_file(self, tmp_path: Path) -> None:
+    def test_damaged_parquet_file(self, tmp_path: Path) -> None:
         path = tmp_path / "a.parquet"
         parquet.write_table(pa.table({"text": ["a"] * 100}), path)
         with pytest.raises(DataError, match=r"`--text-field` must be a column of .*\(text\), got 'body'"):
@@ -246,7 +246,8 @@ class TestOddText:
 class TestTokenFiles:
     STREAM = (7, 8, 256, 9, 256, 256, 1, 2, 3)
 
-    def tokens(self, path: Path, **options: Any) -> list[list[int]]:
+    def read(self, path: Path, **options: Any) -> list[list[int]]:
+        """The documents, also checked when resumed after each of them."""
         source = open_one(path, **options)
         assert isinstance(source, TokenFile)
         source.bind(256, 257)
@@ -270,7 +271,7 @@ class TestTokenFiles:
             header = np.zeros(256, np.int32)
             header[:3] = (20240520, 1, len(stream)) if dtype == "uint16" else (20240801, 7, len(stream))
             path.write_bytes((header.tobytes() if kind == "llm.c" else b"") + stream.tobytes())
-        assert self.tokens(path, token_dtype=dtype) == [[7, 8], [9], [], [1, 2, 3]]
+        assert self.read(path, token_dtype=dtype) == [[7, 8], [9], [], [1, 2, 3]]
 
     def test_prepares(self, tmp_path: Path) -> None:
         np.save(tmp_path / "a.npy", np.array(self.STREAM, np.uint16))
@@ -284,26 +285,26 @@ class TestTokenFiles:
     def test_errors(self, tmp_path: Path) -> None:
         np.save(tmp_path / "a.npy", np.array([1, 2, 300], np.uint16))
         with pytest.raises(DataError, match=r"`--tokenizer` must be the tokenizer of .*a\.npy .*got id 300 at token 2"):
-            self.tokens(tmp_path / "a.npy")
+            self.read(tmp_path / "a.npy")
         np.save(tmp_path / "b.npy", np.zeros(3, np.int64))
         with pytest.raises(DataError, match=r"1-D arrays of uint16 or uint32, got .*b\.npy: int64"):
-            self.tokens(tmp_path / "b.npy")
+            self.read(tmp_path / "b.npy")
         (tmp_path / "c.npy").write_bytes(b"nothing")
         with pytest.raises(DataError, match=r"c\.npy is not a \.npy file"):
-            self.tokens(tmp_path / "c.npy")
+            self.read(tmp_path / "c.npy")
         (tmp_path / "d.bin").write_bytes(b"abc")
         with pytest.raises(DataError, match=r"`--token-dtype` must be the dtype of .*3 bytes, got uint16"):
-            self.tokens(tmp_path / "d.bin")
+            self.read(tmp_path / "d.bin")
         header = np.zeros(256, np.int32)
         header[:3] = (20240520, 1, 5)
         (tmp_path / "e.bin").write_bytes(header.tobytes() + bytes(8))
         with pytest.raises(DataError, match="header says 5 tokens, 1034 bytes, but it has 1032"):
-            self.tokens(tmp_path / "e.bin")
+            self.read(tmp_path / "e.bin")
 
 
 @pytest.mark.slow
-def test_a_document_of_100_megabytes(tmp_path: Path) -> None:
-    """In one process whose memory may grow by ten times the text; the tokens are those of its lines."""
+def test_document_of_100_megabytes(tmp_path: Path) -> None:
+    """Memory may grow by at most ten times the text, in one process; the tokens are those of its lines."""
     from tokenizers import Tokenizer
 
     line = "The quick brown fox's 1,234 jumps: über die  faule Katze.\n"

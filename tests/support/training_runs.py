@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from commands import Limits, Process
+from data_files import write_jsonl
 from several import free_port, place_of
 
 import softplus_attention.data
@@ -30,8 +31,7 @@ def text_folder(folder: Path, seed: int = 0) -> Path:
     vocabulary = [bytes([97 + i % 26, 97 + i // 3 % 26, 97 + i // 7 % 26]).decode() for i in range(60)]
     chance = random.Random(seed)
     documents = [" ".join(chance.choices(vocabulary, k=chance.randint(5, 60))) for _ in range(60)]
-    source = folder / "text.jsonl"
-    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    source = write_jsonl(folder / "text.jsonl", documents)
     softplus_attention.data.prepare(
         [source], folder / "data", tokenizer="bytes", validation_fraction=0.2, workers=1, shard_tokens=4000
     )

@@ -1,4 +1,4 @@
-"""A file is the old one or the new one, whatever happens in between."""
+"""Atomic writes, appended lines and CSV."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from softplus_attention.utils.files import append_line, csv_text, replacing, write_json, write_whole
 
 
-def test_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
+def test_replaces_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     write_whole(path, "old\n")
     write_whole(path, "newer: ü\n")
@@ -29,22 +29,22 @@ def test_json(tmp_path: Path) -> None:
     assert json.loads(text) == {"name": "Röntgen", "loss": [1.5, None]}
 
 
-def test_an_error_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+def test_error_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     write_whole(path, "old\n")
 
-    def half_a_file() -> None:
+    def fail_while_writing() -> None:
         with replacing(path) as file:
             file.write(b"half of the n")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        half_a_file()
+        fail_while_writing()
     assert path.read_text() == "old\n"
     assert os.listdir(tmp_path) == ["notes.txt"]
 
 
-def test_a_killed_process_leaves_the_old_one(tmp_path: Path) -> None:
+def test_kill_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     write_whole(path, "old\n")
     program = (
@@ -73,7 +73,7 @@ def test_links_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_lines_are_added_to_files_only(kind: str, tmp_path: Path) -> None:
+def test_append_to_regular_files_only(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "log"
     append_line(path, "one")
     append_line(path, "two")

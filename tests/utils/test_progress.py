@@ -1,4 +1,4 @@
-"""A bar where somebody watches, plain lines elsewhere."""
+"""A bar in terminals and notebooks, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ with Progress("loss", total=4, unit="step", seconds=0) as progress:
 TEXTS = """
 from softplus_attention.utils.progress import Progress
 with Progress() as progress:
-    progress.update("lssar: begun")
+    progress.update("lssar: running")
     progress.say("\\x1b[31mkept")
 """
 
 
 def terminal_output(program: str) -> str:
-    """What a program writes to its standard error, a terminal."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=theirs)
-    os.close(theirs)
-    found = b""
+    """What a program writes to stderr if that is a terminal."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 100))
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=follower)
+    os.close(follower)
+    output = b""
     try:
-        while part := os.read(ours, 4096):
-            found += part
-    except OSError:  # Linux's end of a terminal
+        while part := os.read(leader, 4096):
+            output += part
+    except OSError:  # how Linux signals the end of a terminal
         pass
     assert process.wait() == 0
-    os.close(ours)
-    return found.decode()
+    os.close(leader)
+    return output.decode()
 
 
 def test_bar_in_a_terminal() -> None:
@@ -54,9 +54,9 @@ def test_bar_in_a_terminal() -> None:
     assert "kept\r\n" in shown
 
 
-def test_text_in_a_terminal_goes_at_the_end() -> None:
+def test_text_in_a_terminal_is_cleared() -> None:
     shown = terminal_output(TEXTS)
-    assert "\rlssar: begun" in shown
+    assert "\rlssar: running" in shown
     assert "\ufffd[31mkept\r\n" in shown
     assert "\x1b[31m" not in shown
     assert shown.rstrip(" ").endswith("\r")
@@ -70,7 +70,7 @@ def test_plain_lines_elsewhere(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[0].endswith(" left")
 
 
-def test_plain_lines_wait_for_each_other(capfd: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_rate_limited(capfd: pytest.CaptureFixture[str]) -> None:
     progress = Progress("read", total=10)
     for done in range(1, 11):
         progress.update(done=done)

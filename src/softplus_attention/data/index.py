@@ -177,8 +177,8 @@ class Index:
         return f"restore it from a copy, or delete the folder and recreate it with `{command}`"
 
 
-def check(holds: bool, what: str) -> None:
-    if not holds:
+def check(is_valid: bool, what: str) -> None:
+    if not is_valid:
         raise ValueError(what)
 
 

@@ -164,7 +164,7 @@ def publish(partial: Path, final: Path, sums: list[dict[str, Any]]) -> None:
 # ---- reading
 
 
-def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_intact(run: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest undamaged checkpoint; a warning names each newer one that is damaged."""
     for leftover in run.glob(f"checkpoint-*{PARTIAL}"):
         if UNFINISHED.fullmatch(leftover.name):
@@ -183,8 +183,8 @@ def newest_whole(run: Path, warn: Callable[[str], None]) -> Path | None:
     return None
 
 
-def keep_beside_damaged(run: Path, name: str) -> None:
-    """Keeps a copy of a file that a restart without an intact checkpoint would overwrite."""
+def archive_if_damaged(run: Path, name: str) -> None:
+    """Renames a file to .damaged that a restart without an intact checkpoint would overwrite."""
     if (run / name).exists() and any(run.glob(f"*{DAMAGED}")):
         (run / name).replace(run / (name + DAMAGED))
 
@@ -254,7 +254,7 @@ def invalid_checkpoint(checkpoint: Path, reason: str) -> CheckpointRefused:
 
 
 @contextmanager
-def refusing(checkpoint: Path, name: str) -> Iterator[None]:
+def reject_on_error(checkpoint: Path, name: str) -> Iterator[None]:
     """Turns any error while reading the file ``name`` into ``CheckpointRefused``."""
     try:
         yield
@@ -277,7 +277,7 @@ def check_trainer_state(found: Any, step: int) -> None:
 
 def position(checkpoint: Path) -> dict[str, Any]:
     """The position in the data, and losses not logged yet."""
-    with refusing(checkpoint, POSITION):
+    with reject_on_error(checkpoint, POSITION):
         found = read_json(checkpoint / POSITION)
         losses, last = found["pending_losses"], found["last_logged_step"]
         if not losses or not all(isinstance(loss, int | float) for loss in losses) or type(last) is not int:
@@ -287,7 +287,7 @@ def position(checkpoint: Path) -> dict[str, Any]:
 
 def check_fits(folder: Path, model: nn.Module) -> None:
     """Raises if the saved weights do not match ``model``, before anything in the run is changed."""
-    with refusing(folder, TRAINER_STATE):
+    with reject_on_error(folder, TRAINER_STATE):
         check_trainer_state(read_json(folder / TRAINER_STATE), checkpoint_step(folder))
     position(folder)
     sizes = state_reader(folder).sizes

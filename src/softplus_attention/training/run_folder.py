@@ -158,7 +158,7 @@ class RunFolder:
     # ---- continuing
 
     def newest_checkpoint(self) -> Path | None:
-        return distributed.broadcast_from_rank0(lambda: checkpoints.newest_whole(self.path, warn))
+        return distributed.broadcast_from_rank0(lambda: checkpoints.newest_intact(self.path, warn))
 
     def check(self, checkpoint: Path | None, model: nn.Module) -> None:
         """Raises if the run cannot continue from ``checkpoint``, before anything in the folder is changed."""
@@ -174,7 +174,7 @@ class RunFolder:
         """Removes log entries after the checkpoint, which will be logged again."""
         if distributed.is_rank0():
             if checkpoint is None:
-                checkpoints.keep_beside_damaged(self.path, METRICS)
+                checkpoints.archive_if_damaged(self.path, METRICS)
             keep_until(self.path, 0 if checkpoint is None else checkpoints.checkpoint_step(checkpoint))
 
     # ---- the end

@@ -179,19 +179,19 @@ class SoftplusTrainer(Trainer):
         )
 
     def _evaluate(self, *rest: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         found = super()._evaluate(*rest, **kwargs)
         distributed.reshard(self.model)
-        self.throughput.paused += time.perf_counter() - begun
+        self.throughput.paused += time.perf_counter() - start
         return found
 
     # ---- checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         run = Path(self.args.output_dir)
         checkpoints.write(run, self.state.global_step, self.config.keep, self.fill)
-        self.throughput.paused += time.perf_counter() - begun
+        self.throughput.paused += time.perf_counter() - start
 
     def fill(self, folder: Path) -> None:
         """Writes the files of a checkpoint. Every process must call it."""
@@ -222,13 +222,13 @@ class SoftplusTrainer(Trainer):
             return
         folder = Path(checkpoint)
         checkpoints.load_state(folder, self.model, unwrap(self.optimizer))
-        with checkpoints.refusing(folder, SCHEDULER):
+        with checkpoints.reject_on_error(folder, SCHEDULER):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
             restore_learning_rates(self.lr_scheduler, unwrap(self.optimizer))
         self.pending = checkpoints.position(folder)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with checkpoints.refusing(Path(checkpoint or ""), "rng_state"):
+        with checkpoints.reject_on_error(Path(checkpoint or ""), "rng_state"):
             super()._load_rng_state(checkpoint)
 
 

@@ -31,7 +31,7 @@ class Progress:
         """
         self.title, self.total, self.initial, self.unit, self.seconds = clean_text(title), total, initial, unit, seconds
         self.done = initial
-        self.begun = self.last = time.monotonic()
+        self.started = self.last = time.monotonic()
         self.bar: Any = None
         self.silent = silent
         self.has_bar = has_bars() and not silent
@@ -64,7 +64,7 @@ class Progress:
         if self.total is None:
             return title + text
         done = max(1, self.done - self.initial)
-        left = (time.monotonic() - self.begun) / done * (self.total - self.done)
+        left = (time.monotonic() - self.started) / done * (self.total - self.done)
         share = f"{self.unit} {self.done}/{self.total}" if self.unit else f"{100 * self.done // self.total}%"
         return "  ".join(filter(None, [title + share, text, f"{format_duration(left)} left"]))
 
