@@ -103,7 +103,7 @@ def test_table() -> None:
     assert rows[:8] == [
         "**10m, 25m, 85m**: one text, all else equal",
         "",
-        "| size | parameters | trained at | tokens of training | seeds | 1x | 16x | 64x | step time, times softmax's |",
+        "| size | parameters | trained at | tokens of training | seeds | 1x | 16x | 64x | step, relative to softmax |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 10m | 10M | 4 | 0M | 1 and 2 | +0.0100 | +0.0100 | +0.0100 | 1.50 |",
         "| 25m | 100M | 4 | 0M | 1 and 1 | +0.0300 | +0.0300 | +0.0300 | - |",

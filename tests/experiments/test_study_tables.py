@@ -103,7 +103,7 @@ def test_no_times_without_softmax(study: Path) -> None:
 def test_gain_within_two_errors(study: Path) -> None:
     place = ("evaluation", "lengths", "lengths", 2, "control", "standard_error")
     change(study / "10m-lssar-p15-seed0.json", place, 0.03)
-    assert "| within two errors of 0: +0.0500 ± 0.0300 |" in tables(study)["targets"]
+    assert "| within two standard errors of 0: +0.0500 ± 0.0300 |" in tables(study)["targets"]
 
 
 def test_nan_loss_is_never_best(study: Path) -> None:

@@ -178,7 +178,7 @@ EXPECTED = {
 | `lssar-p3` | not met: +0.0010 | not met: +0.0250 | not met: 16x +0.0150, 64x +0.0490 \
 | not met: -0.0100 ± 0.0040 | not met: lowest 50.0% at 16x |
 | `lssar-learned-log-global3` | met: -0.0570 | met: +0.0050 | met: 16x -0.0230, 64x -0.0290 \
-| met: +0.0400 ± 0.0150; over the last quarter within two errors of 0: +0.0300 ± 0.0300 \
+| met: +0.0400 ± 0.0150; over the last quarter within two standard errors of 0: +0.0300 ± 0.0300 \
 | met: lowest 90.0% at 16x |
 
 Best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
@@ -186,7 +186,7 @@ Best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
     "passkey": f"""\
 {TITLE}
 
-| right, % | 1x | 16x | trials at each length |
+| correct, % | 1x | 16x | trials at each length |
 | --- | ---: | ---: | ---: |
 | `lssar-p15` | 100.0 | 90.0 | 20 |
 | `softmax` | 95.0 | 0.0 | 40 |
@@ -228,7 +228,7 @@ Best softmax: 1x `softmax` (4.005); 16x `ssmax`, sliding window of 4 (3.985); \
     "study-speed": f"""\
 {TITLE}
 
-| arm | ms a step | times softmax's |
+| arm | ms per step | relative to softmax |
 | --- | ---: | ---: |
 | `lssar-p15` | 126.0 | 1.26 |
 | `softmax` | 100.0 | 1.00 |
@@ -251,12 +251,12 @@ SMALL_RUNS = {
 ABLATIONS = """\
 **books, trained at 4 tokens**
 
-| arm | attention | seeds | 1x | 16x | 16x - 1x | 1x, less `lssar-p15`'s |
+| arm | attention | seeds | 1x | 16x | 16x - 1x | 1x, minus `lssar-p15` |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: |
-| `lssar-p15` | the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15 | 2 | **4.050** ± 0.050 | \
+| `lssar-p15` | unchanged: softplus, log d, log N, times N, minus 1, ReLU, power 15 | 2 | **4.050** ± 0.050 | \
 4.300 ± 0.050 | +0.250 ± 0.000 | **0.000** ± 0.050 |
 | `lssar-without-log-n` | scores without log N | 1 | 4.062 | **4.000** | **-0.062** | +0.013 |
-| `softmax-reweighted` | softmax, then stage 2 with the power 15 | 1 | 4.200 | 4.500 | +0.300 | +0.150 |"""
+| `softmax-reweighted` | softmax, then stage 2 with power 15 | 1 | 4.200 | 4.500 | +0.300 | +0.150 |"""
 
 
 def small_records() -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def goals_table(rows: Sequence[Row]) -> str:
     cells: dict[str, Callable[[Goal], str]] = {
         "": lambda goal: goal.name,
         "measured": lambda goal: value_range(goal.ratios, hundredths),
-        "on a model's inputs": lambda goal: on_a_model.get(goal.name, ""),
+        "on a trained model's inputs": lambda goal: on_a_model.get(goal.name, ""),
         "limit": lambda goal: f"{goal.limit:g}",
         "goal": lambda goal: f"{goal.goal:g}",
         "met": lambda goal: goal.met,
@@ -225,8 +225,8 @@ def cpu_packed_table(rows: Sequence[Row]) -> str:
         "": lambda row: row["direction"].replace("+", " + "),
         "packed ms": lambda row: f"{row['native_ms']:.1f}",
         "one document ms": lambda row: f"{row['whole_ms']:.1f}",
-        "of its pairs": lambda row: f"{100 * row['pairs']:.0f}%",
-        "time of a pair": lambda row: hundredths(row["ratio"]),
+        "visible pairs, relative": lambda row: f"{100 * row['pairs']:.0f}%",
+        "time per pair, relative": lambda row: hundredths(row["ratio"]),
     }
     return table_by_cells(rows, cells)
 
@@ -254,7 +254,7 @@ def training_table(rows: Sequence[Row]) -> str:
         "MFU": lambda row: f"{100 * row['mfu']:.1f}%",
         "MFU, causal half": lambda row: f"{100 * row['mfu_causal']:.1f}%",
         "memory": lambda row: f"{row['peak_memory_gib']:.1f} GiB",
-        "times softmax's": lambda row: hundredths(row["time_to_softmax"]),
+        "relative to softmax": lambda row: hundredths(row["time_to_softmax"]),
     }
     return table_by_cells(rows, cells)
 

@@ -11,16 +11,16 @@ from tools.tables.markdown import TableError, plain, read_results, signed, table
 PROGRAM = "experiments/extend/measure.py"
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 NAMES = {
-    "original": "the model as it is",
+    "original": "original model",
     "yarn:factor=4": "YaRN 4",
     "yarn:factor=8": "YaRN 8",
     "ntk": "dynamic NTK",
-    "selfextend": "SelfExtend, set up for 64K",
-    "selfextend:length=16384": "SelfExtend, set up for 16K",
+    "selfextend": "SelfExtend, configured for 64K",
+    "selfextend:length=16384": "SelfExtend, configured for 16K",
     "rerope": "ReRoPE",
     "window": "StreamingLLM, window 4,096",
-    "duo": "DuoAttention's split, 24 heads as they are",
-    "duo:heads=all": "the model as it is, in our cache",
+    "duo": "DuoAttention's split, 24 heads unchanged",
+    "duo:heads=all": "original model, our cache",
 }
 OURS = ("heads", "heads:far=group,near=2048")
 SHORT = ("original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope", "window", *reversed(OURS))
@@ -131,12 +131,12 @@ def needles_table(files: list[dict[str, Any]]) -> str:
     columns = [[format_method(method) for _, method, _ in rows], [str(count) for count, _, _ in rows]]
     for length in LENGTHS:
         columns.append([found_cell(asked.get(str(length), [])) for _, _, asked in rows])
-    return table(["found, %", "needles a haystack", *(f"{length // 1024}K" for length in LENGTHS)], columns)
+    return table(["found, %", "needles per haystack", *(f"{length // 1024}K" for length in LENGTHS)], columns)
 
 
 def paired_table(methods: dict[str, dict[str, Any]], ours: str, long: int) -> str:
     rivals = ["original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope"]
-    columns = [[f"less {format_method(rival)}" for rival in rivals]]
+    columns = [[f"minus {format_method(rival)}" for rival in rivals]]
     for length in map(str, LENGTHS):
         mine = methods[ours]["loss"][length][:long]
         columns.append([difference(mine, methods[rival]["loss"][length][:long]) for rival in rivals])

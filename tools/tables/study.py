@@ -180,7 +180,7 @@ def verdict(met: bool, figures: str) -> str:
 def gain_verdict(gain: Spread, error: Spread | None) -> str:
     figures = signed(gain.mean, 4) + ("" if error is None else f" ± {plain(error.mean, 4)}")
     if error is not None and abs(gain.mean) < 2 * error.mean:
-        return f"within two errors of 0: {figures}"
+        return f"within two standard errors of 0: {figures}"
     return verdict(gain.mean > 0, figures)
 
 
@@ -242,7 +242,7 @@ def passkey_table(size: Size) -> list[str]:
     for runs in size.arms.values():
         tried = {sum(n for run in runs for _, n in run.passkey.get(multiple, [])) for multiple in multiples}
         counts.append(" to ".join(str(number) for number in sorted({min(tried), max(tried)})))
-    head = ["right, %", *(f"{multiple}x" for multiple in multiples), "trials at each length"]
+    head = ["correct, %", *(f"{multiple}x" for multiple in multiples), "trials at each length"]
     return title(size) + table_lines(head, [*columns, counts])
 
 
@@ -315,7 +315,7 @@ def speed_table(size: Size) -> list[str]:
         return []
     milliseconds = [plain(time.mean, 1) for time in times.values()]
     ratios = [plain(time.mean / times["softmax"].mean, 2) for time in times.values()]
-    return title(size) + table_lines(["arm", "ms a step", "times softmax's"], [code(times), milliseconds, ratios])
+    return title(size) + table_lines(["arm", "ms per step", "relative to softmax"], [code(times), milliseconds, ratios])
 
 
 def noise_table(sizes: Sequence[Size]) -> list[str]:
@@ -344,7 +344,7 @@ def noise_table(sizes: Sequence[Size]) -> list[str]:
 
 # How each ablation differs from LSSAR with p = 15, or what other attention it is.
 ABLATED: dict[str, str] = {
-    "lssar-p15": "the whole: softplus, log d, log N, times N, less 1, ReLU, the power 15",
+    "lssar-p15": "unchanged: softplus, log d, log N, times N, minus 1, ReLU, power 15",
     "lssar-without-log-d": "scores without log d",
     "lssar-without-log-n": "scores without log N",
     "lssar-without-qk-norm": "queries and keys not normalized",
@@ -354,19 +354,19 @@ ABLATED: dict[str, str] = {
     "lssar-with-elu1": "ELU + 1 in place of softplus",
     "lssar-without-l1": "stage 1 not normalized",
     "lssar-without-times-n": "stage 1 not multiplied by N: nothing is above 1",
-    "lssar-without-offset": "no 1 subtracted: every key keeps some weight",
+    "lssar-without-offset": "no offset: every key keeps some weight",
     "lssar-then-exp": "exp in place of ReLU and power",
     **{f"lssar-p{power}": f"power {power}" for power in (1, 2, 3, 4, 7, 11, 23, 31)},
-    "lssa": "stage 1 alone",
-    "lssa-without-log-d": "stage 1 alone, without log d",
-    "lssa-without-log-n": "stage 1 alone, without log N",
-    "lssa-without-qk-norm": "stage 1 alone, queries and keys not normalized",
+    "lssa": "stage 1 only",
+    "lssa-without-log-d": "stage 1 only, without log d",
+    "lssa-without-log-n": "stage 1 only, without log N",
+    "lssa-without-qk-norm": "stage 1 only, queries and keys not normalized",
     "softmax": "plain softmax",
     "softmax-qknorm": "softmax of cosines",
     "softmax-logn": "softmax, scores times log N",
     "softmax-qknorm-logn": "softmax of cosines times log N",
     "softmax-qknorm-logn-learned": "the same, with a learned scale per head",
-    "softmax-reweighted": "softmax, then stage 2 with the power 15",
+    "softmax-reweighted": "softmax, then stage 2 with power 15",
     "sigmoid-l1": "sigmoid, normalized",
     "sigmoid-l1-reweighted": "sigmoid, normalized, then stage 2",
     "relu-l1-reweighted": "ReLU of plain scores, normalized, then stage 2",
@@ -385,7 +385,7 @@ def ablations_table(size: Size) -> list[str]:
     behind = [None if whole is None else spread(one.loss[1] - whole.mean for one in own) for own in curves]
     columns.append(column(behind, signed))
     head = ["arm", "attention", "seeds", *(f"{multiple}x" for multiple in multiples)]
-    head += [f"{multiples[-1]}x - 1x", f"1x, less `{WHOLE}`'s"]
+    head += [f"{multiples[-1]}x - 1x", f"1x, minus `{WHOLE}`"]
     return title(size) + table_lines(head, columns)
 
 
@@ -441,7 +441,7 @@ def gap_table(sizes: Sequence[Size]) -> list[str]:
         columns.append([*("-" if gap is None else signed(gap, 4) for gap in gaps), line])
     columns.append([*("-" if (ratio := step_ratio(size)) is None else plain(ratio, 2) for size in sizes), ""])
     head = ["size", "parameters", "trained at", "tokens of training", "seeds", *(f"{m}x" for m in multiples)]
-    head.append("step time, times softmax's")
+    head.append("step, relative to softmax")
     return table_lines(head, columns if with_slope else [column[:-1] for column in columns])
 
 
