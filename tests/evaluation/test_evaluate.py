@@ -26,8 +26,8 @@ def folder(tmp_path_factory):
 def test_lengths_of_a_folder_and_in_memory(folder, tmp_path):
     """The command, a folder and a model in memory give the same numbers."""
     (tmp_path / "text.txt").write_text(TEXT)
-    words = ["evaluate", "lengths", str(folder), "--text", str(tmp_path / "text.txt"), "--lengths", "16,64"]
-    assert main([*words, "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    args = ["evaluate", "lengths", str(folder), "--text", str(tmp_path / "text.txt"), "--lengths", "16,64"]
+    assert main([*args, "--output", str(tmp_path / "out"), "--device", "cpu"]) == 0
     expected = read(tmp_path / "out" / "lengths--lssar.json")["results"]["lengths"]
     model = SoftplusGPTForCausalLM.from_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))

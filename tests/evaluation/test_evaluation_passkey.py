@@ -17,10 +17,10 @@ from softplus_attention.evaluation.passkey import (
     Filler,
     answers_of,
     is_right,
+    make_trial,
     passkey_documents,
     prompt_of,
     smallest_length,
-    trial_of,
     trials_of,
     write_documents,
 )
@@ -34,7 +34,7 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
-def filler_of(form: str) -> Filler:
+def make_filler(form: str) -> Filler:
     return Filler(FORMS[form], encode, [encode(TEXT)])
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 class TestPrompt:
     def test_prompt_of_mohtashami_and_jaggi(self):
-        trial = trial_of(FORMS["sentences"], encode, filler_of("sentences"), 600, 0.5, random.Random(0))
+        trial = make_trial(FORMS["sentences"], encode, make_filler("sentences"), 600, 0.5, random.Random(0))
         text = bytes(trial.ids).decode()
         assert len(trial.ids) == 600
         assert text.startswith(
@@ -58,14 +58,14 @@ class TestPrompt:
 
     @pytest.mark.parametrize("depth", [0, 0.25, 1])
     def test_depth(self, depth):
-        trial = trial_of(FORMS["compact"], encode, filler_of("compact"), 500, depth, random.Random(1))
+        trial = make_trial(FORMS["compact"], encode, make_filler("compact"), 500, depth, random.Random(1))
         place = bytes(trial.ids).decode().index(f"\n[key={trial.key}]\n")
         room = 500 - smallest_length(FORMS["compact"], encode)
         assert place == round(depth * room)
         assert bytes(trial.ids).decode().endswith(f"\n[key={trial.key}")
 
     def test_trials_are_reproducible_and_distinct(self):
-        args = (FORMS["compact"], encode, filler_of("compact"), 100, 0.5)
+        args = (FORMS["compact"], encode, make_filler("compact"), 100, 0.5)
         assert trials_of(*args, 5, 0) == trials_of(*args, 5, 0)
         keys = {trial.key for seed in (0, 1) for trial in trials_of(*args, 5, seed)}
         assert len(keys) == 10
@@ -74,7 +74,7 @@ class TestPrompt:
     def test_prompt_from_a_file(self, tmp_path):
         (tmp_path / "prompt.json").write_text(json.dumps({"needle": "<{key}>", "question": "<", "filler": "la "}))
         prompt = prompt_of("compact", tmp_path / "prompt.json", digits=3)
-        trial = trial_of(prompt, encode, Filler(prompt, encode), 30, 0, random.Random(0))
+        trial = make_trial(prompt, encode, Filler(prompt, encode), 30, 0, random.Random(0))
         assert bytes(trial.ids).decode() == f"<{trial.key}>" + ("la " * 8)[:21] + f"<{trial.key}"
 
     @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ class TestRetrieval:
     @pytest.mark.parametrize("form", list(FORMS))
     @pytest.mark.parametrize(("model", "share"), [(Copier(), 1.0), (Forgetful(), 0.0)], ids=["copies", "forgets"])
     def test_known_models(self, form, model, share):
-        prompt, filler = FORMS[form], filler_of(form)
+        prompt, filler = FORMS[form], make_filler(form)
         for length in (smallest_length(prompt, encode), 400):
             for depth in (0, 0.5, 1):
                 trials = trials_of(prompt, encode, filler, length, depth, 4, seed=0)
@@ -114,7 +114,7 @@ class TestRetrieval:
 
     def test_one_pass_equals_greedy_decoding(self, folder):
         opened = open_saved(folder)
-        prompt, filler = FORMS["compact"], filler_of("compact")
+        prompt, filler = FORMS["compact"], make_filler("compact")
         trial = trials_of(prompt, encode, filler, 60, 0.5, 1, seed=0)[0]
         question = torch.tensor([trial.ids[: -trial.answer]])
         written = opened.model.generate(question, max_new_tokens=trial.answer, do_sample=False, eos_token_id=None)

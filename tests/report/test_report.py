@@ -83,13 +83,13 @@ def test_page_loads_nothing(everything):
 
 def test_a_training_run(tmp_path):
     """A finished run of `train`, and one whose log was truncated and repeats a step."""
-    words = "--preset tiny --layers 1 --width 16 --heads 1 --global-every 0 --steps 4 --batch-size 2"
-    words += " --sequence-length 16 --log-every 1 --evaluate-every 2"
+    args = "--preset tiny --layers 1 --width 16 --heads 1 --global-every 0 --steps 4 --batch-size 2"
+    args += " --sequence-length 16 --log-every 1 --evaluate-every 2"
     (tmp_path / "text.txt").write_text(" ".join(f"some words, number {n}, and others." for n in range(400)))
     text = ["data", "prepare", str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--separator", "others."]
     data, one, other = tmp_path / "data", tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     assert main([*text, "--validation-fraction", "0.2", "--output", str(data)]) == 0
-    assert main(["train", "--data", str(data), "--output", str(one), *words.split()]) == 0
+    assert main(["train", "--data", str(data), "--output", str(one), *args.split()]) == 0
     other.mkdir()
     (other / "run.json").write_text((one / "run.json").read_text())
     (other / "metrics.jsonl").write_text(

@@ -293,7 +293,7 @@ def test_verdicts_and_table_of_models(tmp_path):
     ]
     table = figures_in(tmp_path)["Models"]
     steady = dict(zip(table.head, text_rows(table.body)[1], strict=True))
-    assert (steady["parameters"], steady["longest"], steady["loss there"]) == ("0.812M", "16x", "2.502")
+    assert (steady["parameters"], steady["longest"], steady["loss at longest"]) == ("0.812M", "16x", "2.502")
 
 
 def test_names_of_one_model_on_two_texts():

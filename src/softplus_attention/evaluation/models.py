@@ -209,10 +209,10 @@ def load_for_evaluation(
     else:
         change_transformers_model(model, spec.options, training_length)
     make_dynamic_rope_stateless(model)
-    where = resolve_device(device)
+    resolved = resolve_device(device)
     if mixed:
-        run_in_bfloat16(model, where)
-    return LoadedModel(model.to(where).eval(), spec, training_length, mixed)
+        run_in_bfloat16(model, resolved)
+    return LoadedModel(model.to(resolved).eval(), spec, training_length, mixed)
 
 
 def make_dynamic_rope_stateless(model: Any) -> None:

@@ -138,7 +138,7 @@ def smallest_length(prompt: PasskeyPrompt, encode: Any) -> int:
     return sum(len(encode(part.replace(KEY, key))) for part in parts if part)
 
 
-def trial_of(
+def make_trial(
     prompt: PasskeyPrompt, encode: Any, filler: Filler, length: int, depth: float, chance: random.Random
 ) -> Trial:
     """A prompt of exactly ``length`` tokens, answer included; the fraction ``depth`` of its filler precedes the key."""
@@ -159,7 +159,7 @@ def make_trials(
 ) -> list[Trial]:
     """Trials that are reproducible from the arguments, with different keys for every length and depth."""
     return [
-        trial_of(prompt, encode, filler, length, depth, random.Random(f"{seed} {length} {depth} {number}"))
+        make_trial(prompt, encode, filler, length, depth, random.Random(f"{seed} {length} {depth} {number}"))
         for number in range(count)
     ]
 

@@ -329,7 +329,9 @@ def times(row: dict[str, Any], m: LoadedResult) -> str:
     return f"{row['length'] / (m.training_length or row['length'] or 1):.4g}x"
 
 
-SUMMARY_HEAD = ["model", "attention", "parameters", "training length", "loss at 1x", "longest", "loss there", "gain"]
+SUMMARY_HEAD = [
+    "model", "attention", "parameters", "training length", "loss at 1x", "longest", "loss at longest", "gain",
+]  # fmt: skip
 
 
 def summary_row(m: LoadedResult) -> list[Cell]:
