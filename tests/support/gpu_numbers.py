@@ -26,7 +26,14 @@ from gpu_inputs import (
     qkv,
     step,
 )
-from helpers import assert_within_yardstick, doubtful_rows, largest_error, run, unit_in_the_last_place
+from helpers import (
+    allowed_error,
+    assert_within_yardstick,
+    doubtful_rows,
+    largest_error,
+    run,
+    unit_in_the_last_place,
+)
 from hostile_cases import ALL, FLOAT32_ONLY, HOSTILE, SETTINGS, SHORT, VALUES, Poisoned
 from torch import Tensor
 
@@ -66,22 +73,20 @@ def check_replays(d: int) -> str:
     def by_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.ops.softplus_attention.triton_forward(q, k, v, *options)[0]
 
-    t, count = 300 if ON_GPU else 70, 0
+    t = 300 if ON_GPU else 70
     for seed in range(4):
         q, k, v = qkv(t, batch=2, heads=2, kv_heads=2, d=d, seed=seed)
+        contiguous = [x.contiguous().detach().requires_grad_() for x in (q, k, v)]
         packed = gpu_randn(2, 3, 2, t, d, seed=seed, dtype=HALF).requires_grad_()
-        for leaves in ([q, k, v], [k, q, v], [x.contiguous().detach().requires_grad_() for x in (q, k, v)]):
-            assert_same(step(attend, leaves), step(by_op, leaves), f"draw {seed}")
-            count += 1
-        for given in (lambda x: (x, x, x), lambda x: (x, x + 1, x), lambda x: (x, x + 1, x + 2)):
-            alone = [
-                step(lambda x, call=call, given=given: call(*given(x)), [packed[:, 0].detach().requires_grad_()])
-                for call in (attend, by_op)
-            ]
-            assert_same(*alone, f"one tensor, draw {seed}")
-            count += 1
-        parts = [step(lambda x, call=call: call(*x.unbind(1)), [packed]) for call in (attend, by_op)]
-        assert_same(*parts, f"packed, draw {seed}")
+        one = [packed[:, 0].detach().requires_grad_()]
+        inputs: list[tuple[list[Tensor], Callable[..., Any]]] = [
+            *[(leaves, lambda *x: x) for leaves in ([q, k, v], [k, q, v], contiguous)],
+            *[(one, f) for f in (lambda x: (x, x, x), lambda x: (x, x + 1, x), lambda x: (x, x + 1, x + 2))],
+            ([packed], lambda x: x.unbind(1)),
+        ]
+        for i, (leaves, split) in enumerate(inputs):
+            results = (step(lambda *x, f=f, split=split: f(*split(*x)), leaves) for f in (attend, by_op))
+            assert_same(*results, f"inputs {i}, draw {seed}")
     if ON_GPU:
         from softplus_attention.kernels import launch_cache
 
@@ -92,7 +97,7 @@ def check_replays(d: int) -> str:
             found = step(attend, [q, k, v])
         torch.cuda.synchronize()
         assert_same(found, expected, "another stream")
-    return f"{count + 4} calls and their gradients equal"
+    return "28 calls and their gradients equal"
 
 
 def check_expanded(d: int) -> str:
@@ -245,8 +250,14 @@ def last_rows(q: Tensor, k: Tensor, v: Tensor, out: Tensor, rows: int, power: An
     options |= {"impl": "reference", "power": power}
     truth = softplus_attention(tail.double(), k.double(), v.double(), **options) * clear
     theirs = softplus_attention(tail, k, v, **options) * clear
-    allowed = 2 * largest_error(theirs, truth) + unit_in_the_last_place(truth, q.dtype)
-    return largest_error(out[:, :, -rows:] * clear, truth), allowed
+    return largest_error(out[:, :, -rows:] * clear, truth), allowed_error(theirs, truth, q.dtype)
+
+
+def assert_linear(peaks: list[int]) -> str:
+    mib = ", ".join(f"{x / 2**20:.0f}" for x in peaks)
+    for small, large in pairwise(peaks):
+        assert 1.9 < large / small < 2.1, f"peaks of {mib} MiB are not linear in T"
+    return f"peaks {mib} MiB"
 
 
 def check_million(power: int | None) -> str:
@@ -262,43 +273,32 @@ def check_million(power: int | None) -> str:
             error, allowed = last_rows(q, k, v, out, 48, power)
         report.append(f"{error:.1e} of {allowed:.1e}")
         assert error <= allowed, f"T={t}: error {error:.3e}, allowed {allowed:.3e}"
-    mib = ", ".join(f"{x / 2**20:.0f}" for x in peaks)
-    for small, large in pairwise(peaks):
-        assert 1.9 < large / small < 2.1, f"peaks of {mib} MiB are not linear in T"
-    return f"peaks {mib} MiB beyond q, k, v; error {', '.join(report)}"
+    return f"{assert_linear(peaks)} beyond q, k, v; error {', '.join(report)}"
 
 
 def check_training_memory() -> str:
     """Forward and backward over 2^15, 2^16 and 2^17 tokens."""
     peaks = []
     for t in (2**15, 2**16, 2**17):
-        leaves, attend = (
-            qkv(t, batch=1, heads=1, kv_heads=1),
-            partial(softplus_attention, is_causal=True, impl="triton"),
-        )
-        peak, results = peak_bytes(partial(step, attend, leaves))
+        attend = partial(softplus_attention, is_causal=True, impl="triton")
+        peak, results = peak_bytes(partial(step, attend, qkv(t, batch=1, heads=1, kv_heads=1)))
         assert all(x.isfinite().all() for x in results), f"T={t}"
         peaks.append(peak)
-    mib = ", ".join(f"{x / 2**20:.0f}" for x in peaks)
-    for small, large in pairwise(peaks):
-        assert 1.9 < large / small < 2.1, f"peaks of {mib} MiB are not linear in T"
-    return f"peaks {mib} MiB"
+    return assert_linear(peaks)
 
 
-def large_shape(name: str) -> dict[str, int]:
-    """Shapes where an offset exceeds 2^31: of heads, of rows in a head, of heads with large strides, and of scratch
-    memory per row."""
-    return {
-        "heads": {"t": 520, "batch": 66, "heads": 1024, "kv_heads": 1024},
-        "rows": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
-        "head strides": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
-        "scratch": {"t": 512, "batch": 52_500, "heads": 16, "kv_heads": 1, "d": 16},
-    }[name]
+# Shapes where an offset exceeds 2^31: of heads, of rows in a head, of scratch memory per row, of strides between heads.
+LARGE_SHAPES = {
+    "heads": {"t": 520, "batch": 66, "heads": 1024, "kv_heads": 1024},
+    "rows": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
+    "scratch": {"t": 512, "batch": 52_500, "heads": 16, "kv_heads": 1, "d": 16},
+    "head strides": {"t": 270_000, "batch": 1, "heads": 128, "kv_heads": 128},
+}
 
 
 def check_large(name: str) -> str:
     """Heads beyond 2^31 elements equal the same heads computed alone, forward and backward."""
-    shape = large_shape(name)
+    shape = LARGE_SHAPES[name]
     window = 128 if shape["t"] > 1000 else None
     attend = partial(softplus_attention, is_causal=True, window=window, enable_gqa=True, impl="triton")
     leaves = qkv(**shape)
@@ -369,19 +369,12 @@ def check_value_without_weight(name: str, d: int) -> str:
 REPEATED = ("causal", "full", "lssa", "window", "mask", "packed", "power per head", "float32", "D128")
 LONG_FLOAT32 = ("dominant", "all-equal", "one-huge-component")
 POISONED = [(setting, "bfloat16", 15) for setting in SETTINGS]
-POISONED += [
-    ("causal", "bfloat16", None),
-    ("causal", "bfloat16", 2.5),
-    ("causal", "float32", 15),
-    ("packed", "float32", 15),
-    ("causal", "float32", 2.5),
-]
+POISONED += [("causal", "bfloat16", None), ("causal", "bfloat16", 2.5)]
+POISONED += [("causal", "float32", 15), ("packed", "float32", 15), ("causal", "float32", 2.5)]
 BARE = [("causal", "bfloat16", 15), ("cache", "bfloat16", 2.5), ("window", "bfloat16", 2.5), ("causal", "float32", 2.5)]
 
 CHECKS: dict[str, Callable[[], str]] = {
-    **{
-        f"hostile {x} p={p}": partial(check_hostile, x, p) for x in ("float32", "bfloat16", "float16") for p in (15, 31)
-    },
+    **{f"hostile {x} p={p}": partial(check_hostile, x, p) for x in DTYPES for p in (15, 31)},
     **{f"hostile {x} p={p} without offset": partial(check_hostile, x, p, False) for x in DTYPES for p in (31, 5.5)},
     "hostile long float32": partial(check_hostile_long, "float32", LONG_FLOAT32),
     "hostile long bfloat16": partial(check_hostile_long, "bfloat16", tuple(HOSTILE)),
@@ -400,6 +393,6 @@ CHECKS: dict[str, Callable[[], str]] = {
 }
 # Run one at a time: each takes tens of gigabytes.
 LARGE: dict[str, Callable[[], str]] = {
-    **{f"int64 {x}": partial(check_large, x) for x in ("heads", "rows", "scratch", "head strides")},
+    **{f"int64 {x}": partial(check_large, x) for x in LARGE_SHAPES},
     **{f"int64 cache by {x}": partial(check_large_cache, x) for x in ("heads", "tokens")},
 }
