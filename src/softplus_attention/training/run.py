@@ -106,7 +106,7 @@ def training_arguments(config: TrainConfig) -> TrainingArguments:
     check_reporter(config.report_to)
     processes = distributed.world_size()
     if processes % config.sharing:
-        expected = f"a divisor of the {processes} processes that torchrun starts"
+        expected = f"a divisor of the number of processes that torchrun starts ({processes})"
         fail("context_parallel * tensor_parallel", expected, config.sharing)
     readers = processes // config.sharing
     if config.batch_size % readers:
