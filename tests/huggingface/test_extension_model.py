@@ -294,10 +294,3 @@ def test_models_that_cannot_be_extended() -> None:
         extended(host_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), BASE)
     with pytest.raises(ValueError, match="`model` must be one without sliding windows"):
         extended(host_model("mistral", sliding_window=16), BASE)
-
-
-def test_distances_stay_within_the_trained_ones() -> None:
-    assert replace(BASE, far="clip").farthest() == 12
-    assert replace(BASE, far="group").farthest() == 255 // 5 + 12 - 12 // 5
-    assert replace(BASE, far="rope").farthest() == 255
-    assert replace(BASE, far="clip").farthest(8) == 7

@@ -172,22 +172,20 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        chosen = attention_from_config(module.config, name)
+        chosen, window = attention_from_config(module.config, name), kwargs.get("sliding_window")
         if is_paged(kwargs):
             check_host_arguments(chosen, query, dropout, scaling, {**kwargs, "cache": None})
-            window = kwargs.get("sliding_window")
             out = attend_paged(chosen, module.layer_idx, query, key, value, kwargs, window=window)  # type: ignore[arg-type]
             return out.transpose(1, 2).contiguous(), None
         check_host_arguments(chosen, query, dropout, scaling, kwargs)
         causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
         needs_weights = output_attentions or attentions_are_recorded()
         if distributed.active() is not None:
-            window = kwargs.get("sliding_window")
             out = attend_sharded(chosen, query, key, value, causal, window=window, needs_weights=needs_weights)
             return out.transpose(1, 2).contiguous(), None
         sizes = (query.shape[0], query.shape[2], key.shape[2])
         if attention_mask is None and causal:  # also if a wrapper dropped it, as DeepSpeed's sequence parallel does
-            chosen = with_window(chosen, kwargs.get("sliding_window"), sizes[2])
+            chosen = with_window(chosen, window, sizes[2])
             if sizes[1] == sizes[2] > 1:
                 attention_mask = documents_in_positions(kwargs.get("position_ids"), sizes[2])
                 attention_mask = None if attention_mask is None else attention_mask.expand(sizes[0], -1, -1, -1)
@@ -334,7 +332,6 @@ def attend_sharded(
         raise ValueError(f"context parallel expects {expected}, got {key.shape[2]} keys: pass use_cache=False")
     if needs_weights:
         raise ValueError("no attention weights under context parallel: output_attentions must be False")
-    windows = [one for one in (window, chosen.window(None)) if one is not None]
     return distributed.context_parallel_attention(
         query,
         key,
@@ -343,7 +340,7 @@ def attend_sharded(
         attention=chosen,
         parameters=parameters,
         is_causal=is_causal,
-        window=min(windows) if windows else None,
+        window=min((one for one in (window, chosen.window(None)) if one is not None), default=None),
     )
 
 

@@ -40,7 +40,7 @@ class HostConfig:
     @_attn_implementation.setter
     def _attn_implementation(self, value: str | Mapping[str, Any] | None) -> None:
         if value is not None:
-            check_own(type(self).__name__, value)
+            check_catalogue_name(type(self).__name__, value)
             PreTrainedConfig._attn_implementation.fset(self, value)
 
 
@@ -52,17 +52,17 @@ class HostModel:
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         own = self.config._attn_implementation
         if requested_attention not in (None, own):
-            check_own(type(self).__name__, requested_attention)
+            check_catalogue_name(type(self).__name__, requested_attention)
         return super().get_correct_attn_implementation(requested_attention or own, is_init_check)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
         before = attention_names(self.config)
         if isinstance(attn_implementation, str):
-            check_own(type(self).__name__, attn_implementation)
+            check_catalogue_name(type(self).__name__, attn_implementation)
         super().set_attn_implementation(attn_implementation, *args, **kwargs)  # type: ignore[misc]
-        if not has_own(after := attention_names(self.config)):
+        if not has_catalogue_name(after := attention_names(self.config)):
             super().set_attn_implementation(before, *args, **kwargs)  # type: ignore[misc]
-            check_own(type(self).__name__, after)
+            check_catalogue_name(type(self).__name__, after)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, *args: Any) -> Any:
@@ -117,12 +117,12 @@ def names_in(tree: Any) -> set[Any]:
     return set().union(*map(names_in, tree.values())) if isinstance(tree, Mapping) else {tree}
 
 
-def has_own(tree: str | Mapping[str, Any] | None) -> bool:
+def has_catalogue_name(tree: str | Mapping[str, Any] | None) -> bool:
     return not names_in(tree).isdisjoint(KNOWN)
 
 
-def check_own(name: str, attention: str | Mapping[str, Any] | None) -> None:
-    if not has_own(attention):
+def check_catalogue_name(name: str, attention: str | Mapping[str, Any] | None) -> None:
+    if not has_catalogue_name(attention):
         expected = f"None or a name of softplus_attention.catalog, since {name} runs no other attention"
         check.fail("attn_implementation", expected, repr(attention))
 
@@ -232,11 +232,11 @@ def has_type(config: PreTrainedConfig) -> bool:
     return name == type(config).__name__ and CLASS_PREFIX + name in _hosts
 
 
-def own_type(config: PreTrainedConfig) -> PreTrainedConfig | None:
+def config_to_save(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The config to save, with our type, if the attention is of the catalogue; None for other configs."""
     if isinstance(config, HostConfig) or config.model_type in _own_types:
         return config
-    if not has_type(config) or not has_own(attention_names(config)):
+    if not has_type(config) or not has_catalogue_name(attention_names(config)):
         return None
     found = copy.copy(config)
     found.__class__ = __getattr__(CLASS_PREFIX + type(config).__name__)
@@ -259,16 +259,3 @@ def auto_classes(config: PreTrainedConfig) -> dict[str, str]:
 
 def module_for(name: str) -> str:
     return _own_modules.get(name, __name__)
-
-
-__all__ = [
-    "HostConfig",
-    "HostModel",
-    "attention_names",
-    "auto_classes",
-    "check_own",
-    "has_own",
-    "names_in",
-    "own_type",
-    "register_hosts",
-]

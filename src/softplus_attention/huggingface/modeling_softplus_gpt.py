@@ -300,7 +300,7 @@ class SoftplusGPTModel(SoftplusGPTPreTrainedModel):
             mask = create_causal_mask(
                 self.config, hidden_states, attention_mask, past_key_values=past_key_values, position_ids=position_ids
             )
-        packed = paged is None and any(word in options for word in PACKING)
+        packed = paged is None and any(name in options for name in PACKING)
         if packed or position_ids is None:  # only if needed: some caches scan every key to get the length
             seen = 0 if past_key_values is None else past_key_values.get_seq_length()
         if packed:

@@ -32,8 +32,8 @@ from softplus_attention.huggingface.extension.modeling import CLASSES as EXTENDE
 from softplus_attention.huggingface.hosts import (
     PREFIX,
     attention_names,
-    check_own,
-    has_own,
+    check_catalogue_name,
+    has_catalogue_name,
     host_names,
     names_in,
     register_hosts,
@@ -86,7 +86,7 @@ def save_attention_names() -> None:
             inherited = isinstance(settings, InheritedSettings)
             if inherited and vars(settings.parent).get(SETTINGS) is vars(self).get(SETTINGS):
                 saved[key].pop(SETTINGS, None)
-        if has_own(tree := attention_names(self)):
+        if has_catalogue_name(tree := attention_names(self)):
             saved["attn_implementation"] = tree[""] if "" in tree and len(names_in(tree)) == 1 else tree
         return saved
 
@@ -101,7 +101,7 @@ def keep_attention_names() -> None:
 
     @functools.wraps(from_dict)
     def from_dict_keeping_name(cls: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        if kwargs.get("attn_implementation", "") is None and has_own(config_dict.get("attn_implementation")):
+        if kwargs.get("attn_implementation", "") is None and has_catalogue_name(config_dict.get("attn_implementation")):
             del kwargs["attn_implementation"]
         found = from_dict(cls, config_dict, **kwargs)
         config = found[0] if isinstance(found, tuple) else found
@@ -110,11 +110,11 @@ def keep_attention_names() -> None:
         return found
 
     def set_unless_none(self: PreTrainedConfig, value: Any) -> None:
-        if value is None and has_own(attention_names(self)):
+        if value is None and has_catalogue_name(attention_names(self)):
             return
         engines = {name for name in names_in(value) if isinstance(name, str)} & set(ENGINES)
-        if engines and has_own(attention_names(self)):  # for example in a part of a composite model
-            check_own(self.model_type, engines.pop())
+        if engines and has_catalogue_name(attention_names(self)):  # for example in a part of a composite model
+            check_catalogue_name(self.model_type, engines.pop())
         implementation.fset(self, value)
 
     @functools.wraps(get_dict)
@@ -123,7 +123,7 @@ def keep_attention_names() -> None:
         found, others = get_dict(cls, *args, **kwargs)
         if cls.model_type and found.get("model_type") == PREFIX + cls.model_type:
             if kwargs.get("attn_implementation") is not None:
-                check_own(found["model_type"], kwargs["attn_implementation"])
+                check_catalogue_name(found["model_type"], kwargs["attn_implementation"])
             found = {key: value for key, value in found.items() if key != "auto_map"}
             found |= {"model_type": cls.model_type, "architectures": host_names(found.get("architectures"))}
         return found, others
@@ -142,7 +142,7 @@ def refuse_shared_configs() -> None:
     def from_unshared_config(cls: Any, config: PreTrainedConfig, **kwargs: Any) -> Any:
         own, name = attention_names(config), kwargs.get("attn_implementation")
         other = _models_by_config.get(id(config))
-        if other is not None and has_own(own) and name is not None and names_in(name) != names_in(own):
+        if other is not None and has_catalogue_name(own) and name is not None and names_in(name) != names_in(own):
             found = f"the config object of a {type(other).__name__}, whose attention would change too"
             check.fail("config", f"a copy, copy.deepcopy(config), with attn_implementation={name!r}", found)
         return from_config(cls, config, **kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from softplus_attention.huggingface.attention import SETTINGS
-from softplus_attention.huggingface.hosts import HostConfig, attention_names, auto_classes, own_type
+from softplus_attention.huggingface.hosts import HostConfig, attention_names, auto_classes, config_to_save
 from softplus_attention.huggingface.remote_code import MODULE, remote_code_for
 from softplus_attention.utils.files import write_whole
 
@@ -73,7 +73,7 @@ def wrap_saving() -> None:
 
     @functools.wraps(save_config)
     def save_config_with_type(self: PreTrainedConfig, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        config = own_type(self)
+        config = config_to_save(self)
         if config is not None and not Path(save_directory).is_file():
             config = copy.copy(config)
             kinds = auto_classes(config)
@@ -87,7 +87,7 @@ def wrap_saving() -> None:
         self: PreTrainedModel, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         card, is_adapter = Path(save_directory) / CARD, getattr(self, "_hf_peft_config_loaded", False)
-        config = None if is_adapter or card.exists() or not is_main_process else own_type(self.config)
+        config = None if is_adapter or card.exists() or not is_main_process else config_to_save(self.config)
         if config is not None and not Path(save_directory).is_file():
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_whole(card, model_card(config, Path(save_directory).name))
@@ -105,7 +105,7 @@ def model_card(
     ``about`` is a sentence or two below the title, ``base`` the model it was made from, ``facts`` more rows of the
     table (losses, tokens seen, ...).
     """
-    config = own_type(config) or config
+    config = config_to_save(config) or config
     kinds = auto_classes(config)
     own = [key for key, name in kinds.items() if name in (config.architectures or ())]
     auto = next((key for key in own if key != "AutoModel"), "AutoModelForCausalLM" if not own else "AutoModel")

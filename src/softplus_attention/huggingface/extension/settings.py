@@ -97,12 +97,3 @@ class Extension:
     @property
     def window_reach(self) -> Reach:
         return Reach(self.window, self.sink)
-
-    def farthest(self, length: int | None = None) -> int:
-        """The largest distance that a far head's rotations encode at ``length`` tokens."""
-        last = (self.length if length is None else length) - 1
-        if self.far == "clip":
-            return min(last, self.near)
-        if self.far == "group":
-            return max(min(last, self.near - 1), last // self.group + self.near - self.near // self.group)
-        return last
