@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_models import IDS, SIZE, small_model, token_rows
+from huggingface_models import IDS, SIZE, logits, run_python, small_model, token_rows
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -36,6 +34,7 @@ else:
 torch.save(model.eval()(torch.load(ids)).logits.detach(), out)
 """
 IMPORT = "import softplus_attention.huggingface"
+ROW = token_rows(1, 40)
 
 
 def lora(**kwargs: Any) -> LoraConfig:
@@ -47,16 +46,26 @@ def saved_base(folder: Path, family: str = "llama", attention: str = "sdpa") -> 
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(token_rows(1, 40)).logits
+def save_adapter(folder: Path, attention: str = "lssar", adapter: Any = None, **settings: Any) -> PeftModel:
+    """Save a softmax model to ``base``, and an adapter of it with another attention to ``adapter``."""
+    model = get_peft_model(use_attention(saved_base(folder / "base"), attention, **settings), adapter or lora())
+    model.save_pretrained(folder / "adapter")
+    return model
 
 
-def load_in_new_process(tmp_path: Path, way: str, before: str = IMPORT, after: str = "") -> subprocess.CompletedProcess:
-    torch.save(token_rows(1, 40), tmp_path / "ids.pt")
+def load_adapter(folder: Path, **kwargs: Any) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    return PeftModel.from_pretrained(base, folder / "adapter", **kwargs)
+
+
+def assert_restored(restored: Any, model: Any) -> None:
+    assert logits(restored, ROW).equal(logits(model, ROW))
+
+
+def load_in_new_process(tmp_path: Path, way: str, before: str, after: str) -> Any:
+    torch.save(ROW, tmp_path / "ids.pt")
     places = [tmp_path / "base", tmp_path / "adapter", way, tmp_path / "ids.pt", tmp_path / "logits.pt"]
-    program = LOAD.format(before=before, after=after)
-    return subprocess.run([sys.executable, "-c", program, *map(str, places)], capture_output=True, text=True)
+    return run_python(LOAD.format(before=before, after=after), *places)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +74,15 @@ def load_in_new_process(tmp_path: Path, way: str, before: str = IMPORT, after: s
     ids=["peft, ours imported first", "auto, peft imported first", "transformers' own"],
 )
 def test_fresh_process_restores_attention(way: str, order: tuple[str, str], tmp_path: Path) -> None:
-    base = saved_base(tmp_path / "base")
-    model = get_peft_model(use_attention(base, "lssar", power=7, score_scale=2.0), lora())
-    model.save_pretrained(tmp_path / "adapter")
+    model = save_adapter(tmp_path, power=7, score_scale=2.0)
     done = load_in_new_process(tmp_path, way, *order)
     assert done.returncode == 0, done.stderr
-    assert torch.load(tmp_path / "logits.pt").equal(logits_of(model))
+    assert torch.load(tmp_path / "logits.pt").equal(logits(model, ROW))
 
 
 @pytest.mark.parametrize("way", ["peft", "native"])
 def test_without_the_package_loading_raises(way: str, tmp_path: Path) -> None:
-    base = saved_base(tmp_path / "base")
-    get_peft_model(use_attention(base), lora()).save_pretrained(tmp_path / "adapter")
+    save_adapter(tmp_path)
     done = load_in_new_process(tmp_path, way, "", "")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -87,12 +93,11 @@ def test_without_the_package_loading_raises(way: str, tmp_path: Path) -> None:
 def test_power_set_after_training_is_restored(family: str, tmp_path: Path) -> None:
     base = saved_base(tmp_path / "base", family, "lssar")
     model = get_peft_model(base, lora())
-    before = logits_of(model)
+    before = logits(model, ROW)
     set_power(model, PowerByLength(3, 2, n0=8))
     model.save_pretrained(tmp_path / "adapter")
-    assert (logits_of(model) - before).abs().max() > 1e-3
-    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(restored).equal(logits_of(model))
+    assert (logits(model, ROW) - before).abs().max() > 1e-3
+    assert_restored(load_adapter(tmp_path), model)
 
 
 def test_parts_of_a_composite_model(tmp_path: Path) -> None:
@@ -111,7 +116,7 @@ def test_parts_of_a_composite_model(tmp_path: Path) -> None:
     fresh = LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
     restored = PeftModel.from_pretrained(fresh, tmp_path / "adapter")
     assert restored.config.vision_config._attn_implementation == "sdpa"
-    assert logits_of(restored).equal(logits_of(model))
+    assert_restored(restored, model)
 
 
 def test_adapters_of_transformers_itself(tmp_path: Path) -> None:
@@ -120,43 +125,35 @@ def test_adapters_of_transformers_itself(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "adapter")
     restored = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     restored.load_adapter(str(tmp_path / "adapter"))
-    assert logits_of(restored).equal(logits_of(model))
+    assert_restored(restored, model)
 
 
 def test_prompt_tuning(tmp_path: Path) -> None:
     prompts = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), prompts)
-    model.save_pretrained(tmp_path / "adapter")
-    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(restored).equal(logits_of(model))
+    model = save_adapter(tmp_path, adapter=prompts, power=3)
+    assert_restored(load_adapter(tmp_path), model)
 
 
 def test_config_given_by_the_caller(tmp_path: Path) -> None:
-    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
-    model.save_pretrained(tmp_path / "adapter")
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    restored = PeftModel.from_pretrained(fresh, tmp_path / "adapter", config=lora())
-    assert logits_of(restored).equal(logits_of(model))
+    model = save_adapter(tmp_path, power=3)
+    assert_restored(load_adapter(tmp_path, config=lora()), model)
 
 
 def test_resumed_run(tmp_path: Path) -> None:
     """Trainer loads a checkpoint's adapter into an existing adapter."""
-    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar"), lora())
-    model.save_pretrained(tmp_path / "adapter")
+    model = save_adapter(tmp_path)
     restored = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora())
     restored.load_adapter(str(tmp_path / "adapter"), "default", is_trainable=True)
-    assert logits_of(restored).equal(logits_of(model))
+    assert_restored(restored, model)
 
 
 def test_two_attentions_in_one_model_raise(tmp_path: Path) -> None:
     for name in ("lssar", "lssa"):
-        model = get_peft_model(use_attention(saved_base(tmp_path / "base"), name), lora())
-        model.save_pretrained(tmp_path / name)
-    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    restored = PeftModel.from_pretrained(fresh, tmp_path / "lssar")
+        save_adapter(tmp_path / name, name)
+    model = load_adapter(tmp_path / "lssar")
     with pytest.raises(ValueError, match=r"all adapters of a model share its attention, got \{'attention': 'lssa'\}"):
-        restored.load_adapter(str(tmp_path / "lssa"), "second")
-    restored.load_adapter(str(tmp_path / "lssar"), "third")
+        model.load_adapter(str(tmp_path / "lssa" / "adapter"), "second")
+    model.load_adapter(str(tmp_path / "lssar" / "adapter"), "third")
 
 
 def test_base_with_other_attention_raises(tmp_path: Path) -> None:
@@ -165,9 +162,10 @@ def test_base_with_other_attention_raises(tmp_path: Path) -> None:
     other = small_model("softplus-gpt", "softmax")
     with pytest.raises(ValueError, match="trained with this model's attention"):
         PeftModel.from_pretrained(other, tmp_path / "adapter")
-    record = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    file = tmp_path / "adapter" / "adapter_config.json"
+    saved = json.loads(file.read_text())
     for invalid in ({"attention": "no-such"}, "no-such", {"attention": "no-such", "parts": {"__class__": {}}}):
-        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(record | {"softplus_attention": invalid}))
+        file.write_text(json.dumps(saved | {"softplus_attention": invalid}))
         with pytest.raises(ValueError, match="'no-such'"):
             PeftModel.from_pretrained(small_model("llama", "sdpa"), tmp_path / "adapter")
 
@@ -178,14 +176,13 @@ def test_adapters_over_softmax_are_unmarked(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert saved["peft_type"] == "LORA"
     assert "softplus_attention" not in saved
-    assert logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")).equal(logits_of(model))
+    assert_restored(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter"), model)
 
 
 def test_merged_models_save_the_attention(tmp_path: Path) -> None:
-    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
-    merged = model.merge_and_unload()
+    merged = save_adapter(tmp_path, power=3).merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
-    assert logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")).equal(logits_of(merged))
+    assert_restored(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), merged)
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian", None])
@@ -203,9 +200,7 @@ def test_marks_are_removed(init: Any, tmp_path: Path) -> None:
 
 def test_adapters_of_earlier_versions(tmp_path: Path) -> None:
     """They marked only the type."""
-    model = get_peft_model(use_attention(saved_base(tmp_path / "base"), "lssar", power=3), lora())
-    model.save_pretrained(tmp_path / "adapter")
+    model = save_adapter(tmp_path, power=3)
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "init_lora_weights": False}))
-    restored = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    assert logits_of(restored).equal(logits_of(model))
+    assert_restored(load_adapter(tmp_path), model)

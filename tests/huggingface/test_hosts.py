@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_models import CONFIGS, GROUPED, IDS, SIZE, small_model, token_rows
+from huggingface_models import CONFIGS, GROUPED, IDS, SIZE, logits, run_python, small_model, token_rows
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +26,7 @@ from transformers import (
 from softplus_attention.huggingface import SoftplusGPTForCausalLM, use_attention
 from softplus_attention.huggingface.saving import model_card
 
+ROW = token_rows(1, 30)
 HOSTS = [family for family in CONFIGS if family != "softplus-gpt"]
 FOREIGN = ["sdpa", "eager", "vllm", "sglang", "flash_attention_2", "paged|eager"]
 LOAD = """
@@ -51,11 +50,6 @@ foreign = attempt(AutoModelForCausalLM, trust_remote_code=True, attn_implementat
 stock = stock if isinstance(stock, str) else ""
 print(json.dumps([hidden, untrusted, foreign, stock, model.config.model_type]))
 """
-
-
-def logits(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(token_rows(1, 30)).logits
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def test_saved_under_our_type(family: str, tmp_path: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
         assert type(loaded).__name__ == config["architectures"][0]
         assert isinstance(loaded, type(model))
-        assert logits(loaded).equal(logits(model))
+        assert logits(loaded, ROW).equal(logits(model, ROW))
     again = tmp_path / "again"
     loaded.save_pretrained(again)
     assert saved_config(again) == config
@@ -111,9 +105,9 @@ def test_other_catalogue_attention(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama, attn_implementation="lssar-p3")
     assert model.config._attn_implementation == "lssar-p3"
     same = AutoModelForCausalLM.from_pretrained(llama)
-    assert logits(model).equal(logits(same))
+    assert logits(model, ROW).equal(logits(same, ROW))
     assert use_attention(model, "lssa").config._attn_implementation == "lssa"
-    assert not logits(model).equal(logits(same))
+    assert not logits(model, ROW).equal(logits(same, ROW))
 
 
 @pytest.mark.parametrize("options", [{}, {"attn_implementation": None}])
@@ -121,7 +115,7 @@ def test_old_checkpoints(options: dict[str, Any], llama: Path) -> None:
     new = AutoModelForCausalLM.from_pretrained(llama)
     model = AutoModelForCausalLM.from_pretrained(to_old_format(llama), **options)
     assert type(model).__name__ == "LlamaForCausalLM"
-    assert logits(model).equal(logits(new))
+    assert logits(model, ROW).equal(logits(new, ROW))
     model.save_pretrained(llama)
     assert saved_config(llama)["model_type"] == "softplus_llama"
     assert saved_config(llama)["softplus_attention"] == {"power": 3}
@@ -131,7 +125,7 @@ def test_loaded_with_the_host_class(llama: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama)
     assert model.config.model_type == "llama"
     assert model.config.architectures == ["LlamaForCausalLM"]
-    assert logits(model).equal(logits(AutoModelForCausalLM.from_pretrained(llama)))
+    assert logits(model, ROW).equal(logits(AutoModelForCausalLM.from_pretrained(llama), ROW))
 
 
 def test_settings_of_a_config(llama: Path) -> None:
@@ -149,8 +143,8 @@ def test_process_that_does_not_import_us(family: str, tmp_path: Path) -> None:
     """It gets our attention, or an error."""
     model = small_model(family)
     model.save_pretrained(tmp_path)
-    torch.save(token_rows(1, 30), tmp_path / "ids.pt")
-    done = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True)
+    torch.save(ROW, tmp_path / "ids.pt")
+    done = run_python(LOAD, tmp_path)
     assert done.returncode == 0, done.stderr
     hidden, untrusted, foreign, stock, found = json.loads(done.stdout.splitlines()[-1])
     assert "pip install 'softplus-attention[huggingface]'" in hidden
@@ -159,7 +153,7 @@ def test_process_that_does_not_import_us(family: str, tmp_path: Path) -> None:
     assert found == type(model.config).model_type.replace("llama", "softplus_llama")
     if family == "llama":
         assert '`attn_implementation="lssar"` is not supported' in stock.replace("Specified ", "")
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(model))
+    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(model, ROW))
 
 
 def test_importing_imports_no_host() -> None:
@@ -167,7 +161,7 @@ def test_importing_imports_no_host() -> None:
 import sys, softplus_attention.huggingface
 print([name for name in sys.modules if "modeling_mixtral" in name or "modeling_bert" in name])
 """
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert run_python(code).stdout == "[]\n"
 
 
 def test_weights_renamed_by_the_host(tmp_path: Path) -> None:
@@ -179,7 +173,7 @@ def test_weights_renamed_by_the_host(tmp_path: Path) -> None:
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    assert logits(loaded).equal(logits(model))
+    assert logits(loaded, ROW).equal(logits(model, ROW))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "softplus-gpt"])
@@ -249,9 +243,9 @@ def test_text_model_of_a_composite_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Llama4Config(text_config={**text, "initializer_range": 0.2}, vision_config=vision)
     whole = Llama4ForConditionalGeneration(config)
-    softmax = logits(whole)
+    softmax = logits(whole, ROW)
     use_attention(whole, "lssar", power=3).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model).__name__ == "SoftplusLlama4ForCausalLM"
-    torch.testing.assert_close(logits(model), logits(whole))
-    assert (logits(model) - softmax).abs().max() > 1e-2
+    torch.testing.assert_close(logits(model, ROW), logits(whole, ROW))
+    assert (logits(model, ROW) - softmax).abs().max() > 1e-2

@@ -9,10 +9,15 @@ import pytest
 import torch
 from huggingface_models import FAMILIES, small_model, token_rows
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
     BloomConfig,
     CodeGenConfig,
     DynamicCache,
+    Gemma2Config,
+    GptOssConfig,
     OPTConfig,
     StaticCache,
 )
@@ -26,8 +31,10 @@ from transformers.masking_utils import (
     sdpa_mask,
     sliding_window_causal_mask_function,
 )
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from softplus_attention import PowerByLength, softplus_attention
+from softplus_attention.catalog import attention
 from softplus_attention.huggingface import set_power, use_attention
 from softplus_attention.huggingface.masks import end_of_document, first_of_document, range_mask
 
@@ -212,10 +219,6 @@ class TestAttention:
     @pytest.mark.parametrize("name", ["lssar", "lssa", "softmax", "softmax-qknorm-logn"])
     def test_the_layer_runs_the_op(self, name):
         """The first layer's attention, step by step: projections, RoPE, then the op."""
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-        from softplus_attention.catalog import attention
-
         model = small_model("llama", name)
         layer, seen = model.model.layers[0].self_attn, {}
         layer.o_proj.register_forward_pre_hook(lambda _, inputs: seen.update(heads=inputs[0]))
@@ -277,8 +280,6 @@ class TestAttention:
         q, k, v = torch.randn(3, 1, 4, 10, 16).unbind(0)
         model = small_model("llama")
         model.config.softplus_attention = {"score_scale": 1.5, "power": 4}
-        from transformers import AttentionInterface
-
         fn = AttentionInterface()["lssar"]
         out, _ = fn(model.model.layers[0].self_attn, q, k, v, None, scaling=0.25)
         expected = softplus_attention(q, k, v, power=4, score_scale=1.5, is_causal=True)
@@ -350,29 +351,24 @@ class TestRefusals:
         whole = model(token_rows(1, 12)).logits
         torch.testing.assert_close(model(token_rows(1, 12)[:, :7]).logits, whole[:, :7])
 
-    @pytest.mark.parametrize("word", ["softcap", "s_aux", "position_bias", "cache", "block_indices"])
+    @pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias", "cache", "block_indices"])
     @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-    def test_unsupported_features(self, word, family):
+    def test_unsupported_features(self, option, family):
         model = small_model(family)
-        with pytest.raises(ValueError, match=f"`{word}` must be None"):
-            model(token_rows(1, 8), **{word: torch.ones(1)}, use_cache=False)
+        with pytest.raises(ValueError, match=f"`{option}` must be None"):
+            model(token_rows(1, 8), **{option: torch.ones(1)}, use_cache=False)
 
-    def test_soft_capping_model(self):
-        from transformers import Gemma2Config
-
+    @pytest.mark.parametrize(
+        ("kind", "kwargs", "option"),
+        [
+            (Gemma2Config, {"query_pre_attn_scalar": 16}, "softcap"),
+            (GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+        ],
+    )
+    def test_soft_capping_and_sinks(self, kind, kwargs, option):
         size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-        more = {"num_key_value_heads": 2, "intermediate_size": 32, "query_pre_attn_scalar": 16}
-        model = AutoModelForCausalLM.from_config(Gemma2Config(**size, **more), attn_implementation="lssar")
-        with pytest.raises(ValueError, match="`softcap` must be None"):
-            model.eval()(token_rows(1, 8) % 64)
-
-    def test_sinks_model(self):
-        from transformers import GptOssConfig
-
-        size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-        more = {"num_key_value_heads": 2, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
-        config = GptOssConfig(**size, **more)
-        with pytest.raises(ValueError, match="`s_aux` must be None"):
+        config = kind(**size, num_key_value_heads=2, intermediate_size=32, **kwargs)
+        with pytest.raises(ValueError, match=f"`{option}` must be None"):
             AutoModelForCausalLM.from_config(config, attn_implementation="lssar").eval()(token_rows(1, 8) % 64)
 
     def test_additive_mask(self):
@@ -427,8 +423,6 @@ class TestRefusals:
         assert model.config.to_dict() == before
 
     def test_window_in_a_bidirectional_model(self):
-        from transformers import BertConfig, BertModel
-
         size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         config = BertConfig(**size, intermediate_size=32, attention_probs_dropout_prob=0.0)
         config._attn_implementation = "softmax-window"

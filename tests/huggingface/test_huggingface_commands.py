@@ -39,6 +39,8 @@ from softplus_attention.huggingface.loading import check_is_causal
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 40
 POWERS = "`--power` must be a number >= 1, or log:FACTOR (FACTOR times the log of the number of keys)"
+SEEDS = "`--seed` must be from -2**63 to 2**64 - 1"
+PROMPT = ["--prompt", "a"]
 BYTES = {"vocab_size": 257, "pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
 
 
@@ -74,29 +76,24 @@ class TestConvert:
             assert printed == pytest.approx(loss, abs=1e-4)
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("model", "options", "message"),
         [
-            (["{}/llama", "--output", "{}/llama"], "`--output` must be a folder that does not exist yet"),
-            (["{}/llama", "--output", "{}/new", "--attention", "lsar"], "no attention is named 'lsar'"),
-            (["{}/none", "--output", "{}/new"], "`model` must be a folder with config.json"),
-            (["{}/llama", "--output", "{}/new", "--text", "{}/none"], "no such file or directory"),
-            (["{}/llama", "--output", "{}/new", "--power", "0.1"], "`--power` must be a number >= 1"),
-            (
-                ["{}/llama", "--output", "{}/new", "--power", "log:0"],
-                POWERS + ", got 'log:0'",
-            ),
-            (["{}/llama", "--output", "{}/new", "--attention", "ssmax"], "it has learned parameters"),
-            (
-                ["{}/llama", "--output", "{}/new", "--device", "meta"],
-                "`--device` must be one that torch can use here, cpu",
-            ),
-            (["{}/classifier", "--output", "{}/new"], "1 missing weights for LlamaForCausalLM, such as lm_head.weight"),
+            ("llama", ["--output", "{}/llama"], "`--output` must be a folder that does not exist yet"),
+            ("llama", ["--attention", "lsar"], "no attention is named 'lsar'"),
+            ("none", [], "`model` must be a folder with config.json"),
+            ("llama", ["--text", "{}/none"], "no such file or directory"),
+            ("llama", ["--power", "0.1"], "`--power` must be a number >= 1"),
+            ("llama", ["--power", "log:0"], POWERS + ", got 'log:0'"),
+            ("llama", ["--attention", "ssmax"], "it has learned parameters"),
+            ("llama", ["--device", "meta"], "`--device` must be one that torch can use here, cpu"),
+            ("classifier", [], "1 missing weights for LlamaForCausalLM, such as lm_head.weight"),
         ],
     )
-    def test_bad_input(self, saved, capsys, arguments, message):
-        if "classifier" in arguments[0]:
+    def test_bad_input(self, saved, capsys, model, options, message):
+        if model == "classifier":
             LlamaForSequenceClassification(llama().config).save_pretrained(saved / "classifier")
-        assert main(["convert", "--device", "cpu", *(w.format(saved) for w in arguments)]) == 2
+        options = [option.format(saved) for option in options]
+        assert main(["convert", str(saved / model), "--output", str(saved / "new"), "--device", "cpu", *options]) == 2
         assert message in capsys.readouterr().err
         assert not (saved / "new").exists()
 
@@ -142,10 +139,14 @@ def test_rounding_is_not_a_leak(leak: float, refused: bool) -> None:
         check_is_causal("model", Leaking(32, 32), torch.arange(4)[None])
 
 
+def generate(model: Path, *options: str) -> int:
+    return main(["generate", "--model", str(model), "--device", "cpu", *options])
+
+
 class TestGenerate:
     def test_streams_and_reports(self, saved, capsys):
-        arguments = ["generate", "--model", str(saved / "llama"), "--prompt", "The quick", "--max-new-tokens", "70"]
-        assert main([*arguments, "--temperature", "0", "--device", "cpu"]) == 0
+        options = ["--prompt", "The quick", "--max-new-tokens", "70", "--temperature", "0"]
+        assert generate(saved / "llama", *options) == 0
         captured = capsys.readouterr()
         assert captured.out.startswith("The quick")
         assert re.search(r"70 new tokens after 9 of the prompt.*[0-9.]+ tokens/s; 1.2 times the training", captured.err)
@@ -165,10 +166,10 @@ class TestGenerate:
     @pytest.mark.parametrize("power", ["3", "log:2"])
     def test_power_option_matches_evaluate(self, own, power, tmp_path, capsys):
         folder = saved_model(tmp_path, power=own)
-        arguments = ["generate", "--model", str(folder), "--prompt", "abcdefgh" * 4, "--temperature", "0"]
+        options = ["--prompt", "abcdefgh" * 4, "--temperature", "0", "--max-new-tokens", "12"]
         outputs = []
         for more in ([], ["--power", power]):
-            assert main([*arguments, "--max-new-tokens", "12", "--device", "cpu", *more]) == 0
+            assert generate(folder, *options, *more) == 0
             outputs.append(capsys.readouterr().out)
         changed, tokenizer = open_saved(f"{folder}+power={power}").model, AutoTokenizer.from_pretrained(folder)
         inputs = tokenizer("abcdefgh" * 4, return_tensors="pt", return_token_type_ids=False)
@@ -179,8 +180,7 @@ class TestGenerate:
     def test_a_tokenizer_of_another_model(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES | {"vocab_size": 65})
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "few")
-        arguments = ["generate", "--model", str(saved / "few"), "--tokenizer", str(saved / "llama"), "--prompt", "az"]
-        assert main([*arguments, "--device", "cpu"]) == 2
+        assert generate(saved / "few", "--tokenizer", str(saved / "llama"), "--prompt", "az") == 2
         captured = capsys.readouterr()
         assert "the prompt has token 89, the model 65 tokens. Pass its own --tokenizer" in captured.err
         assert captured.out == ""
@@ -188,72 +188,53 @@ class TestGenerate:
     def test_beyond_learned_positions(self, saved, capsys):
         config = GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=16, **BYTES)
         AutoModelForCausalLM.from_config(config).save_pretrained(saved / "gpt2")
-        arguments = [
-            "generate",
-            "--model",
-            str(saved / "gpt2"),
-            "--tokenizer",
-            str(saved / "llama"),
-            "--prompt",
-            "a" * 30,
-        ]
-        assert main([*arguments, "--device", "cpu"]) == 2
+        assert generate(saved / "gpt2", "--tokenizer", str(saved / "llama"), "--prompt", "a" * 30) == 2
         assert "are more than this model has learned positions" in capsys.readouterr().err
 
     def test_truncated_weights(self, saved, capsys):
         weights = saved / "llama" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:1000])
-        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "cpu"]) == 2
+        assert generate(saved / "llama", "--prompt", "a") == 2
         assert "cut off or damaged" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("device", ["meta", "vulkan", "hpu", "opengl"])
+    @pytest.mark.parametrize("device", ["meta", "vulkan", "hpu", "opengl", "mps"])
     def test_unavailable_devices(self, device, saved, capsys):
-        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", device]) == 2
+        if device == "mps" and torch.backends.mps.is_available():
+            pytest.skip("MPS is available")
+        assert generate(saved / "llama", "--prompt", "a", "--device", device) == 2
         assert "`--device` must be one that torch can use here, cpu" in (err := capsys.readouterr().err)
         assert err.endswith(f"got {device!r}\n")
 
-    @pytest.mark.skipif(torch.backends.mps.is_available(), reason="MPS is available")
-    def test_no_mps(self, saved, capsys):
-        assert main(["generate", "--model", str(saved / "llama"), "--prompt", "a", "--device", "mps"]) == 2
-        assert "`--device` must be one that torch can use here, cpu" in capsys.readouterr().err
-
     @pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
     def test_smallest_and_largest_seed(self, seed, saved, capsys):
-        arguments = ["generate", "--model", str(saved / "llama"), "--prompt", "a", "--max-new-tokens", "1"]
-        assert main([*arguments, f"--seed={seed}", "--device", "cpu"]) == 0
+        assert generate(saved / "llama", "--prompt", "a", "--max-new-tokens", "1", f"--seed={seed}") == 0
         assert capsys.readouterr().out.startswith("a")
 
     @pytest.mark.parametrize(
-        ("arguments", "message"),
+        ("model", "options", "message"),
         [
-            (["--model", "{}/llama", "--prompt", ""], "the prompt is empty. Give --prompt at least one token"),
-            (["--model", "{}/none", "--prompt", "a"], "`model` must be a folder with config.json"),
-            (["--model", "{}/run", "--prompt", "a"], "the model of this run is in {}/run/model"),
-            (["--model", "{}/run/checkpoint-4", "--prompt", "a"], "the model of this run is in {}/run/model"),
-            (["--model", "{}/llama", "--prompt", "a", "--device", "cuda:99"], "`--device` must be available"),
-            (["--model", "{}/llama", "--prompt-file", "{}/empty"], "the prompt is empty. Give --prompt-file"),
-            (
-                ["--model", "{}/llama", "--prompt", "a", "--max-new-tokens", "0"],
-                "`--max-new-tokens` must be at least 1",
-            ),
-            (
-                ["--model", "{}/llama", "--prompt", "a", f"--seed={-(2**63) - 1}"],
-                "`--seed` must be from -2**63 to 2**64 - 1, got -9223372036854775809",
-            ),
-            (["--model", "{}/llama", "--prompt", "a", f"--seed={2**64}"], "`--seed` must be from -2**63 to 2**64 - 1"),
-            (["--model", "{}/llama", "--prompt", "a", "--power", "3"], "whose power can be set"),
-            (["--model", "{}/llama", "--prompt", "a", "--power", "log:many"], POWERS + ", got 'log:many'"),
-            (["--model", "{}/llama", "--prompt", "a", "--power", "log:1000"], POWERS + ", got 'log:1000': "),
-            (["--model", "{}/llama", "--prompt", "a", "--power", "learned"], POWERS + ", got 'learned'"),
-            (["--model", "{}/llama", "--prompt", "a", "--power", "nan"], POWERS + ", got 'nan'"),
+            ("llama", ["--prompt", ""], "the prompt is empty. Give --prompt at least one token"),
+            ("llama", ["--prompt-file", "{}/empty"], "the prompt is empty. Give --prompt-file"),
+            ("none", PROMPT, "`model` must be a folder with config.json"),
+            ("run", PROMPT, "the model of this run is in {}/run/model"),
+            ("run/checkpoint-4", PROMPT, "the model of this run is in {}/run/model"),
+            ("llama", [*PROMPT, "--device", "cuda:99"], "`--device` must be available"),
+            ("llama", [*PROMPT, "--max-new-tokens", "0"], "`--max-new-tokens` must be at least 1"),
+            ("llama", [*PROMPT, f"--seed={-(2**63) - 1}"], SEEDS + ", got -9223372036854775809"),
+            ("llama", [*PROMPT, f"--seed={2**64}"], SEEDS),
+            ("llama", [*PROMPT, "--power", "3"], "whose power can be set"),
+            ("llama", [*PROMPT, "--power", "log:many"], POWERS + ", got 'log:many'"),
+            ("llama", [*PROMPT, "--power", "log:1000"], POWERS + ", got 'log:1000': "),
+            ("llama", [*PROMPT, "--power", "learned"], POWERS + ", got 'learned'"),
+            ("llama", [*PROMPT, "--power", "nan"], POWERS + ", got 'nan'"),
         ],
     )
-    def test_bad_input(self, saved, capsys, arguments, message):
+    def test_bad_input(self, saved, capsys, model, options, message):
         (saved / "run" / "model").mkdir(parents=True)
         (saved / "run" / "checkpoint-4").mkdir()
         (saved / "run" / "model" / "config.json").write_text("{}")
         (saved / "empty").write_text("")
-        assert main(["generate", "--device", "cpu", *(w.format(saved) for w in arguments)]) == 2
+        assert generate(saved / model, *(option.format(saved) for option in options)) == 2
         assert message.format(saved) in capsys.readouterr().err
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from huggingface_models import run_python
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 import softplus_attention.huggingface as ours
@@ -37,6 +37,15 @@ def build(name: str, kwargs: dict[str, Any], **options: Any) -> Any:
     return model._from_config(model.config_class(**kwargs), **options).eval()
 
 
+@torch.no_grad()
+def assert_causal(model: Callable[[torch.Tensor], Any]) -> None:
+    tokens = torch.arange(2, 14)[None]
+    others = tokens.clone()
+    others[:, 8:] += 20
+    before, after = (model(x).logits[:, :8] for x in (tokens, others))
+    torch.testing.assert_close(before, after)
+
+
 @pytest.mark.parametrize("name", HALF_CONVERTED)
 def test_a_partly_convertible_model_is_an_error(name: str) -> None:
     build(name, HALF_CONVERTED[name])
@@ -53,13 +62,7 @@ def test_a_partly_convertible_model_is_an_error(name: str) -> None:
     ],
 )
 def test_no_row_sees_later_tokens(name: str, kwargs: dict[str, Any]) -> None:
-    model = build(name, {**TEXT, **kwargs}, attn_implementation="lssar")
-    tokens = torch.arange(2, 14)[None]
-    others = tokens.clone()
-    others[:, 8:] += 20
-    with torch.no_grad():
-        before, after = (model(x).logits[:, :8] for x in (tokens, others))
-    torch.testing.assert_close(before, after)
+    assert_causal(build(name, {**TEXT, **kwargs}, attn_implementation="lssar"))
 
 
 def test_concatenated_masks_are_dense() -> None:
@@ -69,12 +72,7 @@ def test_concatenated_masks_are_dense() -> None:
     config = transformers.T5Gemma2Config(encoder={"text_config": part, "vision_config": picture}, decoder=part)
     torch.manual_seed(0)
     model = transformers.T5Gemma2ForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
-    tokens = torch.arange(2, 14)[None]
-    others = tokens.clone()
-    others[:, 8:] += 20
-    with torch.no_grad():
-        before, after = (model(input_ids=tokens[:, :5], decoder_input_ids=x).logits[:, :8] for x in (tokens, others))
-    torch.testing.assert_close(before, after)
+    assert_causal(lambda tokens: model(input_ids=torch.arange(2, 7)[None], decoder_input_ids=tokens))
 
 
 def test_a_class_whose_source_cannot_be_read() -> None:
@@ -85,7 +83,7 @@ class MyLlama(LlamaForCausalLM): pass
 size = dict(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
 print(MyLlama._from_config(LlamaConfig(**size), attn_implementation="lssar").config._attn_implementation)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = run_python(code)
     assert done.stdout == "lssar\n", done.stderr
 
 

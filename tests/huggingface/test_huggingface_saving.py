@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import IDS, SIZE, small_model, token_rows
+from huggingface_models import IDS, small_model, tiny_gpt, token_rows
 from transformers import AutoModelForCausalLM, GenerationConfig, Trainer, TrainingArguments
 
-from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM, use_attention
+from softplus_attention.huggingface import use_attention
 from softplus_attention.huggingface.saving import save_trained
 
 SHIPPED = Path(__file__).parents[2] / "checkpoints" / "bytes-2.7m"
-
-
-def tiny(**kwargs: Any) -> SoftplusGPTForCausalLM:
-    return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})).eval()
 
 
 def rows_per_step(model: Any, **kwargs: Any) -> list[int]:
@@ -45,7 +41,7 @@ class TestUseCache:
 
     @pytest.mark.parametrize("host", ["softplus_gpt", "llama"])
     def test_model_trained_by_trainer(self, host: str, tmp_path: Path) -> None:
-        model = tiny() if host == "softplus_gpt" else use_attention(small_model("llama"), "lssar")
+        model = tiny_gpt() if host == "softplus_gpt" else use_attention(small_model("llama"), "lssar")
         data = [{"input_ids": row, "labels": row} for row in token_rows(2, 8)]
         arguments = TrainingArguments(
             output_dir=str(tmp_path / "run"), max_steps=1, gradient_checkpointing=True, report_to="none", use_cpu=True
@@ -59,18 +55,18 @@ class TestUseCache:
         assert rows_per_step(saved) == CACHED
 
     def test_folder_of_an_earlier_version(self, tmp_path: Path) -> None:
-        tiny().save_pretrained(tmp_path)
+        tiny_gpt().save_pretrained(tmp_path)
         edit(tmp_path / "generation_config.json", use_cache=False)
         assert json.loads((tmp_path / "generation_config.json").read_text())["_from_model_config"]
         assert rows_per_step(AutoModelForCausalLM.from_pretrained(tmp_path)) == CACHED
 
     def test_user_choices_are_kept(self, tmp_path: Path) -> None:
         """In the generation config, in the model's config, at loading, and in the call."""
-        model = tiny()
+        model = tiny_gpt()
         model.generation_config.use_cache = False
         model.save_pretrained(tmp_path / "generation")
-        tiny(use_cache=False).save_pretrained(tmp_path / "config")
-        tiny().save_pretrained(tmp_path / "plain")
+        tiny_gpt(use_cache=False).save_pretrained(tmp_path / "config")
+        tiny_gpt().save_pretrained(tmp_path / "plain")
         for folder in ("generation", "config"):
             assert rows_per_step(AutoModelForCausalLM.from_pretrained(tmp_path / folder)) == WHOLE
         plain = tmp_path / "plain"
@@ -79,14 +75,14 @@ class TestUseCache:
         assert rows_per_step(AutoModelForCausalLM.from_pretrained(plain), use_cache=False) == WHOLE
 
     def test_generation_config_is_kept(self, tmp_path: Path) -> None:
-        model = tiny()
+        model = tiny_gpt()
         model.generation_config.update(use_cache=False, do_sample=True, temperature=0.5)
         model.save_pretrained(tmp_path)
         found = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config
         assert (found.use_cache, found.do_sample, found.temperature) == (False, True, 0.5)
 
     def test_weights_are_the_same(self, tmp_path: Path) -> None:
-        model = tiny()
+        model = tiny_gpt()
         save_trained(model, tmp_path)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path)
         assert all(torch.equal(saved.state_dict()[name], value) for name, value in model.state_dict().items())

@@ -7,147 +7,129 @@ import json
 
 import pytest
 import torch
-from huggingface_models import IDS, SIZE, small_model, token_rows
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, LlamaConfig
+from huggingface_models import logits, small_model, tiny_gpt, token_rows
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from softplus_attention import PowerByLength
-from softplus_attention.huggingface import SoftplusGPTConfig, set_power, use_attention
+from softplus_attention.huggingface import set_power, use_attention
 from softplus_attention.huggingface.attention import attention_from_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+IMAGELESS = token_rows(1, 12) % 60
 
 
 class TestComposite:
     """The attention and its settings apply to the parts of a composite model, and are saved."""
 
     @staticmethod
-    def llava(**kwargs):
-        from transformers import CLIPVisionConfig, LlavaConfig
-
-        text = LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-        )
-        vision = CLIPVisionConfig(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-        )
-        return LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, **kwargs)
-
-    def test_attention_of_one_part_is_saved(self, tmp_path):
-        from transformers import LlavaForConditionalGeneration
-
+    def build(attention="lssar", settings=None):
+        """Large values make the power visible in the logits."""
+        size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        text, vision = LlamaConfig(vocab_size=64, **size), CLIPVisionConfig(**size, image_size=8, patch_size=4)
+        config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=63)
+        config.softplus_attention = settings
         torch.manual_seed(0)
-        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation={"text_config": "lssar"})
-        model.save_pretrained(tmp_path)
-        again = LlavaForConditionalGeneration.from_pretrained(tmp_path)
-        assert again.config.text_config._attn_implementation == "lssar"
-        assert again.config.vision_config._attn_implementation == "sdpa"
-        ids = token_rows(1, 12) % 60
-        with torch.no_grad():
-            torch.testing.assert_close(again.eval()(ids).logits, model.eval()(ids).logits)
-
-    def test_settings_at_the_top_apply_to_parts(self):
-        from transformers import LlavaForConditionalGeneration
-
-        ids, logits = token_rows(1, 12) % 60, []
-        for settings in (None, {"power": 2}):
-            torch.manual_seed(0)
-            config = self.llava()
-            config.softplus_attention = settings
-            model = LlavaForConditionalGeneration._from_config(config, attn_implementation="lssar").eval()
-            with torch.no_grad():
-                for layer in model.model.language_model.layers:
-                    layer.self_attn.v_proj.weight.mul_(20)
-                logits.append(model(ids).logits)
-        assert (logits[0] - logits[1]).abs().max() > 1e-4
-
-    def changed_at_the_top(self):
-        """A model whose power is changed at the top level after it was built, and its logits before and after."""
-        from transformers import LlavaForConditionalGeneration
-
-        torch.manual_seed(0)
-        model = LlavaForConditionalGeneration._from_config(self.llava(), attn_implementation="lssar").eval()
-        ids = token_rows(1, 12) % 60
+        model = LlavaForConditionalGeneration._from_config(config, attn_implementation=attention).eval()
         with torch.no_grad():
             for layer in model.model.language_model.layers:
                 layer.self_attn.v_proj.weight.mul_(20)
-            before = model(ids).logits
-            model.config.softplus_attention = {"power": 2}
-            return model, ids, before, model(ids).logits
+        return model
 
-    def test_later_changes_apply_to_parts(self, tmp_path):
-        from transformers import LlavaForConditionalGeneration
+    @pytest.fixture
+    def changed(self):
+        """A model whose power is changed at the top level after it was built, and its logits before and after."""
+        model = self.build()
+        before = logits(model, IMAGELESS)
+        model.config.softplus_attention = {"power": 2}
+        return model, before, logits(model, IMAGELESS)
 
-        model, ids, before, after = self.changed_at_the_top()
+    def test_attention_of_one_part_is_saved(self, tmp_path):
+        model = self.build({"text_config": "lssar"})
+        model.save_pretrained(tmp_path)
+        loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+        assert loaded.config.text_config._attn_implementation == "lssar"
+        assert loaded.config.vision_config._attn_implementation == "sdpa"
+        torch.testing.assert_close(logits(loaded, IMAGELESS), logits(model, IMAGELESS))
+
+    def test_settings_at_the_top_apply_to_parts(self):
+        usual, two = (logits(self.build(settings=settings), IMAGELESS) for settings in (None, {"power": 2}))
+        assert (usual - two).abs().max() > 1e-4
+
+    def test_later_changes_apply_to_parts(self, changed, tmp_path):
+        model, before, after = changed
         assert (before - after).abs().max() > 1e-4
         model.save_pretrained(tmp_path)
-        again = LlavaForConditionalGeneration.from_pretrained(tmp_path).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(again(ids).logits, after)
-            again.config.softplus_attention = {}
-            torch.testing.assert_close(again(ids).logits, before)
-        part = again.config.text_config.to_dict()
-        assert "softplus_attention" not in part
+        loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+        torch.testing.assert_close(logits(loaded, IMAGELESS), after)
+        loaded.config.softplus_attention = {}
+        torch.testing.assert_close(logits(loaded, IMAGELESS), before)
+        assert "softplus_attention" not in loaded.config.text_config.to_dict()
         assert json.loads(model.config.text_config.to_json_string())["softplus_attention"] == {"power": 2}
 
-    def test_part_keeps_its_own_settings(self):
-        model, ids, before, _ = self.changed_at_the_top()
+    def test_part_keeps_its_own_settings(self, changed):
+        model, before, _ = changed
         model.config.text_config.softplus_attention = {"power": 15}
-        with torch.no_grad():
-            torch.testing.assert_close(model(ids).logits, before)
+        torch.testing.assert_close(logits(model, IMAGELESS), before)
         model.set_attn_implementation("lssar")
         assert dict(model.config.text_config.softplus_attention) == {"power": 15}
 
-    def test_set_power_and_swap_apply_to_all_parts(self):
-        model, ids, before, after = self.changed_at_the_top()
+    @pytest.mark.parametrize(
+        "set_to_15",
+        [
+            lambda model: set_power(model, 15),
+            lambda model: use_attention(model, "lssar", power=15),
+            lambda model: set_power(model.model.language_model, 15),
+        ],
+        ids=["set_power", "use_attention", "set_power of a part"],
+    )
+    def test_set_power_and_swap_apply_to_all_parts(self, set_to_15, changed):
+        model, before, after = changed
         set_power(model, 15)
-        with torch.no_grad():
-            torch.testing.assert_close(model(ids).logits, before)
-            model.config.softplus_attention = {"power": 2}
-            torch.testing.assert_close(model(ids).logits, after)
-            use_attention(model, "lssar", power=15)
-            torch.testing.assert_close(model(ids).logits, before)
-            model.config.softplus_attention = {"power": 2}
-            torch.testing.assert_close(model(ids).logits, after)
-            set_power(model.model.language_model, 15)
-            torch.testing.assert_close(model(ids).logits, before)
+        torch.testing.assert_close(logits(model, IMAGELESS), before)
+        model.config.softplus_attention = {"power": 2}
+        torch.testing.assert_close(logits(model, IMAGELESS), after)
+        set_to_15(model)
+        torch.testing.assert_close(logits(model, IMAGELESS), before)
 
-    def test_copied_config_is_independent(self):
-        model, *_ = self.changed_at_the_top()
+    def test_copied_config_is_independent(self, changed):
+        model, *_ = changed
         config = copy.deepcopy(model.config)
         config.softplus_attention = {"power": 5}
         assert dict(config.text_config.softplus_attention) == {"power": 5}
         assert dict(model.config.text_config.softplus_attention) == {"power": 2}
 
-    def test_copied_model_is_independent(self):
-        model, ids, before, after = self.changed_at_the_top()
+    def test_copied_model_is_independent(self, changed):
+        model, before, after = changed
         twin = copy.deepcopy(model)
         set_power(model, 15)
-        with torch.no_grad():
-            torch.testing.assert_close(twin(ids).logits, after)
-            twin.config.softplus_attention = {"power": 15}
-            torch.testing.assert_close(twin(ids).logits, before)
+        torch.testing.assert_close(logits(twin, IMAGELESS), after)
+        twin.config.softplus_attention = {"power": 15}
+        torch.testing.assert_close(logits(twin, IMAGELESS), before)
 
-    def test_other_settings_at_loading(self, tmp_path):
-        from transformers import AutoConfig, LlavaForConditionalGeneration
-
-        model, ids, before, _ = self.changed_at_the_top()
+    def test_other_settings_at_loading(self, changed, tmp_path):
+        model, before, _ = changed
         model.save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
         config.softplus_attention = {"power": 15}
         for kwargs in ({"config": config}, {"softplus_attention": {"power": 15}}):
-            again = LlavaForConditionalGeneration.from_pretrained(tmp_path, **kwargs).eval()
-            with torch.no_grad():
-                torch.testing.assert_close(again(ids).logits, before)
+            loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, **kwargs)
+            torch.testing.assert_close(logits(loaded, IMAGELESS), before)
 
-    def test_part_config_is_reused(self):
-        from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-        model, *_ = self.changed_at_the_top()
+    def test_part_config_is_reused(self, changed):
+        model, *_ = changed
         parts = {"text_config": model.config.text_config, "vision_config": model.config.vision_config}
         second = LlavaConfig(**parts, image_token_index=63)
         second.softplus_attention = {"power": 7}
-        made = LlavaForConditionalGeneration._from_config(second, attn_implementation="lssar")
-        assert dict(made.config.text_config.softplus_attention) == {"power": 7}
+        other = LlavaForConditionalGeneration._from_config(second, attn_implementation="lssar")
+        assert dict(other.config.text_config.softplus_attention) == {"power": 7}
 
 
 @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
@@ -157,8 +139,7 @@ def test_scale_limit_in_padded_and_packed_rows(family: str) -> None:
         model = small_model(family)
         model.config.softplus_attention = {"window": 8, "score_scale": 30.0}
     else:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(SoftplusGPTConfig(**SIZE, **IDS, window=8, score_scale=30.0)).eval()
+        model = tiny_gpt(window=8, score_scale=30.0)
     ids = token_rows(2, 40)
     mask = torch.ones_like(ids)
     mask[1, :15] = 0

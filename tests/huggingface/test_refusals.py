@@ -108,8 +108,8 @@ def test_deepspeed_ulysses(family: str, text: str) -> None:
 def test_indivisible_heads(family: str, processes: int, tmp_path: Path) -> None:
     small_model(family).save_pretrained(tmp_path)
     kind = type(AutoModelForCausalLM.from_pretrained(tmp_path))
-    word = "num_attention_heads" if processes == 3 else "num_key_value_heads"
-    with pytest.raises(ValueError, match=f"`tp_size` must be a divisor of `{word}`"):
+    name = "num_attention_heads" if processes == 3 else "num_key_value_heads"
+    with pytest.raises(ValueError, match=f"`tp_size` must be a divisor of `{name}`"):
         kind.maybe_distribute_model(small_model(family), DistributedConfig(tp_size=processes), None)
 
 

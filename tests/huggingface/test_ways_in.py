@@ -10,8 +10,6 @@ import copy
 import io
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from huggingface_models import byte_tokenizer, token_rows
+from huggingface_models import byte_tokenizer, logits, run_python, token_rows
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -57,9 +55,8 @@ def llama(attention: str = "lssar") -> Any:
     return use_attention(model, attention, **SETTINGS) if attention == "lssar" else model
 
 
-@torch.no_grad()
 def log_probabilities(model: Any) -> torch.Tensor:
-    return model.eval()(ROWS).logits.log_softmax(-1)
+    return logits(model, ROWS).log_softmax(-1)
 
 
 @pytest.fixture(scope="session")
@@ -412,9 +409,7 @@ ERRORS = {
 
 def test_without_this_package(saved: Path, tmp_path: Path) -> None:
     adapted(saved, "softmax", tmp_path)
-    places = [saved / "new", saved / "old", saved / "softmax", tmp_path]
-    command = [sys.executable, "-c", WITHOUT_US, *map(str, places)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = run_python(WITHOUT_US, saved / "new", saved / "old", saved / "softmax", tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found.keys() == ERRORS.keys()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from typing import Any
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -15,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from softplus_attention.huggingface import SoftplusGPTConfig
+from softplus_attention.huggingface import SoftplusGPTConfig, SoftplusGPTForCausalLM
 
 SIZE = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -47,6 +52,23 @@ def small_model(family: str, attention: str = "lssar", layers: int = 2) -> PreTr
             if weight.dim() == 2 and "embed" not in name and "wpe" not in name:
                 weight.mul_(4)
     return model.eval()
+
+
+def tiny_gpt(**kwargs: Any) -> SoftplusGPTForCausalLM:
+    torch.manual_seed(0)
+    return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model.eval()(ids).logits
+
+
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program in a new process."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run(command, **pipes, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, timeout=240)
 
 
 def token_rows(rows: int, length: int, seed: int = 0) -> torch.Tensor:
