@@ -1,16 +1,16 @@
-"""Softplus attention beside the fused softmax attentions: time, memory and decode steps, in one run.
+"""Softplus attention compared with fused softmax attentions: time, memory and decode steps, in one run.
 
-Every softplus contender is first held to the float64 reference, forward and gradients; one that fails is "wrong" and
-gets no time. What cannot run becomes a row with its error. Sections:
+Softplus contenders are first checked against the float64 reference, forward and gradients; one that fails is "wrong"
+and is not timed. Contenders that cannot run become rows with their error. Sections:
 
     train    forward and backward of 32,768 tokens, causal bfloat16: ours, torch SDPA, the dense reference, AdaSplash-2
-    trained  the same on q, k, v of a trained model (--trained, benchmarks/trained_inputs.py); the others are random
-    lengths  the same against T, from 512 to 131,072, and a forward over a million tokens
-    decode   one new token per sequence over key/value caches, with grouped heads
-    memory   what a forward, the wait for the backward, and a training step hold beyond their inputs
-    compile  what torch.compile makes: FlexAttention (softmax; LSSAR in two passes), the reference, our op
+    trained  the same on q, k, v of a trained model (--trained, benchmarks/trained_inputs.py) instead of random ones
+    lengths  the same by length, from 512 to 131,072, and a forward pass over a million tokens
+    decode   one new token per sequence over key/value caches, with GQA
+    memory   memory beyond the inputs: of a forward pass, kept for the backward pass, and of a training step
+    compile  torch.compile of FlexAttention (softmax; LSSAR in two passes), of the reference and of our op
 
-FLOPs are counted alike for all: 4 B H D T^2/2 forward and 2.5 times that backward. Inputs are (B, T, H, D) in memory.
+FLOPs are counted equally for all: 4 B H D T^2/2 forward and 2.5 times that backward. Inputs have (B, T, H, D) layout.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from contenders import (
     contenders,
     decode_contenders,
 )
-from figures import derive, first_line, header, in_words, table, write
+from figures import derive, first_line, format_row, header, table, write
 from torch import Tensor
 from trained_inputs import load
 
@@ -61,7 +61,7 @@ say = functools.partial(print, file=sys.stderr, flush=True)
 
 @dataclass(eq=False)
 class Inputs:
-    """q, k, v and an output gradient of a wanted shape: random, or cut and repeated from a trained model's."""
+    """q, k, v and an output gradient of any shape: random, or cropped and repeated from a trained model's."""
 
     settings: Settings
     stored: dict[str, Tensor] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Inputs:
 
 def read_inputs(source: str, settings: Settings) -> Inputs:
     if not Path(source).is_file():
-        raise SystemExit(f"--trained {source}: there is no such file")
+        raise SystemExit(f"--trained {source}: no such file")
     stored = load(source)
     tensors = [stored.get(x) for x in "qkv"] if isinstance(stored, dict) else []
     if not tensors or any(not isinstance(x, Tensor) or x.dim() != 4 for x in tensors):
@@ -103,14 +103,16 @@ def read_inputs(source: str, settings: Settings) -> Inputs:
     (_, heads, *place), (_, kv_heads, *of_keys), (_, of_values, *_) = (x.shape for x in tensors)
     if place != of_keys or heads % kv_heads or heads % of_values or tensors[1].shape[2] != tensors[2].shape[2]:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise SystemExit(f"--trained {source}: expected q, k, v of one T and D, heads that q's divide by; got {shapes}")
+        raise SystemExit(
+            f"--trained {source}: expected q, k, v with equal T and D, and key heads that divide q's; got {shapes}"
+        )
     inputs = Inputs(settings, {name: x.detach() for name, x in zip("qkv", tensors, strict=True)})
     inputs.about = str(stored.get("about", Path(source).name))
     return inputs
 
 
 def disagreement(attend: Attention, truth: Attention, qkv: Any, grad: Tensor, backward: bool, clear: Tensor) -> str:
-    """The first of out, dq, dk, dv whose error is over 2 x the low-precision reference's + 1 ulp at scale, or ''."""
+    """The first of out, dq, dk, dv whose error exceeds 2 x that of the low-precision reference + 1 ulp, or ''."""
     results = []
     for run, dtype in ((attend, grad.dtype), (truth, grad.dtype), (truth, torch.float64)):
         leaves = [x.detach().to(dtype).requires_grad_(backward) for x in qkv]
@@ -137,7 +139,9 @@ def wrong(contender: Contender, inputs: Inputs, head_dim: int) -> str:
         causal = Visibility(length, length, q.device, is_causal=True)
         stages = attention_stages(q.detach().double(), k.detach().double(), causal, None)
         largest = (stages.counts[..., None] * stages.normalised).amax(-1) - (stages.counts > 3).double()
-        clear = ~((largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2))[..., None]  # elsewhere rounding decides
+        clear = ~((largest > EQUAL_SCORES / 2) & (largest < EQUAL_SCORES * 2))[
+            ..., None
+        ]  # in other rows rounding decides
         if reason := disagreement(contender.attend, contender.truth, (q, k, v), grad, contender.backward, clear):
             return f"T={length} {reason}"
     return ""
@@ -154,7 +158,7 @@ def milliseconds(work: Callable[[], Any], settings: Settings, rounds: int | None
 
 
 def held_mib(work: Callable[[], Any], settings: Settings) -> tuple[float | None, float | None]:
-    """MiB beyond what was held before: at the worst moment, and at the end while the result lives."""
+    """MiB allocated by ``work``: at the peak, and at the end while the result is kept."""
     if settings.device != "cuda":
         work()
         return None, None
@@ -167,9 +171,9 @@ def held_mib(work: Callable[[], Any], settings: Settings) -> tuple[float | None,
 
 
 def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str], inputs: Inputs) -> Row:
-    """``fill`` measures into the row; a failed check or an error ends it, what was measured before stays."""
+    """The row that ``fill`` measures; after a failed check or an error it keeps what was measured so far."""
     row = {**row, "contender": contender.name, "status": "ok", "note": row.get("note", ""), "error": ""}
-    torch.compiler.reset()  # every shape is compiled for itself, below the limit of recompilations
+    torch.compiler.reset()  # compile each shape separately, to stay below the recompilation limit
     try:
         if reason := check():
             row |= {"status": "wrong", "error": reason}
@@ -182,7 +186,7 @@ def attempt(row: Row, contender: Contender, fill: Fill, check: Callable[[], str]
 
 
 def host_milliseconds(work: Callable[[], Any], settings: Settings) -> float | None:
-    """Until a call returns, on a GPU that is idle. Where this is the longer time, it is the one that is measured."""
+    """Time until a call returns, on an idle GPU. If it exceeds the GPU time, it is what the timing measures."""
     calls = 10
     if settings.device != "cuda":
         return None
@@ -219,7 +223,7 @@ def fill_memory(row: Row, contender: Contender, inputs: Inputs) -> None:
     def step() -> Any:
         return torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
 
-    step()  # compiles, and takes the workspaces that stay
+    step()  # compiles, and allocates permanent workspaces
     with torch.no_grad():
         row["forward_mib"], _ = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
     _, row["kept_mib"] = held_mib(lambda: contender.attend(q, k, v), inputs.settings)
@@ -229,7 +233,7 @@ def fill_memory(row: Row, contender: Contender, inputs: Inputs) -> None:
 def measure_section(
     section: str, inputs: Inputs, chosen: list[Contender], fill: Fill, shapes: list[Shape]
 ) -> Iterator[Row]:
-    """A row for each (head dim, length) and contender."""
+    """A row per (head dim, length) and contender."""
     settings = inputs.settings
     for head_dim, length in (x for x in shapes if inputs.fits(*x)):
         for contender in (x for x in chosen if length <= LONGEST_DENSE or not x.dense):
@@ -288,7 +292,7 @@ def decode_wrong(contender: Contender, settings: Settings) -> str:
 
 
 def replayed(calls: list[Callable[[], Any]], settings: Settings) -> tuple[list[float], str]:
-    """Milliseconds of one call among ``calls``, and how it was timed: as one CUDA graph where capture works."""
+    """Milliseconds per call of ``calls``, and the method: a CUDA graph if capture works."""
 
     def work() -> None:
         for call in calls:
@@ -331,7 +335,7 @@ def run_decode(inputs: Inputs) -> Iterator[Row]:
 
 
 def compile_one(case: tuple[Settings, str, int]) -> str:
-    """The kernels of one contender; their binaries stay on the disk, where the run itself finds them."""
+    """Compiles the kernels of one contender into Triton's disk cache, where the run finds them."""
     settings, name, head_dim = case
     contender, inputs = next(x for x in contenders(settings) if x.name == name), Inputs(settings)
     try:
@@ -340,12 +344,12 @@ def compile_one(case: tuple[Settings, str, int]) -> str:
         with torch.no_grad():
             contender.attend(q, k, v)
         torch.autograd.grad(contender.attend(q, k, v), (q, k, v), grad)
-    except Exception as error:  # which becomes a row of the run itself
+    except Exception as error:  # the run reports it in a row
         return f"{name} D={head_dim}: {first_line(error)}"
     return f"{name} D={head_dim}"
 
 
-def compile_side_by_side(settings: Settings, sections: list[str], jobs: int) -> Iterator[str]:
+def compile_in_parallel(settings: Settings, sections: list[str], jobs: int) -> Iterator[str]:
     called = {x.name: x for section in sections for x in choose_contenders(section, settings)}
     ours = [name for name, x in called.items() if x.truth is not None and not x.dense]
     cases = [(settings, name, head_dim) for head_dim in reversed(settings.head_dims) for name in ours]
@@ -370,27 +374,27 @@ def numbers(text: str) -> tuple[int, ...]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--commit", help="the commit of this source, where there is no git to ask")
-    add("--sections", default=",".join(SECTIONS), help="what to run, in this order (default %(default)s)")
+    add("--commit", help="commit to record (default: from git)")
+    add("--sections", default=",".join(SECTIONS), help="sections to run, in this order (default %(default)s)")
     add("--trained", nargs="+", default=[], metavar="FILE", help=".pt or .safetensors of q, k, v, each (B, H, T, D)")
     add("--head-dims", type=numbers, help="D of train, trained, memory and compile (default 64,128)")
     add("--lengths", type=numbers, help="T of train, trained, memory and compile (default 1024,4096,16384)")
-    add("--repetitions", type=int, default=3, help="rounds of do_bench; the median counts (default 3)")
-    add("--jobs", type=int, default=0, help="processes that compile our kernels before anything is timed (default 0)")
-    add("--time-limit", type=float, default=math.inf, help="seconds after which to stop with what is done")
-    add("--quick", action="store_true", help="tiny shapes: does it run? The numbers mean nothing; also on a CPU")
-    add("--output", type=Path, default=ROOT / "results" / "attention.json", help="the JSON to write")
+    add("--repetitions", type=int, default=3, help="rounds of do_bench, whose median is used (default 3)")
+    add("--jobs", type=int, default=0, help="processes that compile our kernels before timing starts (default 0)")
+    add("--time-limit", type=float, default=math.inf, help="stop after this many seconds and keep the rows so far")
+    add("--quick", action="store_true", help="tiny shapes, to test the script, also on a CPU; the numbers mean nothing")
+    add("--output", type=Path, default=ROOT / "results" / "attention.json", help="the JSON file to write")
     chosen = parser.parse_args()
     if unknown := set(chosen.sections.split(",")) - set(SECTIONS):
-        parser.error(f"--sections: no {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+        parser.error(f"--sections: no section {', '.join(sorted(unknown))}; choose from {', '.join(SECTIONS)}")
     if chosen.jobs < 0:
-        parser.error(f"--jobs: a number of processes, 0 or more; got {chosen.jobs}")
+        parser.error(f"--jobs must be at least 0, got {chosen.jobs}")
     if min(chosen.repetitions, *(chosen.head_dims or ()), *(chosen.lengths or ()), 1) < 1:
         parser.error("--repetitions, --head-dims and --lengths must be at least 1")
     if "trained" in chosen.sections.split(",") and not chosen.trained:
         if chosen.sections == "trained":
-            parser.error("--sections trained needs --trained FILE (benchmarks/trained_inputs.py makes some)")
-        say("no --trained: the section trained is left out")
+            parser.error("--sections trained needs --trained FILE (benchmarks/trained_inputs.py writes such files)")
+        say("no --trained: the section trained is skipped")
     if not chosen.quick and not torch.cuda.is_available():
         parser.error("no CUDA device; only --quick runs on a CPU")
     return chosen
@@ -404,7 +408,7 @@ def keep(data: dict[str, Any], path: Path, began: float, complete: bool) -> None
 
 def main() -> None:
     began, chosen = time.monotonic(), options()
-    torch._functorch.config.donated_buffer = False  # the backward of a compiled contender is timed on a retained graph
+    torch._functorch.config.donated_buffer = False  # the backward of compiled contenders runs with retain_graph=True
     given = {"head_dims": chosen.head_dims, "lengths": chosen.lengths, "repetitions": chosen.repetitions}
     given = (QUICK if chosen.quick else {}) | {name: value for name, value in given.items() if value}
     cpu = {} if torch.cuda.is_available() else {"device": "cpu", "dtype": torch.float32, "baseline": "sdpa math"}
@@ -412,18 +416,18 @@ def main() -> None:
     trained = [read_inputs(source, settings) for source in chosen.trained]
     for source, inputs in zip(chosen.trained, trained, strict=True):
         if not any(inputs.fits(*shape) for shape in settings.shapes):
-            raise SystemExit(f"--trained {source}: its T and D are of none of the shapes to be timed")
+            raise SystemExit(f"--trained {source}: its T and D fit none of the timed shapes")
     data, sections = header(settings, chosen.commit), chosen.sections.split(",")
     late = False
-    for words in compile_side_by_side(settings, sections, chosen.jobs) if chosen.jobs else ():
-        say(f"{time.monotonic() - began:6.0f} s  compiled {words}")
+    for case in compile_in_parallel(settings, sections, chosen.jobs) if chosen.jobs else ():
+        say(f"{time.monotonic() - began:6.0f} s  compiled {case}")
     for section in sections:
         given_to = trained if section == "trained" else [Inputs(settings)]
         for row in itertools.chain.from_iterable(map(SECTIONS[section], given_to)):
             data["rows"].append(row)
-            say(f"{time.monotonic() - began:6.0f} s  {in_words(row)}")
+            say(f"{time.monotonic() - began:6.0f} s  {format_row(row)}")
             late = time.monotonic() - began > chosen.time_limit
-            keep(data, chosen.output, began, complete=False)  # a run that is killed loses nothing
+            keep(data, chosen.output, began, complete=False)  # a killed run loses nothing
             if late:
                 break
         keep(data, chosen.output, began, complete=section == sections[-1] and not late)

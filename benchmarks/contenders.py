@@ -1,4 +1,4 @@
-"""What benchmarks/attention.py times: our op, torch's attentions and what is made of them, and at which shapes."""
+"""What benchmarks/attention.py times: our op, attentions made of torch's, and the shapes."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ QUICK: dict[str, Any] = {
 class Contender:
     name: str
     attend: Attention
-    truth: Attention | None = None  # what it is held to in float64; None is not checked
+    truth: Attention | None = None  # the reference, run in float64; None: not checked
     backward: bool = True
     dense: bool = False  # memory quadratic in T
-    contiguous: bool = False  # needs (B, H, T, D) in memory
+    contiguous: bool = False  # needs (B, H, T, D) layout
 
 
 def ours(power: int | None, impl: Any, offset: bool = True) -> Attention:
@@ -69,7 +69,7 @@ def ours(power: int | None, impl: Any, offset: bool = True) -> Attention:
 
 
 def learned(impl: Any, offset: bool = True) -> Attention:
-    """A factor of log N per head, as a model learns it: of each row a power of its own, which has a gradient."""
+    """LSSAR with a learned factor of log N per head: one power per row, with a gradient."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factors = torch.linspace(0.4, 1.0, q.shape[1], device=q.device).requires_grad_()
@@ -95,7 +95,7 @@ def sdpa(backend: SDPBackend, **options: bool) -> Attention:
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("torch.compile is measured on CUDA only")
+        raise RuntimeError("torch.compile is measured only on CUDA")
 
     return torch.compile(function, dynamic=False) if torch.cuda.is_available() else refuse
 
@@ -111,10 +111,10 @@ def flex_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int, flex: Attention = flex_attention) -> Tensor:
-    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x; not for rows of equal scores.
+    """LSSAR as two softmaxes: of log f, whose log-sum-exp is log R, then of p log x. Not for rows of equal scores.
 
-    ``flex`` may be compiled, this function not as a whole: inductor refuses a score_mod that reads the first call's
-    log-sum-exp before its layout is fixed.
+    ``flex`` may be compiled, but not this whole function: inductor raises an error for a score_mod that reads the
+    log-sum-exp of the first call before its layout is fixed.
     """
     log_n = torch.arange(1, q.shape[2] + 1, device=q.device, dtype=torch.float32).log()
     row_scale = math.log(q.shape[-1]) * log_n / q.float().norm(dim=-1)
@@ -137,7 +137,7 @@ def two_passes(q: Tensor, k: Tensor, v: Tensor, blocks: Any, power: int, flex: A
 
 @functools.cache
 def contenders(settings: Settings) -> list[Contender]:
-    """Those of `train` and `memory`; the baseline comes first."""
+    """The contenders of the sections train and memory, the baseline first."""
     cuda = settings.device == "cuda"
     impl, backend = ("triton", SDPBackend.FLASH_ATTENTION) if cuda else ("chunked", SDPBackend.MATH)
     return [
@@ -155,11 +155,11 @@ def contenders(settings: Settings) -> list[Contender]:
 
 
 def choose_contenders(section: str, settings: Settings) -> list[Contender]:
-    """Of the sections that call the op itself, without a cache or a compiler; none of the others."""
+    """The contenders of a section that calls the op without a cache or compiler; empty for other sections."""
     everyone = contenders(settings)
     if section == "lengths":
         return [x for x in everyone if x.name in (settings.baseline, "lssar p=15", "lssa")]
-    if section == "trained":  # without the 1 the kernels do the same whatever the data
+    if section == "trained":  # without offset the time does not depend on the data
         return [x for x in everyone if not x.dense and "without offset" not in x.name]
     return everyone if section in ("train", "memory") else []
 
@@ -172,7 +172,7 @@ def compiled_contenders() -> list[Contender]:
         Contender("reference compiled", compiled(ours(15, "reference")), truth=ours(15, "reference"), dense=True),
         Contender("lssar p=15 compiled", compiled(ours(15, "triton")), truth=ours(15, "reference")),
         Contender("flex softmax", flex_softmax),
-        # Last: it takes a minute to compile.
+        # Last, because it takes a minute to compile.
         Contender("flex lssar p=15", flex_lssar, truth=ours(15, "reference"), backward=False),
     ]
 
@@ -186,12 +186,12 @@ def decode_ours(unit_keys: bool, impl: Any) -> Attention:
 
 
 def heads_as_rows(attend: Attention) -> Attention:
-    """The query heads that share a key head become the rows of one head: no key is read twice."""
+    """Query heads that share a key head become rows of one head, so that no key is read twice."""
     return lambda q, k, v: attend(q.reshape(q.shape[0], k.shape[1], -1, q.shape[-1]), k, v).reshape(q.shape)
 
 
 def decode_contenders(settings: Settings) -> list[Contender]:
-    """`truth` marks ours; those named "unit keys" read caches of normalised keys."""
+    """Only ours have a ``truth``; those named "unit keys" read a cache of normalised keys."""
     cuda = settings.device == "cuda"
     backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
     backends |= {"efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}

@@ -1,9 +1,9 @@
-"""The CPU path beside scaled_dot_product_attention: its C++ kernels and PyTorch's operations, time and memory.
+"""Time and memory of the CPU path (C++ kernels and PyTorch operations), compared with scaled_dot_product_attention.
 
-All are called alternately in one process, so that what else the machine does weighs on each; the table gives medians
-and ratios. Every way is first held to the float64 reference; where one is not right, no number is printed. Memory is
-what a call holds at its worst beyond its inputs and outputs, on one thread. Each row replaces its like in the output
-file, so that sections can be run one by one.
+Calls alternate in one process, so that other load affects all of them; the table shows medians and ratios. All
+implementations are first checked against the float64 reference; if one is wrong, no number is printed. Memory is the
+peak of a call beyond its inputs and outputs, on one thread. A row replaces the same row in the output file, so that
+sections can be run separately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Read when torch loads: waiting threads must not spin, and the profiler need not report its start and stop.
+# Read when torch loads: waiting threads must not spin, and the profiler does not log its start and stop.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
@@ -38,7 +38,7 @@ from softplus_attention.utils.timing import alternate, medians, peak_bytes
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM, WINDOW = 8, 64, 512
-PACKED, DOCUMENT = 4096, 500  # tokens of a row, and the median length of its documents
+PACKED, DOCUMENT = 4096, 500  # tokens per packed sequence, and the median length of its documents
 DIRECTIONS = ("forward", "forward+backward")
 SETTINGS = ("p15", "learned", "lssa", "window")
 ARMS = ("native", "torch", "sdpa")
@@ -50,14 +50,14 @@ def say(text: str) -> None:
 
 
 def documents(length: int) -> Tensor:
-    """Where documents of random lengths begin and end, packed into ``length`` tokens."""
+    """Cumulative lengths of random documents packed into ``length`` tokens."""
     random = torch.Generator().manual_seed(0)
     sizes = (DOCUMENT * torch.randn(length, generator=random).exp()).long().clamp(min=1).cumsum(0)
     return torch.cat([torch.tensor([0]), sizes[sizes < length], torch.tensor([length])]).int()
 
 
 def visible_pairs(setting: str, length: int) -> int:
-    """Of a row and a key, in one head."""
+    """Visible pairs of a row and a key, in one head."""
     if setting == "packed":
         return sum(n * (n + 1) // 2 for n in documents(length).diff().tolist())
     rows = torch.arange(1, length + 1)
@@ -80,11 +80,11 @@ def attend(setting: str, q: Tensor, k: Tensor, v: Tensor, power: Tensor, impl: s
 def call(
     arm: str, setting: str, length: int, direction: str, dtype: torch.dtype = torch.float32, heads: int = HEADS
 ) -> Call:
-    """One call on fixed random inputs; it returns what the user would keep."""
+    """A function that calls the attention on fixed random inputs and returns its output (and gradients)."""
     training = direction == "forward+backward"
     random = torch.Generator().manual_seed(length)
     q, k, v, grad_out = (torch.randn(1, heads, length, HEAD_DIM, generator=random).to(dtype) for _ in range(4))
-    # A factor of log N for each head: what training learns.
+    # A learned factor of log N per head.
     power = power_by_log(0.4 + torch.rand(heads, generator=random), torch.arange(1, length + 1)[None, None])
     learned = [power] if setting == "learned" and arm != "sdpa" else []
     for x in (q, k, v, *learned):
@@ -102,7 +102,7 @@ def call(
 
 
 def check() -> None:
-    """Every way against the reference in float64, forward and gradients."""
+    """Checks output and gradients of all implementations against the reference in float64."""
     for setting in (*SETTINGS, "packed"):
         exact = call("reference", setting, 300, "forward+backward", torch.float64)()
         for arm in ("native", "torch"):
@@ -110,11 +110,11 @@ def check() -> None:
                 for found, truth in zip(call(arm, setting, 300, "forward+backward", dtype)(), exact, strict=True):
                     error = float((found.detach().double() - truth.detach()).norm() / truth.detach().norm())
                     if not error < allowed:
-                        raise SystemExit(f"{arm}, {setting}, {dtype}: off by {error:.1e}: no numbers of a wrong result")
+                        raise SystemExit(f"{arm}, {setting}, {dtype}: wrong result (error {error:.1e}), nothing timed")
 
 
 def measured(works: dict[str, Call], repetitions: int, **what: Any) -> dict[str, Any]:
-    if repetitions > 1:  # one call of seconds needs no first one
+    if repetitions > 1:  # a single call takes seconds and needs no warm-up
         for work in works.values():
             work()
     samples = alternate(works, CPU, repetitions)
@@ -123,7 +123,7 @@ def measured(works: dict[str, Call], repetitions: int, **what: Any) -> dict[str,
 
 
 def measure_time(lengths: list[int], settings: list[str], repetitions: int) -> Iterator[dict[str, Any]]:
-    """Ratios to SDPA; of a window, to SDPA's causal time for as many pairs."""
+    """Ratios to SDPA; for a window, to SDPA's causal time scaled to the same number of pairs."""
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for length in lengths:
@@ -145,7 +145,7 @@ def measure_time(lengths: list[int], settings: list[str], repetitions: int) -> I
 
 
 def measure_half(lengths: list[int], repetitions: int) -> Iterator[dict[str, Any]]:
-    """bfloat16 beside the same call in float32, and SDPA in bfloat16."""
+    """bfloat16 compared with the same call in float32, and SDPA in bfloat16."""
     torch.set_num_threads(2)
     for length in lengths:
         for setting in SETTINGS[:3]:
@@ -160,7 +160,7 @@ def measure_half(lengths: list[int], repetitions: int) -> Iterator[dict[str, Any
 
 
 def measure_packed(length: int, repetitions: int) -> Iterator[dict[str, Any]]:
-    """Documents in one row beside one document of the whole row; the ratio is that of the times of a visible pair."""
+    """Packed documents compared with one document of the same total length; the ratio is of times per visible pair."""
     share = visible_pairs("packed", length) / visible_pairs("p15", length)
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -174,7 +174,7 @@ def measure_packed(length: int, repetitions: int) -> Iterator[dict[str, Any]]:
 
 
 def measure_growth(lengths: list[int], repetitions: int) -> Iterator[dict[str, Any]]:
-    """A training step of two heads against the length: the time on two threads, and the memory on one."""
+    """A training step of two heads by length: time on two threads, and peak memory."""
     for length in lengths:
         torch.set_num_threads(2)
         works = {arm: call(arm, "p15", length, "forward+backward", heads=2) for arm in ("native", "sdpa")}
@@ -188,7 +188,7 @@ def measure_growth(lengths: list[int], repetitions: int) -> Iterator[dict[str, A
 
 
 def peak_memory(work: Call) -> int:
-    """Bytes held at the worst moment beyond inputs and outputs."""
+    """Peak bytes beyond inputs and outputs."""
     return peak_bytes(work, CPU) - sum(x.numel() * x.element_size() for x in work())
 
 
@@ -236,9 +236,9 @@ def table(data: dict[str, Any]) -> str:
         lines.append(
             f"| {row['setting']} | {row['threads']} | {row['length']} | {row['direction']} | {times} | {ratios} |"
         )
-    lines += ["", "bfloat16 over float32:"]
+    lines += ["", "bfloat16 relative to float32:"]
     lines += [f"{r['setting']} T={r['length']} {r['direction']}: {r['ratio']:.2f}" for r in data.get("half", [])]
-    lines += ["", "packed documents over the cost of their pairs:"]
+    lines += ["", "packed documents, relative to the cost of their pairs:"]
     lines += [f"{r['direction']} on {r['threads']} threads: {r['ratio']:.2f}" for r in data.get("packed", [])]
     lines += ["", "Peak memory beyond inputs and outputs, MiB:"]
     for row in data.get("memory", []):
@@ -247,7 +247,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def place(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Where a row belongs in its section: a later one of the same place replaces it."""
+    """Identity of a row in its section: a later row with the same identity replaces it."""
     names = (*SETTINGS, *ARMS, "reference")
     what = row.get("setting", row.get("implementation"))
     which = names.index(what) if what else 0
@@ -259,13 +259,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "cpu.json", help="the JSON file to write")
     parser.add_argument("--sections", default="time,half,packed,growth,memory", help="default: %(default)s")
     lengths = {"type": lambda text: [int(x) for x in text.split(",")]}
-    parser.add_argument("--lengths", **lengths, help="of the sections time and growth, such as 512,2048")
-    parser.add_argument("--settings", default=",".join(SETTINGS), help="of the section time (default: %(default)s)")
+    parser.add_argument("--lengths", **lengths, help="lengths of the sections time and growth, such as 512,2048")
     parser.add_argument(
-        "--repetitions", type=int, default=7, help="timed calls of each (default 7; fewer of long ones)"
+        "--settings", default=",".join(SETTINGS), help="settings of the section time (default: %(default)s)"
     )
-    parser.add_argument("--figure", type=Path, help="draws the section growth there, as .png and .svg")
-    parser.add_argument("--quick", action="store_true", help="tiny lengths: does it run? The numbers mean nothing")
+    parser.add_argument(
+        "--repetitions", type=int, default=7, help="timed calls of each (default: 7; fewer for long lengths)"
+    )
+    parser.add_argument("--figure", type=Path, help="path of a figure of the section growth (.png and .svg)")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny lengths, to test the script; the numbers mean nothing"
+    )
     options = parser.parse_args()
     if options.repetitions < 1:
         parser.error("--repetitions must be at least 1")

@@ -1,14 +1,14 @@
-"""One decode step of the op on a CPU beside scaled_dot_product_attention, on q, k and v of a trained model.
+"""One decode step of the op on a CPU compared with scaled_dot_product_attention, on q, k and v of a trained model.
 
     softplus-attention build
     python benchmarks/cpu_decode.py --output results/decode-op-cpu.json
 
-The vectors are what the two global layers of checkpoints/bytes-2.7m are given over two stretches of text that it was
-not trained on: eight heads, each with its learned factor of log N. With several query heads to a key head these are the
-queries of the last tokens over the same keys. "read" is the share of values that some head of the group gives weight,
-"error" the largest difference to the reference in float64, which reads all of them, and "limit" what the yardstick
-allows: twice the error of the reference in float32, rounded to the data type, and one unit in the last place. Ours and
-SDPA's call take turns, on one thread.
+The vectors are the inputs of the two global layers of checkpoints/bytes-2.7m on two stretches of unseen text: eight
+heads, each with its learned factor of log N. With several query heads per key head, these are the queries of the last
+tokens over the same keys. "read" is the fraction of values that have weight in some head of the group, "error" the
+largest difference from the float64 reference, which reads all values, and "limit" its bound: twice the error of the
+float32 reference rounded to the dtype, plus one unit in the last place. Calls of ours and of SDPA alternate, on one
+thread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def case(vectors: Vectors, keys: int, dtype: torch.dtype, group: int, batch: int
 
 
 def share_read(q: Tensor, k: Tensor, power: Any, group: int, least: float, together: int = 1) -> float:
-    """Of the values of the first sequence, where ``together`` neighbours are read as one."""
+    """The fraction of values read for the first sequence, if ``together`` neighbours are read as one."""
     keys = k.shape[2]
     q, k = q[:1].double(), k[:1].double()
     power = power.double() if isinstance(power, Tensor) else power
@@ -89,7 +89,7 @@ def share_read(q: Tensor, k: Tensor, power: Any, group: int, least: float, toget
 
 
 def errors(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, options: dict[str, Any]) -> tuple[float, float]:
-    """The error of our output, and the limit."""
+    """The error of the output, and its limit."""
 
     def run(dtype: torch.dtype, impl: str) -> Tensor:
         given = options["power"]
@@ -156,7 +156,7 @@ def figure(rows: list[dict[str, Any]], folder: Path) -> list[Path]:
         own = [row for row in plain if row["power"] == "learned"]
         softmax = [x[f"softmax_{kind}"] * scale for x in own]
         lines.append(Series("softmax (SDPA)", [x["keys"] for x in own], softmax, look=2))
-        title = "A decode step on one CPU thread" if kind == "us" else "What it reads"
+        title = "A decode step on one CPU thread" if kind == "us" else "Memory read"
         charts.append(LineChart(title, "keys in the cache", label, lines, x_scale="log2", y_scale="log"))
     return draw(charts, folder / "decode-cpu")
 
@@ -165,8 +165,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     parser.add_argument("--figures", type=Path, help="the folder for decode-cpu.svg and .png")
-    parser.add_argument("--vectors", type=Path, help="a file to keep the recorded vectors in: recording takes a while")
-    parser.add_argument("--quick", action="store_true", help="short caches: does it run? The numbers mean nothing")
+    parser.add_argument("--vectors", type=Path, help="a file that caches the recorded vectors: recording takes a while")
+    parser.add_argument(
+        "--quick", action="store_true", help="short caches, to test the script; the numbers mean nothing"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokens = 256 if options.quick else 16384
@@ -186,7 +188,7 @@ def main() -> int:
         *pair, _, given = case(vectors, tokens, torch.float32, 1, 1, power, True)
         shares = {n: round(share_read(*pair, given, 1, LEFT_OUT[torch.float32], n), 3) for n in (1, 4, 8, 16)}
         granules.append({"power": power, "keys": tokens, "read": shares})
-        print(f"power {power}: values that are read where so many neighbours are read as one: {shares}", flush=True)
+        print(f"power {power}: fraction of values read, by number of neighbours read as one: {shares}", flush=True)
     rows = []
     for chosen in cases(options.quick):
         rows.append(row := measure(vectors, *chosen))

@@ -1,13 +1,12 @@
-"""A whole training step on a CPU: LSSAR beside softmax in the same layers, and where the time goes by operator.
+"""A whole training step on a CPU: LSSAR compared with softmax in the same model, and the time of each operator.
 
 python benchmarks/cpu_training.py --output cpu_training.json      the demo's model at 512 tokens
 python benchmarks/cpu_training.py --shape 30M --batch 2 --steps 4
 
-The recommended recipe: two local layers to one global layer, LSSAR with learned factors of log N beside softmax with
-QK-norm, log N and a learned scale, Muon. LSSAR runs on the C++ kernels and on PyTorch's operations. Steps alternate in
-one process, so that other work on the machine slows all. The median of the steps counts, in wall time and in processor
-time (which other work hardly changes). Operators are profiled step by step; the median counts there too. Tokens are
-random.
+The models follow the recommended recipe: two local layers to one global layer; LSSAR with learned factors of log N, or
+softmax with QK-norm, log N and a learned scale; Muon. LSSAR runs with the C++ kernels and with PyTorch operations.
+Steps alternate in one process, so that other load affects all models. Results are medians over steps, in wall time and
+in processor time (which other load hardly changes), also for the profiled operators. Tokens are random.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from softplus_attention.utils import provenance
 # layers, width, heads, vocabulary
 SHAPES = {"demo": (4, 128, 2, 256), "30M": (6, 384, 3, 50257), "124M": (12, 768, 6, 50257)}
 SOFTMAX, LSSAR = ATTENTIONS.values()
-# The settings, and what runs on the CPU
+# Name -> (settings, CPU kernels)
 ARMS = {"softmax": (SOFTMAX, "torch"), "lssar": (LSSAR, "native"), "lssar, PyTorch's operations": (LSSAR, "torch")}
 STAGES = ("forward", "backward", "optimizer")
 ATTENTION = ("softplus_attention::", "aten::_scaled_dot_product_flash_attention_for_cpu")
@@ -64,9 +63,9 @@ class Arm:
 
     def step(self) -> None:
         with native.using(self.kernels):
-            self.step_on_these_kernels()
+            self.run_step()
 
-    def step_on_these_kernels(self) -> None:
+    def run_step(self) -> None:
         begun = time.perf_counter(), time.process_time()
         with record_function("forward"):
             loss = self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss
@@ -80,7 +79,7 @@ class Arm:
 
 
 def profiled(arm: Arm, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step: of its stages, of attention, and of the operators by their own time."""
+    """Milliseconds per step of its stages, of attention, and of the operators (self time)."""
     seen: dict[str, list[tuple[float, float, int]]] = {}
     for _ in range(steps):
         with profile(activities=[ProfilerActivity.CPU]) as found:
@@ -112,7 +111,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             f" {wall:>11.2f} {processor:>12.2f} {row['profile']['attention_ms']:>13.0f} {stages}"
         )
     for row in rows:
-        lines += ["", f"{row['arm']}: operators by their own time"]
+        lines += ["", f"{row['arm']}: operators by self time"]
         for entry in row["profile"]["operators"][:14]:
             lines.append(f"  {entry['operator']:<52} {entry['ms']:>8.2f} ms {entry['calls']:>7.1f} calls")
     return "\n".join(lines)
@@ -120,13 +119,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--tokens", type=int, default=512, help="of a sequence (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=20, help="timed, of each (default: %(default)s)")
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="size of the models (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each model (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--commit", help="to record (default: asked of git)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     arms = [Arm(name, options.shape, options.tokens, options.batch) for name in ARMS]

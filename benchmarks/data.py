@@ -1,10 +1,9 @@
-"""`softplus-attention data prepare` beside the plain tokenizers library on the same text with as many threads.
+"""`softplus-attention data prepare` compared with the tokenizers library on the same text and number of threads.
 
-Each round runs, one after the other and each in a process of its own: `data prepare` from the compressed file to the
-checked shards; `encode_batch_fast` (no offsets) and `encode_batch` over the documents, which are in memory already,
-their ids thrown away. The table gives medians in MB of UTF-8 text per second, and per second of processor time over all
-threads, which other work on the machine disturbs less. With --copies N, `data prepare` also runs once on a folder of N
-copies of the file.
+Each round runs, in separate processes: `data prepare` from the compressed file to the checked shards, then
+`encode_batch_fast` (no offsets) and `encode_batch` over documents in memory, whose ids are discarded. The table shows
+medians in MB of UTF-8 text per second, and per second of processor time over all threads, which other load affects
+less. With --copies N, `data prepare` also runs once on a folder of N copies of the file.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from figures import write
+
 from softplus_attention.utils import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +35,7 @@ DOCUMENTS_AT_ONCE = 512
 
 
 def plain(method: str, corpus: Path, tokenizer: Path) -> list[float]:
-    """Seconds and processor seconds to encode the documents, in batches: to hold all results would cost time."""
+    """Seconds and processor seconds to encode the documents, in batches because keeping all results takes time."""
     from tokenizers import Tokenizer
 
     with OPENERS[corpus.suffix](corpus, "rb") as file:
@@ -52,7 +53,7 @@ def used_by_children() -> float:
 
 
 def prepared(source: Path, tokenizer: Path, threads: int) -> tuple[list[float], dict[str, int]]:
-    """Seconds and processor seconds of the whole command, its start included, and what it counted."""
+    """Seconds and processor seconds of the whole command including its start, and its counts."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out"
         command = [sys.executable, "-m", "softplus_attention.cli", "data", "prepare", str(source)]
@@ -65,7 +66,7 @@ def prepared(source: Path, tokenizer: Path, threads: int) -> tuple[list[float], 
     return seconds, {**index["counts"], "tokens": tokens}
 
 
-def timed_elsewhere(method: str, options: argparse.Namespace) -> list[float]:
+def time_in_process(method: str, options: argparse.Namespace) -> list[float]:
     environment = {**os.environ, "RAYON_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, __file__, str(options.corpus), "--tokenizer", str(options.tokenizer), "--plain", method]
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
@@ -77,8 +78,8 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json file")
     parser.add_argument("--threads", type=int, default=2, help="workers, and threads of tokenizers (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    parser.add_argument("--copies", type=int, default=0, help="also prepare a folder of so many copies, once")
-    parser.add_argument("--commit", help="of the code that runs (default: what git says)")
+    parser.add_argument("--copies", type=int, default=0, help="also prepare a folder of this many copies, once")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "data.json", help="the JSON file to write")
     parser.add_argument("--plain", choices=PLAIN, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -91,7 +92,7 @@ def main() -> int:
         taken, counts = prepared(options.corpus, options.tokenizer, options.threads)
         seconds["prepare"].append(taken)
         for method in PLAIN:
-            seconds[method].append(timed_elsewhere(method, options))
+            seconds[method].append(time_in_process(method, options))
         print({name: values[-1] for name, values in seconds.items()}, file=sys.stderr, flush=True)
     speeds, by_processor = (
         {
@@ -114,11 +115,10 @@ def main() -> int:
         "prepare_to": {name: speeds["prepare"] / speeds[name] for name in PLAIN},
         "prepare_to_by_processor": {name: by_processor["prepare"] / by_processor[name] for name in PLAIN},
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(data, indent=1) + "\n")
+    write(data, options.output)
     for name, speed in speeds.items():
         ratio, other = speeds["prepare"] / speed, by_processor["prepare"] / by_processor[name]
-        print(f"{name:<20}{speed:6.2f} MB/s, prepare is {ratio:.2f} of it; by processor time {other:.2f}", flush=True)
+        print(f"{name:<20}{speed:6.2f} MB/s; prepare / {name}: {ratio:.2f}, by processor time {other:.2f}", flush=True)
     if options.copies:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(options.copies):
@@ -130,7 +130,7 @@ def main() -> int:
             "seconds_and_processor_seconds": taken,
             "megabytes_per_second": size / taken[0],
         }
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+        write(data, options.output)
         print(f"{size:,.0f} MB in {taken[0]:.0f} s")
     return 0
 

@@ -2,16 +2,15 @@
 
     python benchmarks/decode.py --output results/decode-h200.json --commit $(git rev-parse --short HEAD)
 
-The caches are filled with random keys and values of the context's length, then single tokens are decoded through the
-whole model. "eager" is a plain forward with transformers' DynamicCache, as generate() runs it; "graph" replays a CUDA
-graph of the forward with a StaticCache, as a server would: without the cost of launching from Python. The two models
-take turns, step by step over the same cache: a host whose speed drifts slows both.
+The caches are filled with random keys and values, then single tokens are decoded through the whole model. "eager" is a
+plain forward pass with the DynamicCache of transformers, as in generate(); "graph" replays a CUDA graph of the forward
+pass with a StaticCache, as a server does, without the launch overhead of Python. Steps of the two models alternate over
+the same cache, so that a drift in host speed affects both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from figures import write
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
@@ -46,7 +46,7 @@ def build(name: str, attention: str, small: bool):
 
 
 def filled(cache, model, batch: int, context: int):
-    """The cache holding ``context`` random tokens, with unit keys, which any attention can read."""
+    """Fills the cache with ``context`` random tokens. Their keys have unit norm, which any attention can read."""
     config = model.config
     shape = (batch, config.num_key_value_heads, context, config.head_dim)
     for layer in range(config.num_hidden_layers):
@@ -72,7 +72,7 @@ def medians_ms(steps: dict[str, Callable[[], None]], device: torch.device, repea
 
 @torch.inference_mode()
 def eager_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Every step is measured at the same context: the cache is cut back before the next."""
+    """All steps have the same context: the new token is removed from the cache after each."""
     some = next(iter(models.values()))
     cache = filled(DynamicCache(config=some.config), some, batch, context - 1)
     token = torch.ones(batch, 1, dtype=torch.long, device=some.device)
@@ -88,7 +88,7 @@ def eager_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: in
 
 @torch.inference_mode()
 def graph_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: int) -> dict[str, float]:
-    """Every replay fills one place of the cache."""
+    """Each replay adds a token to the cache."""
     some = next(iter(models.values()))
     room = len(models) * (BEFORE_CAPTURE + 1 + WARM_UP + repeats)
     cache = filled(StaticCache(config=some.config, max_cache_len=context + room), some, batch, context - 1)
@@ -110,13 +110,13 @@ def graph_ms(models: dict[str, nn.Module], batch: int, context: int, repeats: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
-    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8))
-    parser.add_argument("--models", nargs="+", choices=("gpt", "llama"), default=("gpt", "llama"))
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="tiny models: to try the script on a CPU")
-    parser.add_argument("--commit", help="default: what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens in the cache")
+    parser.add_argument("--batches", type=int, nargs="+", default=(1, 8), help="batch sizes (default: 1 8)")
+    parser.add_argument("--models", nargs="+", choices=("gpt", "llama"), default=("gpt", "llama"), help="default: both")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="tiny models, to test the script on a CPU")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ways = {"eager": eager_ms, "graph": graph_ms} if device.type == "cuda" else {"eager": eager_ms}
@@ -145,8 +145,7 @@ def main() -> int:
         about = {"command": provenance.command("benchmarks/decode.py"), "commit": options.commit or provenance.commit()}
         about |= {"machine": provenance.machine(device), "versions": provenance.versions()}
         threads = {} if device.type == "cuda" else {"threads": torch.get_num_threads()}
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({**about, **threads, "rows": rows}, indent=1) + "\n")
+        write({**about, **threads, "rows": rows}, options.output)
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The results file of benchmarks/attention.py: what it records, its table, and its figures as SVG and PNG.
+"""The results file of benchmarks/attention.py: its header, its table, and its figures as SVG and PNG.
 
 python benchmarks/figures.py results/attention.json            draws into docs/figures (needs matplotlib)
 python benchmarks/figures.py results/attention.json --table    prints the table again
 python benchmarks/figures.py NEW.json --fill OLD.json --sections decode,compile
-                                                               takes what it lacks of sections from another run
+                                                               adds missing rows of these sections from another run
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def first_output(*command: str) -> str:
 
 
 def made_by(script: str, device: str, commit: str | None = None) -> Data:
-    """The command, machine, versions and commit that numbers belong to."""
+    """The command, machine, versions and commit of a measurement."""
     import torch
 
     import softplus_attention
@@ -68,7 +68,7 @@ def made_by(script: str, device: str, commit: str | None = None) -> Data:
 
 
 def header(settings: Any, commit: str | None = None) -> Data:
-    """Everything but the rows of benchmarks/attention.py."""
+    """The results of benchmarks/attention.py without rows."""
     return made_by("benchmarks/attention.py", settings.device, commit) | {
         "inputs": "random",
         "baseline": settings.baseline,
@@ -96,7 +96,7 @@ def rows_in(data: Data, *sections: str) -> list[Row]:
 
 
 def find_baseline(data: Data, row: Row, name: str) -> Row | None:
-    """The row to divide by: the softmax baseline of that shape; in decode the fastest torch SDPA."""
+    """The row that a ratio refers to: the softmax baseline of the same shape; for decode, the fastest torch SDPA."""
     peers = [x for x in data["rows"] if x.get(name) and x.get("length") == row.get("length")]
     if row["section"] == "decode":
         peers = [x for x in peers if x["section"] == "decode" and x["contender"].startswith("sdpa")]
@@ -108,7 +108,7 @@ def find_baseline(data: Data, row: Row, name: str) -> Row | None:
 
 
 def derive(data: Data) -> None:
-    """TFLOP/s, and ratios to the baseline: per sequence of the batch, so that a smaller batch compares."""
+    """Adds TFLOP/s and ratios to the baseline; ratios are per sequence, so that different batch sizes compare."""
     for row in data["rows"]:
         if row.get("backward_ms"):
             row["total_ms"] = row["forward_ms"] + row["backward_ms"]
@@ -143,8 +143,8 @@ def reason(row: Row, width: int = 60) -> str:
     return "" if row["status"] == "ok" else f"{row['status']}: {row['error']}"[:width].replace("|", "/")
 
 
-def in_words(row: Row) -> str:
-    """A row as one line of progress."""
+def format_row(row: Row) -> str:
+    """A row as a line of progress."""
     shape = " ".join(
         f"{short}={row[x]}" for x, short in (("head_dim", "D"), ("length", "T"), ("batch", "B")) if x in row
     )
@@ -160,7 +160,7 @@ def grid(columns: list[str], lines: list[list[str]]) -> list[str]:
 
 
 def pivot(rows: list[Row], column: Callable[[Row], str], cell: Callable[[Row], str]) -> list[str]:
-    """Contenders down, shapes across."""
+    """A table with one row per contender and one column per shape."""
     columns, names = (list(dict.fromkeys(f(row) for row in rows)) for f in (column, lambda row: row["contender"]))
     cells = {(row["contender"], column(row)): reason(row, 24) or cell(row) for row in rows}
     return grid(["", *columns], [[name, *(cells.get((name, x), "") for x in columns)] for name in names])
@@ -191,7 +191,7 @@ def decode_cell(row: Row) -> str:
 
 
 def table(data: Data) -> str:
-    """All of a run in at most 12,000 characters."""
+    """All rows as Markdown, in at most 12,000 characters."""
     machine, versions = data["machine"], data["versions"]
     done = "" if data.get("complete") else "; not complete"
     lines = [
@@ -226,23 +226,25 @@ def table(data: Data) -> str:
         cell = lambda row: " / ".join(number(row.get(x)) for x in sizes)  # noqa: E731
         lines += pivot(rows, lambda row: f"D={row['head_dim']} T={row['length']}", cell)
     text = "\n".join(lines)
-    return text if len(text) <= 12000 else text[:11900] + "\n... cut; the JSON has every row"
+    return text if len(text) <= 12000 else text[:11900] + "\n... truncated; the JSON has all rows"
 
 
 def fill(data: Data, earlier: Data, sections: Sequence[str]) -> None:
-    """Shapes of these sections that a run did not come to, or not to their end, as an earlier run has them. Their rows
-    keep its commit and date, and its ratios: no time is divided by one of another run."""
+    """Adds shapes that are missing or incomplete in these sections from an earlier run.
+
+    The rows keep the commit, date and ratios of the earlier run: no ratio mixes two runs.
+    """
     for name in ("machine", "versions"):
         if data[name] != earlier[name]:
-            raise ValueError(f"the earlier results have another {name}: {earlier[name]}, not {data[name]}")
+            raise ValueError(f"the earlier results differ in {name}: {earlier[name]}, not {data[name]}")
     for section in sections:
         if not (rows := rows_in(earlier, section)):
             raise ValueError(f"the earlier results have no rows of {section}")
-        there, before = by_shape(rows_in(data, section)), by_shape([row for row in rows if row["status"] == "ok"])
-        lacking = {shape for shape in before if not before[shape] <= there.get(shape, set())}
-        kept = [row for row in data["rows"] if row["section"] != section or row_shape(row) not in lacking]
+        new, old = by_shape(rows_in(data, section)), by_shape([row for row in rows if row["status"] == "ok"])
+        missing = {shape for shape in old if not old[shape] <= new.get(shape, set())}
+        kept = [row for row in data["rows"] if row["section"] != section or row_shape(row) not in missing]
         origin = {"commit": earlier["commit"], "date": earlier["date"]}
-        data["rows"] = [*kept, *({**origin, **row} for row in rows if row_shape(row) in lacking)]
+        data["rows"] = [*kept, *({**origin, **row} for row in rows if row_shape(row) in missing)]
 
 
 def row_shape(row: Row) -> tuple[int | None, int | None]:
@@ -267,7 +269,7 @@ def caption(data: Data, rows: Sequence[Row] = ()) -> str:
 class Figure:
     name: str
     title: str
-    sections: tuple[str, ...]  # the first of them that has rows of a head dimension
+    sections: tuple[str, ...]  # for each head dimension, the first section that has rows of it
     value: str
     axis: str
     across: str = "tokens T"
@@ -293,11 +295,11 @@ def panels(figure: Figure, data: Data) -> dict[int, list[Row]]:
 
 
 def draw(figure: Figure, data: Data, folder: Path, pyplot: Any) -> list[Path]:
-    """One panel for each head dimension, of one scale; no file where there is nothing to draw."""
+    """One panel per head dimension, with a shared y axis; writes no file if there is nothing to draw."""
     shown = panels(figure, data)
     if not shown:
         return []
-    # A batch made smaller for memory is another problem: its time and memory are per sequence of the full one.
+    # Time and memory of a batch that was reduced for memory are scaled to the full batch.
     canvas, all_axes = pyplot.subplots(
         1, len(shown), figsize=(6.4 * len(shown), 4.2), layout="constrained", sharey=True, squeeze=False
     )
@@ -344,12 +346,12 @@ def main() -> None:
         "--fill",
         type=Path,
         metavar="EARLIER",
-        help="take what is missing of --sections from this file, and draw nothing",
+        help="add missing rows of --sections from this file, and draw nothing",
     )
-    parser.add_argument("--sections", help="with --fill: which, as train,decode")
+    parser.add_argument("--sections", help="with --fill: sections to fill, such as train,decode")
     chosen = parser.parse_args()
     if (chosen.fill is None) != (chosen.sections is None):
-        parser.error("--fill and --sections go together")
+        parser.error("--fill and --sections must be given together")
     try:
         data = read(chosen.results)
         if chosen.fill is not None:

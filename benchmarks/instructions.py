@@ -1,8 +1,8 @@
 """Instructions per score in the loops of a Triton kernel, compiled for sm_90 without a GPU.
 
-The kernel is compiled as the op launches it (bfloat16, causal, p = 15 unless said otherwise) and disassembled with the
-tools that Triton ships. Loops with few instructions are left out; the main loop is the one with the fewest per score.
-Both sides of a branch count.
+The kernel is compiled as the op launches it (bfloat16, causal, p = 15 by default) and disassembled with the tools that
+Triton ships. Loops with few instructions are ignored; the main loop is the one with the fewest per score. Both sides of
+a branch count.
 """
 
 from __future__ import annotations
@@ -129,14 +129,16 @@ def loops(sass: str, scores_per_thread: float) -> list[tuple[float, Counter[str]
             continue
         body = found[at[int(jump[1], 16)] : i + 1]
         kinds = Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in body)
-        if not kinds["EXIT"]:  # else it is a wait that begins anew, whose branch lies behind the kernel's end
+        if not kinds["EXIT"]:  # skips the retry branches of waits, which lie after the kernel's end
             result.append((len(body) / scores_per_thread, kinds))
     return result
 
 
 def copied_too_early(ptx: str) -> int:
-    """Copies into shared memory with no barrier of all warps since the last product: one warp would fill a tile that
-    another still reads. Kernels do not say it; Triton puts the barrier there."""
+    """The number of copies into shared memory without a barrier of all warps since the last product.
+
+    Such a copy would overwrite a tile that another warp still reads. Triton inserts the barriers, not the kernels.
+    """
     found, product = 0, False
     for line in ptx.splitlines():
         product = (product or "wgmma.mma_async" in line) and "bar.sync" not in line
@@ -148,17 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel", choices=KERNELS)
     parser.add_argument("--head-dim", type=int, default=64, help="default: %(default)s")
-    parser.add_argument(
-        "--power", type=int, default=15, help="0 is LSSA, -1 a power of each row (default: %(default)s)"
-    )
+    parser.add_argument("--power", type=int, default=15, help="0: LSSA; -1: one power per row (default: %(default)s)")
     parser.add_argument("--dtype", choices=HALVES, default="bfloat16", help="default: %(default)s")
-    parser.add_argument("--without-offset", action="store_true", help="no 1 is subtracted before the power")
-    parser.add_argument("--window", type=int, help="keys that a row sees (default: all before it)")
-    parser.add_argument("--ranges", action="store_true", help="first and last keys given for each row")
-    parser.add_argument("--power-gradient", action="store_true", help="the gradient of each row's power too")
+    parser.add_argument("--without-offset", action="store_true", help="offset=False: do not subtract 1")
+    parser.add_argument("--window", type=int, help="keys that a row sees (default: all up to itself)")
+    parser.add_argument("--ranges", action="store_true", help="with first and last keys of each row")
+    parser.add_argument("--power-gradient", action="store_true", help="also compute the gradient of each row's power")
     options = parser.parse_args(arguments)
     if options.power_gradient and options.power >= 0:
-        parser.error(f"--power-gradient: is of powers of each row, --power -1; got --power {options.power}")
+        parser.error(f"--power-gradient needs one power per row (--power -1), got --power {options.power}")
     if options.without_offset and options.kernel.startswith("hopper"):
         parser.error(f"--without-offset: {options.kernel} always subtracts")
     blocks = kernel_blocks(options.kernel, options.head_dim, options.power != 0)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         most = ", ".join(f"{kind} {n / scores:.1f}" for kind, n in kinds.most_common(8))
         print(f"{count:6.1f} instructions per score: {most}")
         if kinds["WARPGROUP"] > kinds["HGMMA"] > 0:
-            print("       each product is waited for: the compiler could not let them run")
+            print("       each product is waited for: the compiler serialized them")
     return 0
 
 

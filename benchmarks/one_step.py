@@ -1,4 +1,4 @@
-"""One forward and one backward of LSSAR, for a profiler to look at:
+"""One forward and one backward pass of LSSAR, for a profiler:
 
 ncu --set full -k 'regex:gluon_(forward|dq|dkv)' -o profile python benchmarks/one_step.py --head-dim 128
 """

@@ -1,9 +1,9 @@
-"""What windows, packed documents and powers that heads learn cost, by the Hopper kernels and by the plain ones.
+"""The cost of windows, packed documents and learned powers with the Hopper kernels and with the plain Triton kernels.
 
-32,768 tokens of bfloat16, all causal: a window of 512 keys, documents of 16 to 4,096 tokens packed into one sequence,
-the power 15 and factors of log N with their gradient. Beside them softmax: torch's FlashAttention-2 where every row
-sees all before it, FlexAttention where it does not. Every softplus contender is first held to the float64 reference;
-one that fails is "wrong" and gets no time. Needs a GPU of compute capability 9.0.
+32,768 tokens in bfloat16, all causal: a window of 512 keys, documents of 16 to 4,096 tokens packed into one sequence,
+the power 15, and learned factors of log N with their gradient. Compared with softmax: torch's FlashAttention-2 for full
+causal attention, else FlexAttention. Softplus contenders are first checked against the float64 reference; one that
+fails is "wrong" and is not timed. Needs a GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = 32768
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer has: a length, the power 15, 1 or one that heads learn, and what a row sees."""
+    """Settings of a layer: length, power ("15", "1" or "learned"), and what a row sees."""
 
     length: int
     power: str
@@ -69,7 +69,7 @@ OPTIONS = (
 
 @functools.cache
 def documents(tokens: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Documents of 16 to 4,096 tokens, the same each time: their bounds, the start of each token's, the longest."""
+    """Fixed random documents of 16 to 4,096 tokens: their bounds, the start of each token's document, the longest."""
     seed = torch.Generator().manual_seed(0)
     ends = (2 ** (4 + 8 * torch.rand(tokens, generator=seed))).int().cumsum(0)
     bounds = torch.cat([torch.tensor([0]), ends[ends < tokens], torch.tensor([tokens])]).to(torch.int32)
@@ -129,14 +129,14 @@ def choose_kernels(kind: str) -> None:
 
 
 def wrong(option: Option, kind: str, inputs: Inputs, head_dim: int) -> str:
-    """Why the kernels fail against float64, or ''; at a shape that needs no other binary."""
+    """Why the kernels fail against float64, or ''; at a shape that needs no other compilation."""
     small = Option(CHECK_LENGTH, option.power, option.window and CHECK_WINDOW, option.packed)
-    held = contender(small, kind)
-    if held.truth is None:
+    checked = contender(small, kind)
+    if checked.truth is None:
         return ""
     q, k, v, grad = inputs(1, HEADS[head_dim], CHECK_LENGTH, head_dim)
     clear = full((1, 1, CHECK_LENGTH, 1), True, device=q.device)
-    return disagreement(held.attend, held.truth, (q, k, v), grad, True, clear)
+    return disagreement(checked.attend, checked.truth, (q, k, v), grad, True, clear)
 
 
 def measured(option: Option, kind: str, head_dim: int, times: bool = True) -> Row:
@@ -166,11 +166,11 @@ def measured(option: Option, kind: str, head_dim: int, times: bool = True) -> Ro
     return row
 
 
-Case = tuple[Option, str, int]  # its kernels, and the head dimension
+Case = tuple[Option, str, int]  # option, kernels, head dimension
 
 
 def compile_alone(case: Case) -> str:
-    """In a process of its own, so that many compile side by side; the binaries are kept on disk."""
+    """Runs in its own process, so that many cases compile in parallel; the binaries are cached on disk."""
     row = measured(*case, times=False)
     return f"{row['status']} {row['error']}".strip()
 
@@ -183,32 +183,32 @@ def cases(words: list[str], head_dims: list[int]) -> Iterator[Case]:
                     yield option, kind, head_dim
 
 
-def in_words(row: Row) -> str:
+def format_row(row: Row) -> str:
     times = [f"{row[name]:.3f}" for name in ("forward_ms", "backward_ms") if name in row]
     return f"D{row['head_dim']:<4} {row['option']:34} {row['kernels']:8} {' / '.join(times) or row['error']}"
 
 
 def record(found: Iterable[Case], measure: Callable[..., Row], output: Path, about: dict[str, Any]) -> None:
-    """The file is written after every row: an hour of a GPU is not lost with the last one."""
+    """Writes the file after every row, so that an error loses nothing."""
     began, rows = time.monotonic(), []
     for case in found:
         rows.append(measure(*case))
-        print(in_words(rows[-1]), flush=True)
+        print(format_row(rows[-1]), flush=True)
         write(about | {"seconds": round(time.monotonic() - began, 1), "tokens": TOKENS, "rows": rows}, output)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", help="only what has all of these in its name: learned, window, plain ...")
+    parser.add_argument("words", nargs="*", help="only cases whose names contain all of these: learned, window, plain")
     parser.add_argument("--head-dims", type=int, nargs="+", choices=list(HEADS), default=list(HEADS))
-    parser.add_argument("--jobs", type=int, default=12, help="processes that compile before anything is timed")
-    parser.add_argument("--commit", help="the commit of this source, where there is no git to ask")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "options.json", help="the JSON to write")
+    parser.add_argument("--jobs", type=int, default=12, help="processes that compile before timing starts")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
+    parser.add_argument("--output", type=Path, default=ROOT / "results" / "options.json", help="the JSON file to write")
     chosen = parser.parse_args()
     if not (torch.cuda.is_available() and hopper_launch.available(torch.device("cuda", 0))):
-        sys.exit("for a GPU of compute capability 9.0 and a Triton that the Hopper kernels know")
+        sys.exit("needs a GPU of compute capability 9.0 and a Triton version that the Hopper kernels support")
     began, found = time.monotonic(), list(cases(chosen.words, chosen.head_dims))
-    torch._functorch.config.donated_buffer = False  # the backward is timed on a retained graph
+    torch._functorch.config.donated_buffer = False  # the backward runs with retain_graph=True
     with get_context("spawn").Pool(chosen.jobs) as pool:
         for case, outcome in zip(found, pool.imap(compile_alone, found), strict=True):
             say(f"{time.monotonic() - began:6.0f} s  compiled {case[0]} {case[1]} D{case[2]}: {outcome}")

@@ -1,4 +1,4 @@
-"""How many orbit sequences the simulator makes per second of one core's time.
+"""Orbit sequences that the simulator generates per second of processor time on one core.
 
 python benchmarks/orbits.py --output results/newton/simulator.json
 """
@@ -6,20 +6,20 @@ python benchmarks/orbits.py --output results/newton/simulator.json
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
+from figures import write
 
 from softplus_attention.physics.distributions import distribution
 from softplus_attention.physics.orbits import simulate
 from softplus_attention.utils import provenance
 
 DISTRIBUTIONS = ("published-code", "published-text", "identifiable")
-POSITIONS = 999  # of a sequence, after the one that says the time step
+POSITIONS = 999  # of a sequence, without the time step at position 0
 
 
 def sequences_per_second(name: str, planets: int, steps: int, sequences: int, runs: int) -> float:
@@ -33,8 +33,8 @@ def sequences_per_second(name: str, planets: int, steps: int, sequences: int, ru
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sequences", type=int, default=1000, help="per run (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=5, help="the median counts (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=1000, help="sequences per run (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=5, help="runs, whose median is used (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="the JSON file to write")
     options = parser.parse_args()
     rows = []
@@ -49,10 +49,11 @@ def main() -> int:
             "kind": "orbit simulator",
             "command": provenance.command("benchmarks/orbits.py"),
             "commit": provenance.commit(),
+            "machine": provenance.machine(),
+            "versions": provenance.versions(("numpy",)),
+            "what": f"processor time of one core, median of {options.runs} runs of {options.sequences} sequences",
         }
-        about |= {"machine": provenance.machine(), "versions": provenance.versions(("numpy",))}
-        what = f"processor time of one core, median of {options.runs} runs of {options.sequences} sequences"
-        options.output.write_text(json.dumps({**about, "what": what, "rows": rows}, indent=1) + "\n")
+        write({**about, "rows": rows}, options.output)
     return 0
 
 

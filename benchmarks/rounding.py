@@ -1,18 +1,18 @@
-"""What rounding unit vectors costs: the output error of three ways to form the scores, in units of the reference's own.
+"""The cost of rounding unit vectors: output errors of three ways to compute scores, relative to the reference's error.
 
-"raw" multiplies the bfloat16 vectors and applies their norms afterwards (what the kernels do); "float16" and "bfloat16"
+"raw" multiplies the bfloat16 vectors and applies their norms afterwards, as the kernels do; "float16" and "bfloat16"
 round the unit vectors first. Ratios of error norms, and of largest errors, to those of the low-precision reference.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 
 import torch
+from figures import write
 from torch import Tensor
 
 from softplus_attention import softplus_attention
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def output(q: Tensor, k: Tensor, v: Tensor, power: int, way: str) -> Tensor:
-    """Causal LSSAR, float32 inside but for how the scores are formed; weights and output rounded once."""
+    """Causal LSSAR in float32 except for the scores; weights and output are rounded once."""
     counts = torch.arange(1, q.shape[-2] + 1, dtype=torch.float32)[:, None]
     scale = math.log(q.shape[-1]) * counts.log()
     if way == "raw":
@@ -39,7 +39,7 @@ def output(q: Tensor, k: Tensor, v: Tensor, power: int, way: str) -> Tensor:
 
 
 def vectors(kind: str, length: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random; queries that resemble one key ("peaked"); keys and queries with a common direction ("shared")."""
+    """Random vectors; "peaked": queries similar to one key; "shared": queries and keys with a common direction."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, length, d, generator=generator) for _ in range(3))
     if kind == "peaked":
@@ -81,7 +81,7 @@ def main() -> int:
         "ratios": "error norm and largest error, to those of the bfloat16 reference",
         "rows": rows,
     }
-    options.output.write_text(json.dumps(data, indent=1) + "\n")
+    write(data, options.output)
     print(f"written to {options.output.name}")
     return 0
 

@@ -1,18 +1,17 @@
-"""Generated tokens per second on a CPU: a model with LSSAR beside the same model with softmax.
+"""Generated tokens per second on a CPU: a model with LSSAR compared with the same model with softmax.
 
     make test-serving  # builds .venv-serving
     .venv-serving/bin/python benchmarks/serving.py --output results/serving-cpu.json
 
-"dynamic" and "static" are forwards of one token over transformers' caches, as ``model.generate`` runs them; "vllm" is a
-step of vLLM's engine with as many requests, softmax by vLLM's own kernel. The caches are filled with random keys and
-values of the context's length, so that nothing is prefilled; the weights are random. The two models take turns, step
-by step: a machine whose speed drifts slows both.
+"dynamic" and "static" are forward passes of one token over the caches of transformers, as in ``model.generate``; "vllm"
+is a step of vLLM's engine with the same number of requests, with vLLM's own kernel for softmax. Caches are filled with
+random keys and values instead of a prefill, and the weights are random. Steps of the two models alternate, so that a
+drift in machine speed affects both.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -27,6 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 from decode import GPT, NARROW, WARM_UP, eager_ms, filled, medians_ms
+from figures import write
 from torch import nn
 from transformers import StaticCache
 
@@ -53,7 +53,7 @@ def static_ms(models: Mapping[str, nn.Module], batch: int, context: int, repeats
 def engine_step(
     config: SoftplusGPTConfig, batch: int, context: int, room: int, dtype: torch.dtype
 ) -> Callable[[], Any]:
-    """A step of an engine whose requests have a context of that length."""
+    """A step of a vLLM engine whose requests all have this context length."""
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -78,12 +78,12 @@ def engine_step(
     for request in range(batch):
         ids = torch.randint(config.vocab_size, (context - 1,), generator=generator).tolist()
         engine.add_request(str(request), TokensPrompt(prompt_token_ids=ids), chosen)
-    while len(engine.step()) < batch:  # the cache is filled, and every request decodes
+    while len(engine.step()) < batch:  # until the caches are filled and every request decodes
         pass
 
     def step() -> None:
         answered = len(engine.step())
-        assert answered == batch, f"a step of {answered} requests"
+        assert answered == batch, f"the step decoded {answered} of {batch} requests"
 
     return step
 
@@ -112,14 +112,16 @@ def measure(way: str, batch: int, context: int, options: argparse.Namespace) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--cases", nargs="+", default=[f"{batch}x{context}" for batch, context in CASES])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="a tiny model: to try the script")
-    parser.add_argument("--conditions", help="what else the machine did, for the file")
-    parser.add_argument("--commit", help="default: what git says")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="default: all")
+    parser.add_argument(
+        "--cases", nargs="+", default=[f"{batch}x{context}" for batch, context in CASES], metavar="BATCHxCONTEXT"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps (default: %(default)s)")
+    parser.add_argument("--small", action="store_true", help="a tiny model, to test the script")
+    parser.add_argument("--conditions", help="other load on the machine, to record")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     about = {"command": provenance.command("benchmarks/serving.py"), "threads": torch.get_num_threads()}
     about |= {"commit": options.commit or provenance.commit(), "machine": provenance.machine()}
@@ -136,8 +138,7 @@ def main() -> int:
                 flush=True,
             )
             if options.output:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+                write({**about, "rows": rows}, options.output)
     return 0
 
 

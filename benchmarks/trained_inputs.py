@@ -1,11 +1,11 @@
-"""q, k, v of a trained model, for benchmarks/attention.py --trained: trains a small byte-level GPT and saves what the
-attention of its middle layer receives over a long text, in bfloat16, one file per head dimension.
+"""q, k, v of a trained model, for benchmarks/attention.py --trained: trains a small byte-level GPT and saves the inputs
+of the attention in its middle layer on a long text, in bfloat16, one file per head dimension.
 
 python benchmarks/trained_inputs.py --output FOLDER [TEXT ...]     about a minute of training for each on a GPU
 
-TEXT are files or folders of text, by default the books that come with the package; the last tenth is not trained on,
-and is what the saved vectors come from. A file holds q, k, v, each (B, H, T, D) after the rotary embedding, and
-"about", what made them.
+TEXT are files or folders of text, by default the text of the package. The last tenth is held out from training, and
+the saved vectors come from it. A file holds q, k, v, each (B, H, T, D) after the rotary embedding, and "about", a
+description of the model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def compute_loss(model: Model, tokens: Tensor) -> Tensor:
 
 
 def train(model: Model, text: Tensor, length: int, batch: int, seconds: float) -> tuple[int, float]:
-    """Steps done, and the mean loss of the last ten."""
+    """The number of steps, and the mean loss of the last ten."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / WARMUP))
     begun, losses = time.monotonic(), []
@@ -97,7 +97,7 @@ def train(model: Model, text: Tensor, length: int, batch: int, seconds: float) -
 
 @torch.no_grad()
 def record(model: Model, tokens: Tensor) -> dict[str, Tensor]:
-    """What the attention of the middle layer is given."""
+    """The inputs of the attention in the middle layer."""
     layer, found = model.blocks[len(model.blocks) // 2].attention, {}
     attend = layer.attention
 

@@ -1,12 +1,12 @@
-"""Training speed: tokens per second, MFU and step time per attention, through the same Trainer as `train`.
+"""Training speed: tokens per second, MFU and step time per attention, with the Trainer of `train`.
 
 python benchmarks/training.py --output results/training.json    gpt2-small at 1024 tokens, softmax and lssar, on a GPU
-python benchmarks/training.py --quick --output training.json    a tiny model on a CPU, to see that it runs
+python benchmarks/training.py --quick --output training.json    a tiny model on a CPU, to test the script
 
-Synthetic tokens. Each attention runs in a process of its own: first steps to compile and warm up, then the measured
-ones, timed between two points at which the device is idle. Without --micro-batch the largest that fits is searched,
-from --most-sequences down by halves. MFU is tokens per second times (6 N + 12 L W T) over the peak of the device: N
-parameters, L layers of attention W wide over T tokens, the causal half not taken off (`mfu_causal` takes it off).
+Tokens are synthetic. Each attention runs in its own process: warm-up steps, then measured steps, timed between points
+at which the device is idle. Without --micro-batch the largest micro-batch that fits is found by halving
+--most-sequences. MFU is tokens per second times (6 N + 12 L W T), divided by the peak of the device, for N parameters
+and L layers of width W over T tokens. It counts the full attention matrix; `mfu_causal` counts the causal half.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from figures import write
 from torch import Tensor
 from transformers import TrainerCallback, set_seed
 from transformers.utils import logging as transformers_logging
@@ -57,7 +58,7 @@ class Noise(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class Clock(TrainerCallback):
-    """Times each step after the warm-up, the device idle at both ends of all of them."""
+    """Times three stretches of steps after the warm-up, with the device idle at their ends."""
 
     def __init__(self, warmup: int, steps: int, device: torch.device) -> None:
         self.warmup, self.steps, self.device = warmup, steps, device
@@ -72,13 +73,13 @@ class Clock(TrainerCallback):
         done = state.global_step
         if done == self.warmup and self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        # Three stretches, so that the spread is seen without waiting for the device in every step.
+        # Three stretches show the spread without synchronizing at every step.
         if done >= self.warmup and (done - self.warmup) % max(1, self.steps // 3) == 0:
             self.mark()
 
 
 def measure(options: argparse.Namespace, attention: str) -> dict[str, Any]:
-    """One attention, in this process."""
+    """Measures one attention in this process."""
     transformers_logging.set_verbosity_error()
     micro = options.micro_batch
     with tempfile.TemporaryDirectory() as folder:
@@ -130,29 +131,29 @@ def timed(config: TrainConfig, options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_a_process(options: argparse.Namespace, attention: str, micro: int) -> dict[str, Any] | str:
+def measure_in_process(options: argparse.Namespace, attention: str, micro: int) -> dict[str, Any] | str:
     """The row, or the last line of the error."""
-    words = [sys.executable, __file__, "--one", attention, "--micro-batch", str(micro)]
-    words += ["--preset", options.preset, "--steps", str(options.steps), "--warmup", str(options.warmup)]
-    words += ["--accumulate", str(options.accumulate), "--loss", options.loss, "--optimizer", options.optimizer]
-    words += ["--compile" if options.compile else "--no-compile"]
+    command = [sys.executable, __file__, "--one", attention, "--micro-batch", str(micro)]
+    command += ["--preset", options.preset, "--steps", str(options.steps), "--warmup", str(options.warmup)]
+    command += ["--accumulate", str(options.accumulate), "--loss", options.loss, "--optimizer", options.optimizer]
+    command += ["--compile" if options.compile else "--no-compile"]
     for name in ("power", "peak_tflops"):
         if getattr(options, name) is not None:
-            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    words += ["--quick"] if options.quick else []
-    result = subprocess.run(words, capture_output=True, text=True)
+            command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += ["--quick"] if options.quick else []
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode == 0:
         return json.loads(result.stdout.strip().splitlines()[-1])
     lines = [line for line in result.stderr.strip().splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["no words"])[-1]
+    return (errors or lines or ["no error message"])[-1]
 
 
-def fitted(options: argparse.Namespace, attention: str) -> dict[str, Any]:
+def measure_largest(options: argparse.Namespace, attention: str) -> dict[str, Any]:
     """The row of the largest micro-batch that fits."""
     micro = options.micro_batch or options.most_sequences
     while True:
-        row = in_a_process(options, attention, micro)
+        row = measure_in_process(options, attention, micro)
         if isinstance(row, dict):
             return row
         if "OutOfMemory" not in row or options.micro_batch or micro == 1:
@@ -163,14 +164,8 @@ def fitted(options: argparse.Namespace, attention: str) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = ["attention              batch   step ms    tokens/s     MFU   causal  GiB   to softmax"]
-    base = next(
-        (
-            row["step_ms"] / row["tokens_per_step"]
-            for row in rows
-            if row.get("attention") == "softmax" and "step_ms" in row
-        ),
-        None,
-    )
+    softmax = [row for row in rows if row.get("attention") == "softmax" and "step_ms" in row]
+    base = softmax[0]["step_ms"] / softmax[0]["tokens_per_step"] if softmax else None
     for row in rows:
         if "error" in row:
             lines.append(f"{row['attention']:<22} {row['micro_batch']:>5}   {row['error']}")
@@ -191,18 +186,18 @@ def main() -> None:
     parser.add_argument("--attentions", default="softmax,lssar", help="names of the catalogue (default: %(default)s)")
     parser.add_argument("--preset", default="gpt2-small", help="default: %(default)s")
     parser.add_argument("--power", help="for the attentions with a second stage (default: their own)")
-    parser.add_argument("--micro-batch", type=int, help="sequences at a time (default: the most that fit)")
+    parser.add_argument("--micro-batch", type=int, help="sequences at a time (default: the largest number that fits)")
     parser.add_argument("--most-sequences", type=int, default=64, help="where the search starts (default: %(default)s)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=10, help="steps before the clock (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=30, help="measured, in three stretches (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before timing (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps, in three stretches (default: %(default)s)")
     parser.add_argument("--loss", default="chunked", help="plain, chunked or liger (default: %(default)s)")
     parser.add_argument("--optimizer", default="adamw", help="adamw or muon (default: %(default)s)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peak-tflops", type=float, help="of the device (default: known for common GPUs)")
     parser.add_argument("--quick", action="store_true", help="a tiny model on a CPU")
-    parser.add_argument("--output", type=Path, help="JSON file")
-    parser.add_argument("--commit", help="to record (default: asked of git)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", help="commit to record (default: from git)")
     parser.add_argument("--one", metavar="ATTENTION", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -212,7 +207,7 @@ def main() -> None:
         options.micro_batch, options.steps, options.warmup = QUICK["micro_batch_size"], 6, 2
     rows = []
     for attention in options.attentions.split(","):
-        rows.append(fitted(options, attention))
+        rows.append(measure_largest(options, attention))
         print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     print(table(rows))
     if options.output:
@@ -224,8 +219,7 @@ def main() -> None:
             "mfu": "tokens/s * (6 N + 12 L W T) / peak; mfu_causal: 6 N + 6 L W T",
             "rows": rows,
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps(data, indent=1) + "\n")
+        write(data, options.output)
     if all("error" in row for row in rows):
         sys.exit(1)
 

@@ -1,4 +1,4 @@
-"""The benchmark's own behaviour: it runs as a command, refuses wrong contenders, survives failing ones, and reports."""
+"""benchmarks/attention.py and its modules: the command, checks of contenders, inputs, tables and figures."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def inputs(benchmark: ModuleType) -> Any:
 
 
 def part(name: str) -> ModuleType:
-    """Another file of the benchmark, where the fixture has put them on the path."""
+    """Another module of the benchmark; the fixture has put its folder on the path."""
     return importlib.import_module(name)
 
 
 def measured(benchmark: ModuleType, inputs: Any, attend: Any, **options: Any) -> dict[str, Any]:
-    """The row that one contender gets at one shape."""
+    """The row of one contender at one shape."""
     contender = benchmark.Contender("tried", attend, **{"truth": part("contenders").ours(15, "reference"), **options})
     (row,) = benchmark.measure_section("train", inputs, [contender], benchmark.fill_times, [(64, 64)])
     return row
@@ -82,7 +82,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         "name", ["command", "date", "commit", "machine", "versions", "settings", "seconds", "flops"]
     )
-    def test_says_where_the_numbers_come_from(self, data: dict[str, Any], name: str) -> None:
+    def test_records_provenance(self, data: dict[str, Any], name: str) -> None:
         assert data[name]
         assert data["complete"] is True
 
@@ -112,15 +112,15 @@ class TestCommand:
         ratio = rows["lssar p=15"]["total_ms"] / rows["sdpa math"]["total_ms"]
         assert rows["lssar p=15"]["ratio"] == pytest.approx(ratio)
 
-    def test_says_whose_inputs_a_row_has(self, data: dict[str, Any]) -> None:
-        """Those of the trained model in the section for them, as far as they reach; random ones elsewhere."""
+    def test_rows_name_their_inputs(self, data: dict[str, Any]) -> None:
+        """The section trained uses inputs of the trained model up to their length; other sections random ones."""
         rows = [row for row in data["rows"] if row["section"] == "trained"]
         assert {row["inputs"] for row in rows} == {"a small model"}
         assert {row["length"] for row in rows} == {64}
         assert all(row["ratio"] > 0 for row in rows if row["status"] == "ok")
         assert not [row for row in data["rows"] if row["section"] != "trained" and "inputs" in row]
 
-    def test_what_cannot_run_says_why(self, data: dict[str, Any]) -> None:
+    def test_missing_package_is_an_error_row(self, data: dict[str, Any]) -> None:
         (row,) = [row for row in data["rows"] if row["contender"] == "adasplash-2"][:1]
         if row["status"] == "error":
             assert "adasplash" in row["error"]
@@ -149,12 +149,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--quick", "--sections", "train,speed"], "no speed"),
+            (["--quick", "--sections", "train,speed"], "no section speed"),
             (["--quick", "--sections", "trained"], "needs --trained FILE"),
             ([], "only --quick runs on a CPU"),
         ],
     )
-    def test_refuses(self, arguments: list[str], message: str) -> None:
+    def test_bad_arguments(self, arguments: list[str], message: str) -> None:
         result = python("benchmarks/attention.py", *arguments)
         assert result.returncode == 2
         assert message in result.stderr
@@ -172,7 +172,7 @@ def test_runs_on_cuda(tmp_path: Path) -> None:
 
 
 class TestCheck:
-    def test_right_contender_gets_a_time(self, benchmark: ModuleType, inputs: Any) -> None:
+    def test_correct_contender_is_timed(self, benchmark: ModuleType, inputs: Any) -> None:
         row = measured(benchmark, inputs, lssar)
         assert row["status"] == "ok", row["error"]
         assert row["forward_ms"] > 0
@@ -186,7 +186,7 @@ class TestCheck:
             pytest.param(lambda q, k, v: lssar(q, k, v) * float("nan"), id="NaN"),
         ],
     )
-    def test_wrong_contender_gets_none(self, benchmark: ModuleType, inputs: Any, attend: Any) -> None:
+    def test_wrong_contender_is_not_timed(self, benchmark: ModuleType, inputs: Any, attend: Any) -> None:
         row = measured(benchmark, inputs, attend)
         assert row["status"] == "wrong"
         assert "allowed" in row["error"]
@@ -194,14 +194,14 @@ class TestCheck:
         printed = benchmark.table({**benchmark.header(inputs.settings), "rows": [row]})
         assert "| tried | wrong: T=" in printed
 
-    def test_failing_contender_does_not_end_the_run(self, benchmark: ModuleType, inputs: Any) -> None:
+    def test_failing_contender_is_an_error_row(self, benchmark: ModuleType, inputs: Any) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             raise RuntimeError("out of luck\nand more lines")
 
         row = measured(benchmark, inputs, attend)
         assert (row["status"], row["error"]) == ("error", "RuntimeError: out of luck")
 
-    def test_failing_backward_keeps_the_forward(self, benchmark: ModuleType, inputs: Any) -> None:
+    def test_failing_backward_keeps_forward(self, benchmark: ModuleType, inputs: Any) -> None:
         row = measured(benchmark, inputs, lambda q, k, v: lssar(q, k, v).detach(), truth=None)
         assert row["status"] == "error"
         assert row["forward_ms"] > 0
@@ -218,7 +218,7 @@ class TestCheck:
 
 class TestInputs:
     @pytest.mark.parametrize("kind", ["pt", "safetensors"])
-    def test_come_from_a_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path, kind: str) -> None:
+    def test_from_file(self, benchmark: ModuleType, inputs: Any, tmp_path: Path, kind: str) -> None:
         stored = {"q": torch.randn(2, 4, 50, 64), "k": torch.randn(2, 2, 50, 64), "v": torch.randn(2, 2, 50, 64)}
         if kind == "pt":
             torch.save({**stored, "about": "a model"}, tmp_path / "inputs.pt")
@@ -239,11 +239,11 @@ class TestInputs:
         [
             ([(2, 3)], "a dict of q, k, v"),
             ([], "a dict of q, k, v"),
-            ([(1, 4, 128, 64), (1, 3, 128, 64), (1, 3, 128, 64)], "heads that q's divide by"),
-            ([(1, 4, 128, 64), (1, 4, 100, 64), (1, 4, 100, 64)], "of one T and D"),
+            ([(1, 4, 128, 64), (1, 3, 128, 64), (1, 3, 128, 64)], "key heads that divide q's"),
+            ([(1, 4, 128, 64), (1, 4, 100, 64), (1, 4, 100, 64)], "with equal T and D"),
         ],
     )
-    def test_refuse_another_file(
+    def test_bad_file(
         self, benchmark: ModuleType, inputs: Any, tmp_path: Path, shapes: list[Any], message: str
     ) -> None:
         path = tmp_path / "inputs.pt"
@@ -254,14 +254,14 @@ class TestInputs:
         with pytest.raises(SystemExit, match="no such file"):
             benchmark.read_inputs(str(tmp_path / "other.pt"), inputs.settings)
 
-    def test_of_no_shape_that_is_timed(self, tmp_path: Path) -> None:
+    def test_no_matching_shape(self, tmp_path: Path) -> None:
         torch.save({x: torch.randn(1, 2, 128, 96) for x in "qkv"}, tmp_path / "inputs.pt")
         result = python("benchmarks/attention.py", "--quick", "--trained", str(tmp_path / "inputs.pt"))
         assert result.returncode == 1
-        assert "are of none of the shapes to be timed" in result.stderr
+        assert "fit none of the timed shapes" in result.stderr
 
     def test_two_models_of_one_head_dimension(self, benchmark: ModuleType, inputs: Any) -> None:
-        """Each has ratios to its own baseline, and a table of its own."""
+        """Each has ratios to its own baseline, and its own table."""
         data = {**benchmark.header(inputs.settings), "rows": []}
         for about, base in (("model A", 1.0), ("model B", 2.0)):
             for name, share in (("sdpa math", 1.0), ("lssa", 0.5)):
@@ -274,8 +274,8 @@ class TestInputs:
         for about, cell in (("model A", "| lssa | 1 (0.5) |"), ("model B", "| lssa | 2 (0.5) |")):
             assert cell in text.partition(about)[2]
 
-    def test_come_from_a_model_trained_for_them(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
-        """The command trains, saves, and the benchmark takes what it saved."""
+    def test_trained_inputs(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
+        """benchmarks/trained_inputs.py writes files that the benchmark reads."""
         arguments = ["--seconds", "0", "--dim", "128", "--layers", "2", "--length", "100", "--train-length", "32"]
         command = ["benchmarks/trained_inputs.py", "LICENSE", "docs", "--output", str(tmp_path), "--batch", "2"]
         result = python(*command, *arguments)
@@ -299,7 +299,7 @@ class TestInputs:
 
 
 def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
-    """A results file as large as they come: every shape of a full run, invented numbers."""
+    """The largest results file: every shape of a full run, with made-up numbers."""
     settings = benchmark.Settings()
     common = {"batch": 8, "heads": 12, "status": "ok", "note": "B=4 for memory", "error": "", "timing": "cuda graph"}
     common |= {"inputs": "a model", "forward_ms": 123.456, "backward_ms": 234.567, "finite": True, "kv_heads": 8}
@@ -323,13 +323,13 @@ def full_run(benchmark: ModuleType, inputs: Any) -> dict[str, Any]:
 
 
 class TestReport:
-    def test_table_of_a_full_run_is_short_and_whole(self, benchmark: ModuleType, inputs: Any) -> None:
+    def test_table_of_a_full_run_is_not_truncated(self, benchmark: ModuleType, inputs: Any) -> None:
         text = benchmark.table(full_run(benchmark, inputs))
         assert len(text) < 12000
-        assert "cut;" not in text
+        assert "truncated;" not in text
         assert "D=128 T=16384" in text
 
-    def test_smaller_batch_is_compared_per_sequence(self, benchmark: ModuleType, inputs: Any) -> None:
+    def test_ratios_are_per_sequence(self, benchmark: ModuleType, inputs: Any) -> None:
         data = full_run(benchmark, inputs)
         base, other = data["rows"][0], data["rows"][2]
         other |= {"batch": base["batch"] // 2}
@@ -338,7 +338,7 @@ class TestReport:
         flops = 2 * 8 * 12 * 64 * base["length"] ** 2
         assert base["forward_tflops"] == pytest.approx(flops / (base["forward_ms"] * 1e-3) / 1e12)
 
-    def test_figures_say_what_they_need(
+    def test_figures_need_matplotlib(
         self, quick: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
     ) -> None:
         (tmp_path / "matplotlib.py").write_text("raise ImportError('none')")
@@ -346,7 +346,7 @@ class TestReport:
         assert result.returncode == 1
         assert "figures need matplotlib" in result.stderr
 
-    def test_table_comes_from_the_file_again(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    def test_table_from_file(self, quick: tuple[subprocess.CompletedProcess[str], Path]) -> None:
         assert python("benchmarks/figures.py", str(quick[1]), "--table").stdout == quick[0].stdout
 
     def test_figures_are_drawn(self, benchmark: ModuleType, inputs: Any, tmp_path: Path) -> None:
@@ -370,8 +370,8 @@ class TestReport:
         data["rows"] = [row for row in data["rows"] if row["section"] == "decode"]
         assert figures.panels(time, data) == {}
 
-    def test_sections_of_an_earlier_run(self, data: dict[str, Any], tmp_path: Path) -> None:
-        """Where the newer run did not come to them, or lacks a contender, and they say where they are from."""
+    def test_fill_from_an_earlier_run(self, data: dict[str, Any], tmp_path: Path) -> None:
+        """Fills missing sections and shapes that lack a contender; the added rows keep their commit."""
 
         def shape(row: dict[str, Any]) -> tuple[Any, ...]:
             return row["section"], row.get("head_dim"), row.get("length")
@@ -392,9 +392,9 @@ class TestReport:
         result = python(*fill, "nothing")
         assert result.returncode == 2
         assert "the earlier results have no rows of nothing" in result.stderr
-        assert "go together" in python(*fill[:-1]).stderr
+        assert "must be given together" in python(*fill[:-1]).stderr
         old.write_text(json.dumps(data | {"versions": {"torch": "0.1"}}))
-        assert "another versions: {'torch': '0.1'}, not" in python(*fill, "decode").stderr
+        assert "differ in versions: {'torch': '0.1'}, not" in python(*fill, "decode").stderr
 
     def test_figures_of_the_docs(self, tmp_path: Path) -> None:
         """The command of docs/performance.md."""
@@ -405,8 +405,8 @@ class TestReport:
             assert (tmp_path / f"{drawn}.svg").stat().st_size > 1000
 
 
-def test_options_measured_so_far_are_kept(benchmark: ModuleType, tmp_path: Path) -> None:
-    """With the command, versions and commit behind them, though the run ends in an error."""
+def test_options_keep_rows_after_an_error(benchmark: ModuleType, tmp_path: Path) -> None:
+    """With command, versions and commit."""
     options, figures = importlib.import_module("options"), importlib.import_module("figures")
 
     def measure(option: Any, kind: str, head_dim: int) -> dict[str, Any]:
@@ -425,8 +425,8 @@ def test_options_measured_so_far_are_kept(benchmark: ModuleType, tmp_path: Path)
     assert found["versions"]["torch"] == torch.__version__
 
 
-def test_options_are_what_they_say(benchmark: ModuleType, inputs: Any) -> None:
-    """Windows, packed documents, learned powers of benchmarks/options.py, by the CPU path in place of the kernels."""
+def test_options_match_the_reference(benchmark: ModuleType, inputs: Any) -> None:
+    """Windows, packed documents and learned powers of benchmarks/options.py, on the CPU path."""
     options = importlib.import_module("options")
     clear = torch.ones(1, 1, 96, 1, dtype=torch.bool)
     for option in options.OPTIONS:
@@ -444,11 +444,11 @@ def test_options_are_what_they_say(benchmark: ModuleType, inputs: Any) -> None:
     assert torch.equal(starts.unique(), bounds[:-1])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="refuses where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the error without a GPU")
 def test_options_need_a_gpu() -> None:
     result = python("benchmarks/options.py")
     assert result.returncode == 1
-    assert "for a GPU of compute capability 9.0" in result.stderr
+    assert "needs a GPU of compute capability 9.0" in result.stderr
 
 
 def test_one_step_for_a_profiler() -> None:

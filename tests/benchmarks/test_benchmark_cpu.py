@@ -1,4 +1,4 @@
-"""``benchmarks/cpu.py``: its help, and a quick run whose file says how it was made."""
+"""benchmarks/cpu.py, cpu_training.py and cpu_decode.py: quick runs and their output files."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class TestBenchmark:
         assert [row["length"] for row in data["growth"]] == [64, 128]
         assert (tmp_path / "growth.svg").exists()
 
-    def test_no_numbers_of_a_wrong_result(
+    def test_wrong_result_is_not_timed(
         self, native_library: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """A copy of the program that times another attention than it says."""
+        """A copy of the program whose native LSSA computes something else."""
         monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
         changed = tmp_path / "benchmarks" / "cpu.py"
         changed.parent.mkdir()
@@ -62,7 +62,7 @@ class TestBenchmark:
         result = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert result.returncode == 1
         assert "native, lssa" in result.stderr
-        assert "no numbers of a wrong result" in result.stderr
+        assert "wrong result" in result.stderr
         assert not (tmp_path / "cpu.json").exists()
 
 
@@ -70,8 +70,8 @@ class TestBenchmark:
 def test_whole_training_step(tmp_path: Path, native_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(native_library.parents[3]))
     output = tmp_path / "deep" / "training.json"
-    words = ["--tokens", "64", "--batch", "1", "--steps", "2", "--threads", "1", "--output", str(output)]
-    table = python("benchmarks/cpu_training.py", *words)
+    options = ["--tokens", "64", "--batch", "1", "--steps", "2", "--threads", "1", "--output", str(output)]
+    table = python("benchmarks/cpu_training.py", *options)
     data = json.loads(output.read_text())
     assert [row["arm"] for row in data["rows"]] == ["softmax", "lssar", "lssar, PyTorch's operations"]
     for row in data["rows"]:

@@ -1,4 +1,4 @@
-"""benchmarks/decode.py as a user runs it, with tiny models on a CPU."""
+"""benchmarks/decode.py as a command, with tiny models on a CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "decode.py"
 
 
-def test_one_table_and_one_file(tmp_path: Path) -> None:
+def test_table_and_file(tmp_path: Path) -> None:
     output = tmp_path / "new" / "decode.json"
-    words = ["--small", "--contexts", "32", "64", "--batches", "2", "--repeats", "2", "--output", str(output)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=True)
+    options = ["--small", "--contexts", "32", "64", "--batches", "2", "--repeats", "2", "--output", str(output)]
+    done = subprocess.run([sys.executable, str(SCRIPT), *options], capture_output=True, text=True, check=True)
     found = json.loads(output.read_text())
     assert [(x["model"], x["batch"], x["context"], x["way"]) for x in found["rows"]] == [
         (model, 2, context, "eager") for model in ("gpt", "llama") for context in (32, 64)
@@ -22,5 +22,5 @@ def test_one_table_and_one_file(tmp_path: Path) -> None:
         assert row["softmax"] > 0
         assert abs(row["ratio"] - row["lssar"] / row["softmax"]) < 0.01
         assert f"lssar {row['lssar']:9.3f} ms  ratio {row['ratio']:.2f}" in done.stdout
-    assert found["command"] == " ".join(["python", "benchmarks/decode.py", *words[:-1], output.name])
+    assert found["command"] == " ".join(["python", "benchmarks/decode.py", *options[:-1], output.name])
     assert found["versions"]["torch"]
