@@ -129,7 +129,7 @@ def write_failed(run: Path, step: int, reason: str) -> RunStopped:
         f"the checkpoint of step {checkpoint_step(before[0])} is intact" if before else "there is no earlier checkpoint"
     )
     return RunStopped(
-        f"the checkpoint of step {step} could not be written to {run}: {reason}. Make room there and run the same "
+        f"the checkpoint of step {step} could not be written to {run}: {reason}. Fix this and run the same "
         f"command again to continue ({intact})"
     )
 
