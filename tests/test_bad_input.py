@@ -84,11 +84,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "power-tensor-rows": ({"power": torch.full((B, H, T + 1), 3.0)}, ValueError, r"`power` must be of shape \(H,\)"),
     "power-tensor-rank": ({"power": torch.full((1, B, H, T), 3.0)}, ValueError, r"`power` must be of shape \(H,\)"),
     "power-tensor-integers": ({"power": torch.full((H,), 3)}, TypeError, r"`power` must be a floating-point tensor"),
-    "power-tensor-below-one": (
-        {"power": torch.tensor([3.0, 0.5, 3, 3])},
-        ValueError,
-        r"`power` must be >= 1.*0\.5",
-    ),
+    "power-tensor-below-one": ({"power": torch.tensor([3, 0.5, 3, 3])}, ValueError, r"`power` must be >= 1.*0\.5"),
     "power-tensor-nan": ({"power": torch.full((H,), math.nan)}, ValueError, r"`power` must be >= 1.*nan"),
     "power-tensor-infinite": ({"power": torch.full((H,), math.inf)}, ValueError, r"`power` must be .*inf"),
     "power-tensor-device": ({"power": zeros(H, device="meta")}, ValueError, r"`power` must be on the device.*meta"),
@@ -213,38 +209,27 @@ def test_chunked_requires_cpu_tensors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("name", "value", "kind"),
     [
-        ({"base": 0.5}, "base"),
-        ({"base": math.nan}, "base"),
-        ({"base": True}, "base"),
-        ({"base": "15"}, "base"),
-        ({"slope": -1.0}, "slope"),
-        ({"slope": math.inf}, "slope"),
-        ({"n0": 0}, "n0"),
-        ({"n0": None}, "n0"),
+        ("base", 0.5, ValueError),
+        ("base", math.nan, ValueError),
+        ("base", True, TypeError),
+        ("base", "15", TypeError),
+        ("slope", -1.0, ValueError),
+        ("slope", math.inf, ValueError),
+        ("n0", 0, ValueError),
+        ("n0", None, TypeError),
     ],
-    ids=str,
 )
-def test_power_by_length(arguments: dict[str, Any], name: str) -> None:
-    kind = ValueError if isinstance(arguments[name], float | int) and arguments[name] is not True else TypeError
+def test_power_by_length(name: str, value: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=f"`{name}` must be a number from"):
-        PowerByLength(**arguments)
+        PowerByLength(**{name: value})
 
 
 def packed(**changed: Any) -> dict[str, Any]:
-    total = 10
-    cu = torch.tensor([0, 3, 3, total], dtype=torch.int32)
-    return {
-        "q": randn(total, H, D, seed=1),
-        "k": randn(total, H, D, seed=2),
-        "v": randn(total, H, D, seed=3),
-        "cu_seqlens_q": cu,
-        "cu_seqlens_k": cu,
-        "max_seqlen_q": 7,
-        "max_seqlen_k": 7,
-        **changed,
-    }
+    cu = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    lengths = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 7, "max_seqlen_k": 7}
+    return {name: randn(10, H, D, seed=seed) for seed, name in enumerate("qkv", 1)} | lengths | changed
 
 
 def integers(*values: int, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
@@ -258,11 +243,7 @@ WRONG_PACKED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "window-not-causal": ({"window": 4}, ValueError, r"`window` must be None"),
     "power-rows": ({"power": torch.full((2, H, 10), 3.0)}, ValueError, r"`power` must be of shape"),
     "scale-too-large": ({"score_scale": 80 / math.log(7) + 0.1}, ValueError, r"`score_scale` must be at most"),
-    "documents": (
-        {"cu_seqlens_k": integers(0, 10), "max_seqlen_k": 10},
-        ValueError,
-        r"`cu_seqlens_k` must be of as",
-    ),
+    "documents": ({"cu_seqlens_k": integers(0, 10), "max_seqlen_k": 10}, ValueError, r"`cu_seqlens_k` must be of as"),
     "impl": ({"impl": "flash"}, ValueError, r"`impl` must be one of"),
 }
 for side in ("q", "k"):
@@ -300,27 +281,15 @@ WRONG_CACHED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k-width": ({"k_cache": zeros(B, H, 12, D + 1)}, ValueError, r"`k_cache` must be of `q`'s head dimension"),
     "v-length": ({"v_cache": zeros(B, H, 11, D)}, ValueError, r"`v_cache` must be as long as `k_cache`, 12"),
     "k-dtype": ({"k_cache": zeros(B, H, 12, D).half()}, TypeError, r"`k_cache` must be of `q`'s dtype"),
-    "heads": (
-        {"k_cache": zeros(B, 3, 12, D), "v_cache": zeros(B, 3, 12, D)},
-        ValueError,
-        r"`k_cache` must be of `q`'s 4",
-    ),
+    "heads": (dict.fromkeys(("k_cache", "v_cache"), zeros(B, 3, 12, D)), ValueError, r"`k_cache` must be of `q`'s 4"),
     "window-zero": ({"window": 0}, ValueError, r"`window` must be an int >= 1"),
     "power-rows": ({"power": torch.full((B, H, 12), 3.0)}, ValueError, r"`power` must be of shape"),
 }
 for name, low, high in (("cache_seqlens", 2, 13), ("cache_starts", -1, 13)):
     WRONG_CACHED |= {
         f"{name}-no-tensor": ({name: 12}, TypeError, rf"`{name}` must be an int32 or int64 tensor.*int"),
-        f"{name}-float": (
-            {name: torch.tensor([3.0, 12.0])},
-            TypeError,
-            rf"`{name}` must be an int32 or int64 tensor.*float",
-        ),
-        f"{name}-bool": (
-            {name: torch.tensor([True, True])},
-            TypeError,
-            rf"`{name}` must be an int32 or int64 tensor.*bool",
-        ),
+        f"{name}-float": ({name: zeros(2)}, TypeError, rf"`{name}` must be an int32 or int64 tensor.*float"),
+        f"{name}-bool": ({name: zeros(2).bool()}, TypeError, rf"`{name}` must be an int32 or int64 tensor.*bool"),
         f"{name}-batch": ({name: integers(3, 12, 12)}, ValueError, rf"`{name}` must be of shape \(B,\) = \(2,\)"),
         f"{name}-rank": ({name: integers(3, 12)[:, None]}, ValueError, rf"`{name}` must be of shape"),
         f"{name}-device": ({name: integers(3, 12, device="meta")}, ValueError, rf"`{name}` must be on the device"),

@@ -75,12 +75,22 @@ class TestCompile:
                 results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
             torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
-    @pytest.mark.parametrize("power", POWERS.values(), ids=POWERS)
-    def test_dynamic_lengths(self, power: Any) -> None:
+    @pytest.mark.parametrize(
+        ("options", "lengths", "layout"),
+        [
+            *[pytest.param({"power": power}, (20, 33, 7), None, id=name) for name, power in POWERS.items()],
+            pytest.param({"window": 5}, (20,), None, id="window"),
+            pytest.param({"attn_mask": torch.ones(2, 1, 1, 20, dtype=torch.bool)}, (20,), None, id="mask"),
+            pytest.param({"key_start": torch.ones(2, 20, dtype=torch.int32)}, (20,), None, id="key-start"),
+            pytest.param({}, (20, 33), transposed, id="transposed"),
+            pytest.param({"impl": "reference"}, (20, 33), None, id="reference", marks=pytest.mark.slow),
+        ],
+    )
+    def test_dynamic_lengths(self, options: dict[str, Any], lengths: tuple[int, ...], layout: Any) -> None:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return softplus_attention(q, k, v, power=power, is_causal=True, impl="chunked")
+            return softplus_attention(q, k, v, is_causal=True, **options)
 
-        self.assert_compiled_alike(attend, "aot_eager", (20, 33, 7))
+        self.assert_compiled_alike(attend, "aot_eager", lengths, layout)
 
     @pytest.mark.parametrize("name", COMPILED_ONCE)
     @pytest.mark.parametrize("dynamic", [True, None])
@@ -94,29 +104,6 @@ class TestCompile:
                 torch._dynamo.mark_dynamic(x, 2)
             torch.autograd.grad(compiled(*given).sum(), given)
         assert counter.frame_count == 1
-
-    @pytest.mark.slow
-    def test_dynamic_lengths_in_the_reference(self) -> None:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return softplus_attention(q, k, v, is_causal=True, impl="reference")
-
-        self.assert_compiled_alike(attend, "aot_eager", (20, 33))
-
-    @pytest.mark.parametrize("name", ["window", "attn_mask", "key_start"])
-    def test_options(self, name: str) -> None:
-        mask = torch.ones(2, 1, 1, 20, dtype=torch.bool)
-        options = {name: {"window": 5, "attn_mask": mask, "key_start": torch.ones(2, 20, dtype=torch.int32)}[name]}
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return softplus_attention(q, k, v, is_causal=True, **options)
-
-        self.assert_compiled_alike(attend, "aot_eager", (20,))
-
-    def test_transposed_views(self) -> None:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return softplus_attention(q, k, v, is_causal=True)
-
-        self.assert_compiled_alike(attend, "aot_eager", (20, 33), layout=transposed)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", [None, transposed], ids=["contiguous", "transposed"])
@@ -250,9 +237,8 @@ class TestAutocast:
             out = softplus_attention(*leaves, is_causal=True, impl=impl)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
             found = torch.autograd.grad(out, leaves, grad_out)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.dtype == torch.float32
-            assert torch.equal(ours, theirs)
+        assert {x.dtype for x in found} == {torch.float32}
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     def test_float64_is_left_alone(self) -> None:
         q, k, v = qkv(dtype=torch.float64)
@@ -277,8 +263,7 @@ def test_checkpointing_gives_equal_gradients(impl: str, reentrant: bool) -> None
         leaves = qkv(50)
         f(*leaves).square().sum().backward()
         results.append([x.grad for x in leaves])
-    for plain, recomputed in zip(*results, strict=True):
-        assert torch.equal(plain, recomputed)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 class TestUnsupported:
@@ -409,8 +394,7 @@ class TestDropIn:
         q, k, v = qkv(60, grad=False)
         grad_out = randn(2, 2, 60, D, seed=4)
         results = [run(softplus_attention, q, k, v, impl=impl, grad_out=grad_out) for impl in ("auto", "chunked")]
-        for name, x in results[0].items():
-            assert torch.equal(x, results[1][name])
+        torch.testing.assert_close(*results, rtol=0, atol=0)
 
     def test_in_a_module_under_autocast_with_an_optimiser(self) -> None:
         """A few steps of training lower the loss."""

@@ -6,11 +6,21 @@ import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from helpers import as_given, assert_equal_in_float64, assert_within_yardstick, peak_memory, randn, run, transposed
+from helpers import (
+    as_given,
+    assert_equal_in_float64,
+    assert_within_yardstick,
+    output_and_gradients,
+    peak_memory,
+    randn,
+    run,
+    transposed,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -191,15 +201,8 @@ def test_packed_documents(integers: torch.dtype, causal: bool, window: int | Non
     cu_q = torch.tensor([0, 1, 1, 20, 63], dtype=integers)
     cu_k = torch.tensor([0, 3, 3, 22, 90], dtype=integers)
     q, k, v = randn(63, 4, 17, seed=1), randn(90, 2, 17, seed=2), randn(90, 2, 9, seed=3)
-    options = {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": 43,
-        "max_seqlen_k": 68,
-        "is_causal": causal,
-        "window": window,
-        "enable_gqa": True,
-    }
+    options = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": 43, "max_seqlen_k": 68}
+    options |= {"is_causal": causal, "window": window, "enable_gqa": True}
     for power in (None, 15, PowerByLength(3, 1, 4), torch.tensor([1.0, 2.5, 7.0, 15.0])):
         for sizes in ((1 << 18, 64, 256), (300, 1, 7)):
             with tiles(*sizes):
@@ -252,15 +255,12 @@ def test_same_numbers_with_any_thread_count(masked: bool) -> None:
             results.append(run_chunked(5, **options))
     torch.set_num_threads(2)
     for other in results[1:]:
-        for name, x in results[0].items():
-            assert torch.equal(x, other[name]), name
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 def test_deterministic() -> None:
-    first, second = run_chunked(6, is_causal=True), run_chunked(6, is_causal=True)
-    for name, x in first.items():
-        assert torch.equal(x, second[name]), name
+    torch.testing.assert_close(run_chunked(6, is_causal=True), run_chunked(6, is_causal=True), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("power", [None, 15], ids=lambda p: f"p{p}")
@@ -350,8 +350,7 @@ class TestThreads:
             caller.join()
         assert len(results) == 4
         for result in results:
-            for name, x in expected.items():
-                assert torch.equal(x, result[name]), name
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -370,12 +369,12 @@ def test_works_in_every_gradient_mode(context: Callable[[], Any]) -> None:
 def test_gradient_of_one_input_only(wanted: str) -> None:
     tensors = {x: randn(1, 2, 30, 16, seed=i, dtype=torch.float64) for i, x in enumerate("qkv")}
     tensors["power"] = torch.tensor([3.0, 2.5], dtype=torch.float64)
-    tensors[wanted].requires_grad_()
-    grads = []
-    for impl in ("chunked", "reference"):
-        out = softplus_attention(**tensors, is_causal=True, impl=impl)
-        grads.append(torch.autograd.grad(out.square().sum(), tensors[wanted])[0])
-    torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+
+    def attend(x: Tensor, impl: str) -> Tensor:
+        return softplus_attention(**tensors | {wanted: x}, is_causal=True, impl=impl)
+
+    results = (output_and_gradients(partial(attend, impl=x), tensors[wanted]) for x in ("chunked", "reference"))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
@@ -383,8 +382,7 @@ def test_inputs_are_not_modified() -> None:
     q, k, v = (randn(2, 2, 100, 16, seed=s).requires_grad_() for s in (1, 2, 3))
     copies = [x.detach().clone() for x in (q, k, v)]
     softplus_attention(q, k, v, is_causal=True, impl="chunked").sum().backward()
-    for x, copy in zip((q, k, v), copies, strict=True):
-        assert torch.equal(x.detach(), copy)
+    torch.testing.assert_close([x.detach() for x in (q, k, v)], copies, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
