@@ -269,7 +269,7 @@ def test_figure_folder_with_other_files(everything, capsys):
     (everything / "page-files").mkdir()
     (everything / "page-files" / "letter.txt").write_text("mine")
     assert main(["report", str(everything), "--output", str(everything / "page.html")]) == 2
-    assert "new or of a report" in capsys.readouterr().err
+    assert "new or written by a report" in capsys.readouterr().err
     assert not (everything / "page.html").exists()
 
 

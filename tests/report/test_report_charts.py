@@ -56,7 +56,7 @@ def test_study_run(tmp_path):
     (tmp_path / "10m-lssar-p3-seed3.json").write_text(json.dumps(run))
     page, problems = render_html(tmp_path)
     assert problems == []
-    assert "Study, 10m: what the far context is worth, rotary positions in every layer" in page
+    assert "Study, 10m: gain from far context, rotary positions in every layer" in page
     assert "mix of layers" not in page
     assert "lssar-p3, seed 3" in page
     assert "0.25" in page
@@ -81,9 +81,9 @@ def test_study_charts_by_kind_of_layers(tmp_path):
     rotary, mix = ({f"every {kind}, seed {seed}" for seed in range(count)} for kind, count in ((None, 10), (3, 12)))
     assert {title: {series.name for series in lines} for title, lines in charts.items()} == {
         "Study, 10m: loss by length, rotary positions in every layer": rotary,
-        "Study, 10m: what the far context is worth, rotary positions in every layer": rotary,
+        "Study, 10m: gain from far context, rotary positions in every layer": rotary,
         "Study, 10m: loss by length, mix of layers": mix,
-        "Study, 10m: what the far context is worth, mix of layers": mix,
+        "Study, 10m: gain from far context, mix of layers": mix,
     }
     for lines in charts.values():
         assert len({(series.look % 8, series.look // 8 % 2) for series in lines}) == len(lines)
@@ -221,16 +221,14 @@ def test_number_of_texts_in_captions(tmp_path):
 
 
 def test_row_sums_of_maps(tmp_path):
-    """The page says that rows add up to 1 only for models that normalise."""
+    """The page says that rows sum to 1 only for models that normalise."""
     loose = report_results.maps(False)
     for entry in loose["maps"]:
         entry["weights"] = [[3 * weight for weight in row] for row in entry["weights"]]
         entry["weights"][0] = [0.25]
     write_results(tmp_path, "maps", a=report_results.maps(False), sigmoid=loose)
     page, _ = render_html(tmp_path)
-    assert (
-        "The weights of a row add up to 1 in a. The weights of a row add up to between 0.25 and 3 in sigmoid." in page
-    )
+    assert "Rows sum to 1 in a. Rows sum to between 0.25 and 3 in sigmoid." in page
     assert "at most 1" not in page
 
 

@@ -1,4 +1,4 @@
-"""Results as figures and as one self-contained page: ``report(folder)`` and the command `report`."""
+"""Results as figures and one self-contained HTML page: ``report(folder)`` and the command `report`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def __dir__() -> list[str]:
 
 
 def report(folder: str | Path, output: str | Path | None = None) -> Written:
-    """Gathers every result file under a folder into one HTML page, as `softplus-attention report` does.
+    """Collect all result files under a folder into one HTML page, like `softplus-attention report`.
 
     Args:
-        folder: where the results are, at any depth.
-        output: the page to write; None: ``report.html`` in the folder.
+        folder: folder with results, at any depth.
+        output: the page to write (default: ``report.html`` in the folder).
 
-    Gives what was written (``page``, ``files``), what was found and what could not be shown (``found.problems``). A
-    notebook shows the verdicts and a link to the page.
+    Returns the written files (``page``, ``files``), the results found, and those that could not be shown
+    (``found.problems``). Notebooks display the verdicts and a link to the page.
     """
     from softplus_attention.report.build import write_report
 

@@ -1,4 +1,4 @@
-"""Speed: tables and curves of what the benchmarks measure."""
+"""Tables and charts of benchmark results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_speed(result: Result) -> list[Block]:
     styles = SeriesStyles()
     rows = result.data.get("rows")
     is_attention = is_table(rows) and all("section" in row and "contender" in row for row in rows or [])
-    blocks: list[Block] = [f"{result.path}: {about(result)}"]
+    blocks: list[Block] = [f"{result.path}: {describe(result)}"]
     if is_attention:
         for section in dict.fromkeys(text_of(row, "section") for row in rows_of(result.data, "rows")):
             blocks += attention_blocks(result, section, styles)
@@ -33,25 +33,25 @@ def read_speed(result: Result) -> list[Block]:
     return blocks
 
 
-def about(result: Result) -> str:
-    """Machine, versions and commit in a line: a number without them says little."""
+def describe(result: Result) -> str:
+    """Machine, versions, commit, date and command in one line."""
     data = result.data
     machine = data.get("machine")
-    words = [", ".join(str(value) for value in machine.values())] if isinstance(machine, dict) else [str(machine or "")]
+    parts = [", ".join(str(value) for value in machine.values())] if isinstance(machine, dict) else [str(machine or "")]
     versions = data.get("versions")
     if isinstance(versions, dict):
-        words += [f"{name} {version}" for name, version in versions.items()]
-    words += [f"commit {str(data['commit'])[:12]}"] if data.get("commit") else []
-    words += [str(data["date"])] if data.get("date") else []
-    made = f". Made by: {data['command']}" if data.get("command") else ""
-    return "; ".join(word for word in words if word) + made
+        parts += [f"{name} {version}" for name, version in versions.items()]
+    parts += [f"commit {str(data['commit'])[:12]}"] if data.get("commit") else []
+    parts += [str(data["date"])] if data.get("date") else []
+    command = f". Command: {data['command']}" if data.get("command") else ""
+    return "; ".join(part for part in parts if part) + command
 
 
-TIMES = (("total_ms", "forward + backward"), ("forward_ms", "forward"), ("step_mib", "memory of a step"))
+TIMES = (("total_ms", "forward + backward"), ("forward_ms", "forward"), ("step_mib", "memory of one step"))
 
 
 def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list[Block]:
-    """benchmarks/attention.py: a table and a figure per head dimension."""
+    """Results of benchmarks/attention.py: a table and a chart per head dimension."""
     rows = [row for row in rows_of(result.data, "rows") if row["section"] == section and row.get("status") == "ok"]
     blocks: list[Block] = []
     for width in sorted({count_of(row, "head_dim") for row in rows}):
@@ -59,19 +59,19 @@ def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list
         title = f"{section}, head dimension {width} ({result.path})"
         lengths = sorted({count_of(row, "length") for row in those})
         contenders = list(dict.fromkeys(text_of(row, "contender") for row in those))
-        for name, words in TIMES:
+        for name, label in TIMES:
             cells = {(row["contender"], row["length"]): number_of(row, name) for row in those}
             if all(value is None for value in cells.values()):
                 continue
             unit = "MiB" if name.endswith("mib") else "ms"
             body = [[c, *(cells.get((c, n)) for n in lengths)] for c in contenders]
             head = ["attention", *(f"T = {n}" for n in lengths)]
-            blocks.append(Table(f"{words} in {unit}: {title}", head, body))
+            blocks.append(Table(f"{label} in {unit}: {title}", head, body))
             if name == "step_mib" or len(lengths) < 2 or (name == "forward_ms" and "total_ms" in those[0]):
                 continue
             series = [Series(c, lengths, [cells.get((c, n)) for n in lengths], None, styles.of(c)) for c in contenders]
             blocks.append(
-                LineChart(f"{words}: {title}", "length (tokens)", "ms", series, x_scale="log2", y_scale="log")
+                LineChart(f"{label}: {title}", "length (tokens)", "ms", series, x_scale="log2", y_scale="log")
             )
     failed = sorted(
         {
@@ -86,7 +86,7 @@ def attention_blocks(result: Result, section: str, styles: SeriesStyles) -> list
 
 
 def flat_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Any list of objects: its plain values, and lists of a few numbers. Raw samples stay in the file."""
+    """Table of any list of objects: plain values and lists of up to 3 numbers; raw samples are left out."""
     names = list(dict.fromkeys(name for row in rows for name, value in row.items() if is_plain(value)))
     body = [[format_cell(row.get(name)) for name in names] for row in rows]
     return Table(title, [name.replace("_", " ") for name in names], body)

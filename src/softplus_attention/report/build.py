@@ -1,4 +1,4 @@
-"""From a folder of results to a page, with every figure as PNG and SVG and its numbers as CSV beside it."""
+"""Write the page of a folder of results, every figure as PNG and SVG, and their numbers as CSV next to it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from softplus_attention.validation import fail
 
 MADE_BY = "Made by softplus-attention"
 LARGEST_PAGE = 1024 * untrusted.MIB
-TABLE = "table"  # in the place of what a figure was drawn from
-# Says which figures are drawn already, by a digest of what they show: a report that was cut short goes on.
+TABLE = "table"  # instead of a digest
+# File with a digest of each drawn figure, so that an interrupted report continues and unchanged figures are kept.
 DRAWN = ".drawn"
-# Raised when the same figure is drawn otherwise, so that pictures of an earlier way are drawn again.
-WAY_OF_DRAWING = 4
-FEW_FIGURES = 12  # are drawn before other processes have begun
+# Increase it when the same figure is drawn differently, so that existing pictures are drawn again.
+DRAWING_VERSION = 4
+MAX_SERIAL = 12  # this many figures are drawn faster without starting processes
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Written:
     verdicts: list[str]
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<li>{escape(words)}</li>" for words in self.verdicts)
+        lines = "".join(f"<li>{escape(verdict)}</li>" for verdict in self.verdicts)
         return f'<ul>{lines}</ul><p><a href="{escape(str(self.page))}">{escape(str(self.page))}</a></p>'
 
 
@@ -61,24 +61,25 @@ def write_report(
         raise ValueError(f"{folder}: {reason}. DIR takes a folder with results")
     page = output if output is not None else folder / "report.html"
     if page.is_dir():
-        fail("--output", "a file to write, not a folder", repr(str(page)))
+        fail("--output", "a file, not a folder", repr(str(page)))
     if page.exists() and not is_report(page):
-        fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is something else")
+        fail("--output", "a new file, or a report to replace", f"{str(page)!r}, which is another file")
     beside = page.parent / f"{page.stem}-files"
-    others = any(not path.name.startswith(DRAWN) for path in beside.iterdir()) if beside.is_dir() else False
-    if others and not (beside / DRAWN).exists():
-        fail("--output", "a page whose folder of figures is new or of a report", f"{str(beside)!r}, which holds others")
+    has_files = any(not path.name.startswith(DRAWN) for path in beside.iterdir()) if beside.is_dir() else False
+    if has_files and not (beside / DRAWN).exists():
+        expected = "a page whose folder of figures is new or written by a report"
+        fail("--output", expected, f"{str(beside)!r}, which has other files")
     if beside.is_symlink():
         fail(str(beside), "a folder for the report's figures", "a link, through which other files could be overwritten")
     found = find_results(folder, skip=beside)
     if not found.results:
-        names = "; ".join(f"{path}: {words}" for path, words in found.problems[:5])
+        names = "; ".join(f"{path}: {reason}" for path, reason in found.problems[:5])
         fail("DIR", "a folder with at least one result file", f"{str(folder)!r}" + (f" ({names})" if names else ""))
     sections = all_sections(found)
     files = file_names(sections)
     beside.mkdir(parents=True, exist_ok=True)
     remove_temporary(beside, older=ABANDONED)
-    if not others:  # first of all: by it the folder is a report's
+    if not has_files:  # before any other file, because it marks the folder as ours
         write_whole(beside / DRAWN, "{}")
     write_whole(page, render_html(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
     written = write_files(beside, list(files.values()), progress)
@@ -87,7 +88,7 @@ def write_report(
 
 
 def all_sections(found: ResultSet) -> list[Section]:
-    """The parts that have something to show. Reading them finds what is wrong with files."""
+    """The sections that are not empty; reading results adds those that are not valid to ``found.problems``."""
     styles = SeriesStyles()
     demo = demo_blocks(found, styles)
     loaded = load_members(found)
@@ -124,9 +125,9 @@ def render_html(found: ResultSet, sections: list[Section], files: dict[int, str]
 def write_files(
     folder: Path, figures: list[tuple[str, Figure | Table]], progress: Callable[[int, int], None] | None
 ) -> list[Path]:
-    """CSV of all, PNG and SVG of those that are not there as they would be drawn now."""
+    """Write all CSV files, and PNG and SVG of figures that are new or changed."""
     drawn = read_drawn(folder / DRAWN)
-    way = f"{__version__} {WAY_OF_DRAWING}"
+    version = f"{__version__} {DRAWING_VERSION}"
     wanted: dict[str, str] = {}
     written: list[Path] = []
     missing: list[tuple[Figure, Path]] = []
@@ -136,7 +137,7 @@ def write_files(
         wanted[name] = TABLE
         if isinstance(figure, Table):
             continue
-        wanted[name] = hashlib.sha256(f"{way} {figure!r}".encode("utf-8", "replace")).hexdigest()
+        wanted[name] = hashlib.sha256(f"{version} {figure!r}".encode("utf-8", "replace")).hexdigest()
         pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
         if drawn.get(name) != wanted[name] or not all(picture.is_file() for picture in pictures):
             missing.append((figure, folder / name))
@@ -153,15 +154,15 @@ def write_files(
 
 
 def draw_all(figures: Sequence[tuple[Figure, Path]]) -> Iterator[Path]:
-    """Draws on all cores where there are many; gives the path of each that is drawn."""
+    """Draw figures, many of them on all cores; yields the path of each drawn figure."""
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(figures))
-    if workers < 2 or len(figures) <= FEW_FIGURES or "fork" not in multiprocessing.get_all_start_methods():
+    if workers < 2 or len(figures) <= MAX_SERIAL or "fork" not in multiprocessing.get_all_start_methods():
         yield from map(draw_one, figures)
         return
-    import matplotlib.figure  # noqa: F401  once, for all processes
+    import matplotlib.figure  # noqa: F401  once, before forking
 
     with warnings.catch_warnings():
-        # Of Python 3.12 about forking beside threads: the children use none of what those hold.
+        # Python 3.12 warns about forking with threads; the children use nothing that the threads lock.
         warnings.simplefilter("ignore", DeprecationWarning)
         with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
             yield from pool.map(draw_one, figures)
@@ -188,7 +189,7 @@ def read_drawn(path: Path) -> dict[str, str]:
 
 
 def remove_old(folder: Path, names: set[str]) -> None:
-    """Figures and tables that an earlier report wrote down as its own, and nothing else."""
+    """Remove figures and tables listed in the file of an earlier report, and nothing else."""
     for name in names:
         for suffix in (".png", ".svg", ".csv"):
             path = folder / f"{name}{suffix}"

@@ -1,4 +1,4 @@
-"""Result files under a folder: what each is, and what is wrong with those that cannot be shown."""
+"""Find result files under a folder, with the kind of each, and the problems of files that cannot be shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from softplus_attention.utils.results import FORMAT, MAX_FILE_BYTES, VERSION
 from softplus_attention.utils.untrusted import UnreadableError, short
 
 LARGEST_NUMBER = 1e100
-# What models, tokenizers, prepared data, training and the stages of `newton` leave beside their results.
+# Files of models, tokenizers, prepared data, training and the stages of `newton`.
 WORKING_FILES = re.compile(
     r"(generation_|adapter_|preprocessor_)?config\.json|(tokenizer|special_tokens|added_tokens|vocab|merges).*\.json"
     r"|(chat_template|.*\.index|trainer_state|index|plan|manifest|position)\.json"
@@ -39,7 +39,7 @@ class Result:
 class ResultSet:
     folder: Path
     results: list[Result] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)  # (path, what is wrong)
+    problems: list[tuple[str, str]] = field(default_factory=list)  # (path, reason)
     working_files: int = 0
 
     def of(self, kind: str) -> list[Result]:
@@ -47,7 +47,7 @@ class ResultSet:
 
 
 def find_results(folder: Path, skip: Path | None = None) -> ResultSet:
-    """Every JSON file under the folder, but for what lies under ``skip``. Working files are counted, not named."""
+    """Read every JSON file under the folder except under ``skip``. Working files are counted, not listed."""
     found = ResultSet(folder)
     problem: Callable[[OSError], None] = lambda error: found.problems.append(  # noqa: E731
         (relative(Path(error.filename or folder), folder), error.strerror or "cannot be read")
@@ -88,14 +88,14 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UnreadableError(clean_text(error.strerror or str(error))) from None
     if not isinstance(data, dict):
-        raise UnreadableError("not a result: the file holds no JSON object")
+        raise UnreadableError("not a result: the file is not a JSON object")
     return cleaned(data)
 
 
 def check_kind(data: dict[str, Any]) -> str:
     if data.get("format") == FORMAT:
         if data.get("version") != VERSION:
-            raise UnreadableError(f"a result of version {short(data.get('version'))}; this program knows {VERSION}")
+            raise UnreadableError(f"a result of version {short(data.get('version'))}; supported is version {VERSION}")
         if data.get("measure") not in list(measures()):
             raise UnreadableError(f"a result of the unknown measure {short(data.get('measure'))}")
         return str(data["measure"])
@@ -109,10 +109,10 @@ def check_kind(data: dict[str, Any]) -> str:
         return "training"
     if {"lengths", "loss", "settings"} <= set(data) and isinstance(data["loss"], dict):
         return "demo"
-    # What benchmarks write: where or how it was made, and tables.
+    # Benchmarks write a command or a machine, and tables.
     if {"command", "machine"} & set(data) and any(is_table(v) or is_numbers(k, v) for k, v in data.items()):
         return "speed"
-    raise UnreadableError("not a result of this program: it has neither a known format nor a table of measurements")
+    raise UnreadableError("not a result: it has neither a known format nor a table of measurements")
 
 
 def is_table(value: Any) -> bool:
@@ -120,14 +120,14 @@ def is_table(value: Any) -> bool:
 
 
 def is_numbers(name: str, value: Any) -> bool:
-    """Named numbers that were measured, not the record of a run."""
+    """Whether ``value`` maps names to measured numbers, rather than recording settings."""
     if name in ("machine", "versions", "settings", "shape", "config") or not isinstance(value, dict) or not value:
         return False
     return all(isinstance(item, int | float) and not isinstance(item, bool) for item in value.values())
 
 
 def cleaned(value: Any) -> Any:
-    """Strings that can be shown; numbers that a page and a figure can hold, None in place of the others."""
+    """Strings made printable; numbers too large for a page or figure, and NaN, replaced by None."""
     if isinstance(value, str):
         return clean_text(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The Newton experiment: the powers and laws that were found, and what length does."""
+"""The Newton experiment: the powers and laws found, and errors by length."""
 
 from __future__ import annotations
 
@@ -20,21 +20,20 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def newton_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
     def read(result: Result) -> list[Block]:
         blocks: list[Block] = [newton_table(result)]
-        many = len(found.of("newton")) > 1
-        folder = f" ({result.path})" if many else ""
+        suffix = f" ({result.path})" if len(found.of("newton")) > 1 else ""
         for key, name, title, label, scale in LONG:
             series = long_series(result, key, name, styles)
             if series:
-                wide = scale if all(y is None or y > 0 for line in series for y in line.y) else "linear"
+                y_scale = scale if all(y is None or y > 0 for line in series for y in line.y) else "linear"
                 blocks.append(
                     LineChart(
-                        f"{title}{folder}",
+                        f"{title}{suffix}",
                         "steps / trained steps",
                         label,
                         series,
                         "Beyond 1 the sequences are longer than those trained on.",
                         x_scale="log2",
-                        y_scale=wide,
+                        y_scale=y_scale,
                     )
                 )
         return [*blocks, *pictures(result, found.folder)]
@@ -44,8 +43,14 @@ def newton_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
 
 LONG = (
     ("force", "r2", "R² of the force, by length", "R²", "linear"),
-    ("next_place", "error", "Error of the next place, by length", "error (AU)", "log"),
-    ("roll_out", "median_ellipse_error", "Roll-outs off the ellipse, by length", "median / semi-major axis", "log"),
+    ("next_place", "error", "Error of the next position, by length", "error (AU)", "log"),
+    (
+        "roll_out",
+        "median_ellipse_error",
+        "Roll-outs off the ellipse, by length",
+        "median / semi-major axis",
+        "log",
+    ),
 )
 EXPONENTS = ("m1", "m2", "r")
 
@@ -55,16 +60,16 @@ def newton_table(result: Result) -> Table:
     for row in rows_of(result.data, "table"):
         powers = mapping(row, "exponents") if "exponents" in row else {}
         laws = mapping(row, "laws") if "laws" in row else {}
-        said = mapping(laws, "within") if "within" in laws else {}
-        words = "; ".join(f"{scale}: {', '.join(map(str, typed(said, scale, list, 'a list')))}" for scale in said)
+        found = mapping(laws, "within") if "within" in laws else {}
+        law = "; ".join(f"{scale}: {', '.join(map(str, typed(found, scale, list, 'a list')))}" for scale in found)
         body.append(
             [
                 str(row.get("arm")),
                 number_of(row, "labels"),
                 "yes" if row.get("pretrained") else "no",
-                middle(row, "r2_ln_force"),
-                *(middle(powers, name) for name in powers_named(powers)),
-                words,
+                mean_value(row, "r2_ln_force"),
+                *(mean_value(powers, name) for name in power_names(powers)),
+                law,
             ]
         )
     head = ["arm", "labels", "pre-trained", "R² of ln F", "power of m1", "power of m2", "power of r", "law found"]
@@ -72,11 +77,11 @@ def newton_table(result: Result) -> Table:
     return Table(f"Newton from orbits: {result.path}", head, body, caption)
 
 
-def powers_named(powers: dict[str, Any]) -> list[str]:
+def power_names(powers: dict[str, Any]) -> list[str]:
     return list(powers)[:3] if len(powers) >= 3 else list(EXPONENTS)
 
 
-def middle(row: dict[str, Any], name: str) -> Number:
+def mean_value(row: dict[str, Any], name: str) -> Number:
     value = row.get(name)
     return number_of(value, "mean") if isinstance(value, dict) else None
 
@@ -99,13 +104,13 @@ def long_series(result: Result, key: str, name: str, styles: SeriesStyles) -> li
 
 
 def pictures(result: Result, folder: Path) -> list[Block]:
-    """Figures that a result names, where they lie beside it: PNG files inside the folder, nothing else."""
+    """PNG figures that a result names, if they are next to it and inside the folder."""
     names = result.data.get("figures")
     blocks: list[Block] = []
     for name in map(str, names if isinstance(names, list) else []):
         here = folder / result.group
-        places = (here / name, here / Path(result.path).stem / Path(name).name)
-        png = next((png for place in places if (png := read_png(place, folder)) is not None), None)
+        paths = (here / name, here / Path(result.path).stem / Path(name).name)
+        png = next((png for path in paths if (png := read_png(path, folder)) is not None), None)
         if png is not None:
             blocks.append(Picture(f"{result.path}: {Path(name).stem.replace('_', ' ')}", png))
     return blocks
@@ -119,11 +124,11 @@ def read_png(path: Path, folder: Path) -> bytes | None:
         png = untrusted.read_bytes(path, LARGEST_PICTURE)
     except (OSError, ValueError):
         return None
-    return smaller(png) if png.startswith(PNG) else None
+    return compress(png) if png.startswith(PNG) else None
 
 
-def smaller(png: bytes) -> bytes:
-    """At the width of a page and in few colours; as it is where that is not smaller, or where it cannot be read."""
+def compress(png: bytes) -> bytes:
+    """Reduce to the width of the page and few colours; unchanged if that is not smaller or the image is invalid."""
     from PIL import Image
 
     try:

@@ -1,4 +1,4 @@
-"""The HTML page of a report: one file, nothing loaded from anywhere, every word from a file escaped."""
+"""The HTML page of a report: one self-contained file that loads nothing and escapes all text from result files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from softplus_attention.report.sections import Block, Explorer, Picture, Section
 
 SCRIPTS = ("common.js", "charts.js", "explorer.js")
 SMALLEST_FLOAT, LARGEST_FLOAT = 1e-44, 3e38
-# Of a table this long only the CSV file has all rows.
-MAX_ROWS = 400
-# A table of so many columns can stand beside a figure.
-NARROW = 4
+MAX_ROWS = 400  # of a table on the page; its CSV file has all rows
+NARROW = 4  # tables with up to this many columns share a line with a figure
 
 escape = html.escape
 
@@ -32,7 +30,7 @@ def asset(name: str) -> str:
 
 
 class Document:
-    """Gathers the page's parts; ``files`` says under which name each figure lies beside the page."""
+    """Collects the page's parts; ``files`` has the file name of each figure next to the page."""
 
     def __init__(self, files: Mapping[int, str], folder: str) -> None:
         self.files = files  # by id() of the figure or table
@@ -93,9 +91,9 @@ class Document:
         )
         return (
             f'<div class="wide-block explorer" data-explorer="{place}"></div>'
-            '<div class="wide-block"><p class="caption">A row is a query, a column a key it sees. '
-            f"{escape(row_sums(explorer.maps))} Weights that are exactly 0 have the colour of the page, keys that "
-            "cannot be seen are grey. Hover, touch, or move with the arrow keys to read a weight.</p>"
+            '<div class="wide-block"><p class="caption">Rows are queries, columns are keys. '
+            f"{escape(row_sums(explorer.maps))} Weights that are exactly 0 have the colour of the page, masked keys "
+            "are grey. Hover, touch, or use the arrow keys to read a weight.</p>"
             f'<details><summary>All heads as files</summary><ul class="files">{files}</ul></details></div>'
         )
 
@@ -111,26 +109,26 @@ class Document:
 
 def picture(block: Picture) -> str:
     data = base64.b64encode(block.png).decode()
-    words = escape(block.description, quote=True)
+    caption = escape(block.description, quote=True)
     return (
-        f'<figure class="chart"><img alt="{words}" src="data:image/png;base64,{data}">'
-        f'<figcaption class="caption">{words}</figcaption></figure>'
+        f'<figure class="chart"><img alt="{caption}" src="data:image/png;base64,{data}">'
+        f'<figcaption class="caption">{caption}</figcaption></figure>'
     )
 
 
 def table(head: Sequence[str], body: Rows) -> str:
-    first = "".join(f'<th scope="col">{cell(words)}</th>' for words in head)
+    columns = "".join(f'<th scope="col">{cell(name)}</th>' for name in head)
     rows = "".join(
-        f'<tr><th scope="row">{cell(row[0])}</th>' + "".join(f"<td>{cell(words)}</td>" for words in row[1:]) + "</tr>"
+        f'<tr><th scope="row">{cell(row[0])}</th>' + "".join(f"<td>{cell(text)}</td>" for text in row[1:]) + "</tr>"
         for row in aligned_rows(body[:MAX_ROWS])
     )
     more = f"<p>{len(body) - MAX_ROWS} more rows are in the CSV file.</p>" if len(body) > MAX_ROWS else ""
-    content = f"<table><thead><tr>{first}</tr></thead><tbody>{rows}</tbody></table>"
+    content = f"<table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{content}</div>{more}'
 
 
-def cell(words: str) -> str:
-    return escape(words).replace("\n", " ").replace(" ± ", "\u00a0±\u00a0")
+def cell(text: str) -> str:
+    return escape(text).replace("\n", " ").replace(" ± ", "\u00a0±\u00a0")
 
 
 def maps_json(maps: AttentionMaps) -> dict[str, Any]:
@@ -144,37 +142,37 @@ def maps_json(maps: AttentionMaps) -> dict[str, Any]:
 
 
 def row_sums(explored: Sequence[AttentionMaps]) -> str:
-    """What the weights of a row add up to, which is 1 only where the attention normalises them."""
+    """The range of row sums of each model, which is 1 only if the attention normalises its weights."""
     models: dict[str, list[str]] = {}
     for maps in explored:
         sums = [sum(row) for rows in maps.maps.values() for row in rows]
-        # The files hold four digits of each weight.
+        # The files have four digits of each weight.
         ends = [1.0 if abs(end - 1) < 2e-3 else end for end in (min(sums, default=0.0), max(sums, default=0.0))]
-        words = f"{ends[0]:.3g}" if ends[0] == ends[1] else f"between {ends[0]:.3g} and {ends[1]:.3g}"
-        models.setdefault(words, []).append(maps.model)
+        total = f"{ends[0]:.3g}" if ends[0] == ends[1] else f"between {ends[0]:.3g} and {ends[1]:.3g}"
+        models.setdefault(total, []).append(maps.model)
     if len(models) == 1:
-        return f"The weights of a row add up to {next(iter(models))}."
-    return " ".join(f"The weights of a row add up to {words} in {', '.join(names)}." for words, names in models.items())
+        return f"Rows sum to {next(iter(models))}."
+    return " ".join(f"Rows sum to {total} in {', '.join(names)}." for total, names in models.items())
 
 
 def packed(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """The triangle as 32-bit floats: all digits of the file. A weight above 0 stays above 0."""
+    """The lower triangle as 32-bit floats, which keep all digits of the file. Weights above 0 stay above 0."""
     flat = [max(weight, SMALLEST_FLOAT) if weight > 0 else 0.0 for row in rows for weight in row]
     largest = min(max(flat, default=0.0), LARGEST_FLOAT)
-    words = array("f", [min(weight, LARGEST_FLOAT) for weight in flat])
+    floats = array("f", [min(weight, LARGEST_FLOAT) for weight in flat])
     if sys.byteorder == "big":
-        words.byteswap()
-    return {"largest": largest, "weights": base64.b64encode(words.tobytes()).decode()}
+        floats.byteswap()
+    return {"largest": largest, "weights": base64.b64encode(floats.tobytes()).decode()}
 
 
 def runs(records: Sequence[RunRecord]) -> str:
-    """What all of a kind have is written once."""
+    """Settings shared by all runs of a kind are listed once."""
     entries = []
     for kind in dict.fromkeys(record.kind for record in records):
         those = [record for record in records if record.kind == kind]
         shared = dict(set.intersection(*(set(record.settings.items()) for record in those))) if len(those) > 1 else {}
         if shared:
-            entries.append(run_entry(f"The same in all {len(those)} of {kind}", "", shared))
+            entries.append(run_entry(f"Shared by all {len(those)} results of kind {kind}", "", shared))
         for record in those:
             own = {name: value for name, value in record.settings.items() if name not in shared}
             entries.append(run_entry(record.title, record.line, own))
@@ -182,26 +180,26 @@ def runs(records: Sequence[RunRecord]) -> str:
 
 
 def run_entry(title: str, line: str, settings: Mapping[str, str]) -> str:
-    words = "\n".join(f"{name}: {value}" for name, value in settings.items())
+    text = "\n".join(f"{name}: {value}" for name, value in settings.items())
     line = f"<p><code>{escape(line)}</code></p>" if line else ""
-    return f'<details><summary>{escape(title)}</summary>{line}<pre tabindex="0">{escape(words)}</pre></details>'
+    return f'<details><summary>{escape(title)}</summary>{line}<pre tabindex="0">{escape(text)}</pre></details>'
 
 
 def problems(entries: Sequence[tuple[str, str]], working_files: int) -> str:
-    listed = "".join(f"<li><code>{escape(path)}</code>: {escape(words)}</li>" for path, words in entries)
-    some = f'<ul class="problems">{listed}</ul>' if entries else "<p>Every result file could be read.</p>"
-    also = f"<p>{working_files} JSON files of checkpoints and data were passed over.</p>" if working_files else ""
-    return f'<div class="wide-block">{some}{also}</div>'
+    items = "".join(f"<li><code>{escape(path)}</code>: {escape(reason)}</li>" for path, reason in entries)
+    listed = f'<ul class="problems">{items}</ul>' if entries else "<p>All result files could be read.</p>"
+    skipped = f"<p>{working_files} JSON files of checkpoints and data were skipped.</p>" if working_files else ""
+    return f'<div class="wide-block">{listed}{skipped}</div>'
 
 
 def script_json(data: Any) -> str:
-    """JSON that cannot end the script element it stands in, nor open another."""
+    """JSON that cannot close its script element or open another."""
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def policy(script: str, style: str) -> str:
-    """Only this script and this style may run, and nothing may be loaded: whatever stands in a file stays text."""
+    """Content-Security-Policy: only this script and this style, and nothing is loaded."""
     digest = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
     return (
         f"default-src 'none'; script-src 'sha256-{digest[0]}'; style-src 'sha256-{digest[1]}'; img-src data:; "
@@ -225,9 +223,9 @@ def page(title: str, lead: str, parts: Sequence[tuple[str, str]], document: Docu
 <body><a class="skip" href="#content">Skip to the results</a>
 <header><div class="top"><h1>{escape(title)}</h1><button type="button" id="theme" hidden>Theme: auto</button></div>
 <p class="lead">{escape(lead)}</p><nav aria-label="Parts of this page"><ul>{links}</ul></nav>
-<p class="hint">Point at a figure, or use the arrow keys on it, to read its values; names below it switch lines.</p>
-<noscript><p class="note">Figures are drawn by a script inside this page. Without it the numbers stand below each title,
-and the figures as files beside the page.</p></noscript></header>
+<p class="hint">To read values, point at a figure or use its arrow keys. Click a legend entry to hide its line.</p>
+<noscript><p class="note">Figures are drawn by a script inside this page. Without scripts, see the numbers below each
+title and the figure files next to the page.</p></noscript></header>
 <main id="content">
 {"".join(body for _, body in parts)}
 </main>

@@ -1,4 +1,4 @@
-"""Runs: the losses of training by step, the demo, and the record of every run."""
+"""Training losses by step, the demo, and the settings of every run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from softplus_attention.utils.results import MAX_FILE_BYTES
 from softplus_attention.utils.untrusted import UnreadableError, mapping, number_of, numbers_of
 
 LOG = "metrics.jsonl"
-# By word of the log: title and axis.
+# Title and axis by key of the log.
 FIGURES = {
     "loss": ("Training loss by step", "training loss (nats)"),
     "eval_loss": ("Validation loss by step", "validation loss (nats)"),
@@ -24,18 +24,18 @@ Logged = tuple[str, list[dict[str, Any]]]
 
 
 def training_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
-    runs: list[Logged] = checked(found, "training", lambda result: logged(result, found.folder))
+    runs: list[Logged] = checked(found, "training", lambda result: read_log(result, found.folder))
     charts: list[Block] = []
-    for word, (title, axis) in FIGURES.items():
-        series = [line for name, rows in runs if (line := curve(name, rows, word, styles)) is not None]
+    for key, (title, axis) in FIGURES.items():
+        series = [line for name, rows in runs if (line := curve(name, rows, key, styles)) is not None]
         if series:
-            caption = "At the training length, as it was logged; a step that was taken again counts once."
+            caption = "At the training length, as logged; of repeated steps the last one counts."
             charts.append(LineChart(title, "step", axis, series, caption))
     return charts
 
 
-def logged(result: Result, folder: Path) -> Logged:
-    """A run's name, and the rows of its log; none where it has no log yet."""
+def read_log(result: Result, folder: Path) -> Logged:
+    """The run's name and the rows of its log, which are empty without a log."""
     attention = str(mapping(result.data, "config").get("attention"))
     place = Path(result.path).parent
     name = attention if str(place) == "." else f"{place} ({attention})"
@@ -49,24 +49,24 @@ def logged(result: Result, folder: Path) -> Logged:
     except OSError as error:
         raise UnreadableError(f"{LOG}: {error.strerror}") from None
     if not all(isinstance(row, dict) for row in rows):
-        raise UnreadableError(f"{LOG} must hold a JSON object in each line")
+        raise UnreadableError(f"{LOG} must have one JSON object per line")
     return name, rows
 
 
-def curve(name: str, rows: list[dict[str, Any]], word: str, styles: SeriesStyles) -> Series | None:
-    """The last word on every step: a run that was cut repeats some."""
+def curve(name: str, rows: list[dict[str, Any]], key: str, styles: SeriesStyles) -> Series | None:
+    """The last value of every step: a resumed run repeats some steps."""
     points: dict[float, float | None] = {}
     for row in rows:
-        if word in row and (step := number_of(row, "step")) is not None:
-            points[step] = number_of(row, word)
+        if key in row and (step := number_of(row, "step")) is not None:
+            points[step] = number_of(row, key)
     steps = sorted(points)
     return Series(name, steps, [points[step] for step in steps], None, styles.of(name)) if steps else None
 
 
 DEMO_CAPTION = (
-    "Models that differ in their attention alone, on the same works cut to longer and longer pieces{}. A flat line "
-    "does not show by itself that the long context is used: the same tokens would have to be harder without it. In the "
-    "study's models of 30M to 354M parameters softmax with QK-norm and log N had the lower loss."
+    "Models that differ only in their attention, on the same works cut to increasing lengths{}. A flat line alone does "
+    "not show that the long context is used; that takes a higher loss on the same tokens without it. In the study's "
+    "models of 30M to 354M parameters, softmax with QK-norm and log N had the lower loss."
 )
 
 
@@ -75,7 +75,7 @@ def demo_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
 
 
 def demo_members(found: ResultSet) -> list[LoadedResult]:
-    """As results of `evaluate lengths`, for the table of models."""
+    """The demo's models as results of `evaluate lengths`, for the table of models."""
     members = []
     for result in found.of("demo"):
         lengths, losses = numbers_of(result.data, "lengths"), mapping(result.data, "loss")
@@ -92,14 +92,14 @@ def demo_chart(data: dict[str, Any], title: str, styles: SeriesStyles) -> LineCh
     lengths = numbers_of(data, "lengths")
     if not lengths or any(length is None or length <= 0 for length in lengths):
         raise UnreadableError("`lengths` must be numbers above 0")
-    places = [length for length in lengths if length is not None]
+    x_values = [length for length in lengths if length is not None]
     losses = mapping(data, "loss")
     series = []
     for name in losses:
         values = numbers_of(losses, name)
-        if len(values) != len(places):
-            raise UnreadableError(f"`loss` of {name} must have a number for each length")
-        series.append(Series(name, places, values, None, styles.of(name)))
+        if len(values) != len(x_values):
+            raise UnreadableError(f"`loss` of {name} must have one number per length")
+        series.append(Series(name, x_values, values, None, styles.of(name)))
     texts = f" ({data['texts']} texts from {data.get('documents')} works)" if data.get("texts") else ""
     return LineChart(
         title,
@@ -108,7 +108,7 @@ def demo_chart(data: dict[str, Any], title: str, styles: SeriesStyles) -> LineCh
         series,
         DEMO_CAPTION.format(texts),
         x_scale="log2",
-        times_of=places[0],
+        times_of=x_values[0],
     )
 
 
@@ -116,7 +116,7 @@ class RunRecord(NamedTuple):
     kind: str
     title: str
     line: str
-    settings: dict[str, str]  # all of it that is not measurements
+    settings: dict[str, str]  # everything except measurements
 
 
 def run_records(found: ResultSet) -> list[RunRecord]:
@@ -131,22 +131,22 @@ def run_record(result: Result) -> RunRecord:
     assert made is not None
     starts = data.get("starts")
     command = starts[-1].get("command") if starts and is_table(starts) else made.get("command")
-    words = [str(command)] if command else []
+    parts = [str(command)] if command else []
     if data.get("complete") is False or data.get("finished") is False:
-        words.append("not finished")
+        parts.append("not finished")
     kept = {key: value for key, value in data.items() if key not in MEASUREMENTS and not is_table(value)}
     if is_table(starts):
         kept["starts"] = starts
-    return RunRecord(result.kind, f"{name} ({result.path})", "; ".join(words), flat(kept))
+    return RunRecord(result.kind, f"{name} ({result.path})", "; ".join(parts), flatten(kept))
 
 
-def flat(data: Any, before: str = "") -> dict[str, str]:
-    """Every value by the way to it; lists as they are."""
+def flatten(data: Any, prefix: str = "") -> dict[str, str]:
+    """Every value by its path, such as "config.layers"; lists stay whole."""
     if not isinstance(data, dict) or not data:
-        return {before: data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}
+        return {prefix: data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)}
     found: dict[str, str] = {}
     for name, value in data.items():
-        found |= flat(value, f"{before}.{name}" if before else name)
+        found |= flatten(value, f"{prefix}.{name}" if prefix else name)
     return found
 
 

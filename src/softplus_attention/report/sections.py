@@ -1,4 +1,4 @@
-"""The parts of a report, those of the measures of `evaluate` among them."""
+"""Sections of a report, and those of the measures of `evaluate`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from softplus_attention.utils.untrusted import UnreadableError
 
 @dataclass(frozen=True)
 class Explorer:
-    """Maps of one or more models, of the same text or of different ones, which the page says."""
+    """Maps of one or more models, possibly of different texts."""
 
     maps: Sequence[AttentionMaps]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG that a result brought along."""
+    """A PNG file of a result."""
 
     description: str
     png: bytes
@@ -39,7 +39,7 @@ class Section:
     blocks: list[Block] = field(default_factory=list)
 
     def figures(self) -> list[Figure | Table]:
-        """What is also written as files, the explorer's maps one by one."""
+        """Figures and tables that are also written as files; each map of an explorer is one."""
         found: list[Figure | Table] = []
         for block in self.blocks:
             if isinstance(block, Explorer):
@@ -50,14 +50,15 @@ class Section:
 
 
 def checked(found: ResultSet, kind: str, read: Callable[[Result], Any]) -> list[Any]:
-    good = []
+    """Read the results of one kind; invalid ones move to ``found.problems``."""
+    valid = []
     for result in found.of(kind):
         try:
-            good.append(read(result))
+            valid.append(read(result))
         except UnreadableError as error:
             found.problems.append((result.path, f"a result of kind {kind}, but {error}"))
             found.results.remove(result)
-    return good
+    return valid
 
 
 def load_result(read: Callable[[dict[str, Any]], Any], result: Result) -> LoadedResult:
@@ -65,22 +66,22 @@ def load_result(read: Callable[[dict[str, Any]], Any], result: Result) -> Loaded
 
 
 def load_members(found: ResultSet) -> dict[str, list[LoadedResult]]:
-    """The results of each measure, in the order of a report."""
+    """Results by measure, in the order of the report."""
     return {name: checked(found, name, partial(load_result, measure.read)) for name, measure in measures().items()}
 
 
 def measure_sections(loaded: dict[str, list[LoadedResult]], styles: SeriesStyles) -> list[Section]:
-    """A section for each measure; what lies in one folder and was measured on one text is shown together."""
+    """One section per measure; results from one folder and on one text share their charts."""
     sections = []
     for name, members in loaded.items():
         groups: dict[tuple[str, str], list[LoadedResult]] = {}
         for member in members:
             groups.setdefault((member.group, data_name(member.settings)), []).append(member)
-        folders, texts = ({key[place] for key in groups} for place in (0, 1))
+        folders, texts = {folder for folder, _ in groups}, {text for _, text in groups}
         blocks: list[Block] = []
         for (folder, text), those in groups.items():
-            words = [folder or "top folder"] * (len(folders) > 1) + [text or "no text"] * (len(texts) > 1)
-            suffix = f" ({', '.join(words)})" if words else ""
+            parts = [folder or "top folder"] * (len(folders) > 1) + [text or "no text"] * (len(texts) > 1)
+            suffix = f" ({', '.join(parts)})" if parts else ""
             blocks += measures()[name].charts(tell_apart(those), styles, suffix)
         maps = [block for block in blocks if isinstance(block, AttentionMaps)]
         sections.append(Section(measures()[name].title, [Explorer(maps)] if maps else blocks))

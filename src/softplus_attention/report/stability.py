@@ -1,4 +1,4 @@
-"""Training at high learning rates and in half precision, from the files of experiments/stability.py."""
+"""Training at high learning rates and in half precision: results of experiments/stability.py."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from softplus_attention.report.discovery import Result, ResultSet
 from softplus_attention.report.sections import Block, checked
 from softplus_attention.utils.untrusted import UnreadableError, number_of, text_of, typed
 
-# Of the logged losses, how many at the end are averaged.
-LAST = 5
-# By word of a run: title, axis and caption.
+LAST = 5  # number of final logged losses that are averaged
+# Title, axis and caption by field of a run.
 FIGURES = {
-    "loss": ("Loss by learning rate", "loss at the end (nats)", "A run that became infinite or NaN has no point."),
-    "score": ("Largest score by learning rate", "largest score", "Before softmax or softplus, in absolute size."),
+    "loss": ("Loss by learning rate", "loss at the end (nats)", "Runs with infinite or NaN losses have no point."),
+    "score": ("Largest score by learning rate", "largest score", "Absolute value before softmax or softplus."),
 }
 
 
@@ -26,17 +25,17 @@ class Trained:
     arm: str
     group: tuple[str, str]  # size and precision
     rate: float
-    loss: float | None  # None where the run stopped
+    loss: float | None  # None if the run stopped
     score: float | None
 
 
 def final_loss(logged: Sequence[Any]) -> float | None:
-    """The mean at the end; None where some of it is not finite, which is a word in the logs."""
+    """Mean of the last losses; None if one is not finite, which the logs have as a string."""
     last = [loss for loss in logged[-LAST:] if isinstance(loss, int | float) and not isinstance(loss, bool)]
     return math.fsum(last) / len(last) if last and len(last) == len(logged[-LAST:]) else None
 
 
-def trained(result: Result) -> Trained:
+def read_run(result: Result) -> Trained:
     data = result.data
     rate = number_of(data, "learning_rate")
     if rate is None or rate <= 0:
@@ -50,22 +49,22 @@ def trained(result: Result) -> Trained:
 
 
 def stability_blocks(found: ResultSet, styles: SeriesStyles) -> list[Block]:
-    runs: list[Trained] = checked(found, "stability", trained)
+    runs: list[Trained] = checked(found, "stability", read_run)
     blocks: list[Block] = []
     for group in dict.fromkeys(run.group for run in runs):
         mine = sorted((run for run in runs if run.group == group), key=lambda run: run.rate)
         arms = dict.fromkeys(run.arm for run in mine)
-        for word, (title, axis, caption) in FIGURES.items():
+        for name, (title, axis, caption) in FIGURES.items():
             series = [
                 Series(
                     arm,
                     [run.rate for run in mine if run.arm == arm],
-                    [getattr(run, word) for run in mine if run.arm == arm],
+                    [getattr(run, name) for run in mine if run.arm == arm],
                     look=styles.of(arm),
                 )
                 for arm in arms
             ]
-            scale = "log" if word == "score" else "linear"
+            scale = "log" if name == "score" else "linear"
             heading = f"{title} ({', '.join(group)})"
             blocks.append(LineChart(heading, "learning rate", axis, series, caption, x_scale="log2", y_scale=scale))
     return blocks

@@ -1,4 +1,4 @@
-"""The section of `experiments/study`: runs by their size, their training text and their kind of layers."""
+"""Results of `experiments/study`, grouped by model size, training text and kind of layers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Rows = list[dict[str, Any]]
 
 
 def layer_kind(config: Mapping[str, Any]) -> str:
-    """In a mix of layers some see everything and have no positions, the others look back a window."""
+    """A mix has global layers without positions and local layers with a window."""
     return MIX if config.get("global_every") else ROTARY
 
 
 class Group(NamedTuple):
-    """What is compared in one chart; ``size`` is the record's word for model and text together."""
+    """Runs compared in one chart; ``size`` is the record's name for model and text together."""
 
     size: str
     kind: str
@@ -41,7 +41,7 @@ class StudyRun:
     lengths: LoadedResult
     passkey: passkey.Cells
     inside: LoadedResult
-    variants: dict[str, LoadedResult]  # what was changed at inference -> the losses then
+    variants: dict[str, LoadedResult]  # by the change at inference
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ def read_run(result: Result) -> StudyRun:
 
 
 def format_parameters(evaluation: dict[str, Any]) -> str:
-    """Rounded: what heads learn makes small differences between runs of one size."""
+    """Rounded, because parameters learned per head make small differences between runs of one size."""
     millions = (number_of(evaluation, "parameters") or 0) / 1e6
     return f"{millions:.{0 if millions >= 1 else 1}f}M" if millions else ""
 
@@ -85,11 +85,11 @@ def share_found(cell: dict[str, Any]) -> Number:
 
 
 def read_inside(evaluation: dict[str, Any]) -> Rows:
-    """As `evaluate inside` has them, with one head for each group of layers, or for all where they are not apart."""
+    """In the format of `evaluate inside`, with one head per group of layers (one for all layers without groups)."""
     rows = []
     for row in rows_of(evaluation, "inside") if "inside" in evaluation else []:
         groups = rows_of(row, "groups") if "groups" in row else [row]
-        heads = [{**group, "layer": place, "head": 0} for place, group in enumerate(groups)]
+        heads = [{**group, "layer": number, "head": 0} for number, group in enumerate(groups)]
         rows.append({"length": row.get("length"), "log_keys": row.get("log_keys"), "heads": heads})
     return inside.read({"lengths": rows})
 
@@ -99,7 +99,7 @@ def read_runs(found: ResultSet) -> list[StudyRun]:
 
 
 def study_blocks(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
-    """Charts of each size, apart for the texts that were trained on and for the kinds of layers."""
+    """Separate charts for each size, training text and kind of layers."""
     groups = {run.group._replace(kind=kind): None for run in runs for kind in KINDS}
     names, blocks = text_names([run.group for run in runs]), list[Block]()
     for group in groups:
@@ -110,7 +110,7 @@ def study_blocks(runs: Sequence[StudyRun], styles: SeriesStyles) -> list[Block]:
 
 
 def text_names(groups: Sequence[Group]) -> dict[str, str]:
-    """A letter for each training text, where the runs of one number of parameters were trained on several."""
+    """A letter for each training text, if there are several."""
     texts = list(dict.fromkeys(group.data for group in groups if group.parameters))
     return dict(zip(texts, ascii_uppercase, strict=False)) if len(texts) > 1 else {}
 
@@ -133,40 +133,40 @@ def charts(runs: Sequence[StudyRun], styles: SeriesStyles, title: str) -> list[B
             base,
         ),
         by_length(
-            f"{title}: what the far context is worth, {kind}",
+            f"{title}: gain from far context, {kind}",
             "gain (nats)",
             gains,
-            "The loss of the same tokens with the last training length alone, minus that with everything before.",
+            "The loss of the same tokens with 1x context only, minus that with the full context.",
             base,
             baseline=0,
         ),
         *variant_blocks([run for run in runs if run.variants], title),
     ]
-    practised = [run for run in runs if run.passkey]
-    if practised:
-        places = sorted({length for run in practised for length, _ in run.passkey})
-        means = [passkey.mean_series(run.name, run.passkey, places, styles.of(run.name)) for run in practised]
+    with_passkeys = [run for run in runs if run.passkey]
+    if with_passkeys:
+        places = sorted({length for run in with_passkeys for length, _ in run.passkey})
+        means = [passkey.mean_series(run.name, run.passkey, places, styles.of(run.name)) for run in with_passkeys]
         blocks.append(passkey.means_chart(f"{title}: passkeys found, by length, {kind}", means, base))
-        maps = [(run.name, passkey.depth_map(run.name, run.passkey, places, base)) for run in practised]
+        maps = [(run.name, passkey.depth_map(run.name, run.passkey, places, base)) for run in with_passkeys]
         blocks.append(HeatMaps(f"{title}: passkeys by depth, {kind}", maps, passkey.DEPTH_CAPTION))
     return blocks + inside_tables([run.inside for run in runs if run.inside.content], title, kind)
 
 
 def variant_blocks(runs: Sequence[StudyRun], title: str) -> list[Block]:
-    """Each run that was also evaluated with something changed at inference."""
+    """Runs that were also evaluated with changes at inference."""
     curves = {run.name: {"as trained": run.lengths, **run.variants} for run in runs}
     blocks: list[Block] = []
     for name, those in curves.items():
-        series = [Series(words, *lengths.loss_points(m), None, look) for look, (words, m) in enumerate(those.items())]
+        series = [Series(change, *lengths.loss_points(m), None, look) for look, (change, m) in enumerate(those.items())]
         heading = f"{title}: {name}, changed at inference"
         caption = "The same weights on the same documents."
         blocks.append(by_length(heading, "mean loss (nats)", series, caption, runs[0].lengths.training_length))
     if not blocks:
         return []
     places = sorted({row["length"] for those in curves.values() for m in those.values() for row in m.content})
-    body = [[name, words, *cells(m, places)] for name, those in curves.items() for words, m in those.items()]
+    body = [[name, change, *cells(m, places)] for name, those in curves.items() for change, m in those.items()]
     head = ["run", "at inference", *(f"loss at {length}" for length in places), f"gain at {places[-1]}"]
-    caption = "In nats; the gain is what the far context is worth, with its standard error."
+    caption = "In nats; the gain is that from far context, with its standard error."
     return [*blocks, Table(f"{title}: changed at inference, {runs[0].group.kind}", head, body, caption)]
 
 
@@ -178,7 +178,7 @@ def cells(m: LoadedResult, places: Sequence[int]) -> list[Cell]:
 
 
 COLUMNS = (
-    ("log_keys", "log N"), ("stage1_entropy", "stage 1"), (inside.HELD, "stage 1, log N held"),
+    ("log_keys", "log N"), ("stage1_entropy", "stage 1"), (inside.HELD, "stage 1, log N fixed"),
     ("entropy", "final"), ("sink", "first token, %"), ("effective_keys", "effective keys"), ("zeros", "zeros, %"),
     ("empty_tiles", "empty tiles, %"),
 )  # fmt: skip
@@ -196,8 +196,8 @@ def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> lis
     ]
     means = "Means over rows, layers and heads"
     if kind == MIX and any(not part.group.words for part in parts):
-        means += ", local layers and global ones together where they are not named"
-    head = ["run", "length", *(words for _, words in COLUMNS)]
+        means += ", over local and global layers together if they are not named"
+    head = ["run", "length", *(label for _, label in COLUMNS)]
     table = Table(f"{title}: inside the attention, {kind}", head, body, f"Entropies in nats. {means}.")
     steady = inside.steady_table(parts, "")
     heading = f"{title}: {steady.title[0].lower()}{steady.title[1:]}, {kind}"

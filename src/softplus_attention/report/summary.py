@@ -1,4 +1,4 @@
-"""The top of a report: a verdict of each model, and what was measured."""
+"""The top of a report: a verdict on each model, the table of models, and the dates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from softplus_attention.report.sections import Section
 SUMMARY = "Summary"
 MAX_VERDICTS = 12
 CAPTION = (
-    "Losses in nats. A model holds as far as its loss is not above that at 1x, by 0.01 or by two standard errors; the "
-    "gain is what the context beyond 1x is worth at the longest length."
+    "Losses in nats. A model holds to the last length before its loss exceeds that at 1x by more than 0.01 and more "
+    "than two standard errors. The gain is that from context beyond 1x, at the longest length."
 )
 
 
 def summary(members: Sequence[LoadedResult]) -> Section:
-    verdicts = [words for m in members if (words := lengths.verdict(m))]
+    verdicts = [verdict for m in members if (verdict := lengths.verdict(m))]
     rows = [lengths.summary_row(m) for m in members if m.content]
     table = [Table("Models", lengths.SUMMARY_HEAD, rows, CAPTION)] if rows else []
     return Section(SUMMARY, [*(verdicts if len(verdicts) <= MAX_VERDICTS else []), *table])
 
 
 def dates(found: ResultSet) -> str:
-    """When the results were made, as far as they say it."""
+    """Dates of the results, for the lead of the page."""
     made = [
         result.data.get("made") if isinstance(result.data.get("made"), dict) else result.data
         for result in found.results

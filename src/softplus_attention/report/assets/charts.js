@@ -1,4 +1,4 @@
-// Line charts, bars and heat maps, drawn as SVG at the width there is, so that text keeps its size on a phone.
+// Line charts, bars and heat maps, drawn as SVG at the available width, so that text keeps its size on a phone.
 const MARKS = [
   (x, y) => `M${x - 4},${y}a4,4 0 1,0 8,0a4,4 0 1,0 -8,0`,
   (x, y) => `M${x - 4},${y - 4}h8v8h-8z`,
@@ -49,7 +49,7 @@ function limits(figure, visible) {
   const [bottom, top] = figure.y_range;
   low = bottom === null ? low - space : Math.min(bottom, low);
   high = top === null ? high + space : Math.max(top, high);
-  // A line on the limit itself keeps off the axis.
+  // Keep lines at the limit off the axis.
   if (bottom !== null) low -= (high - low) * 0.04;
   if (top !== null) high += (high - low) * 0.03;
   return [low, high > low ? high : low + 1];
@@ -77,7 +77,7 @@ function lineChart(holder, figure) {
   const reading = make('p', { class: 'reading', 'aria-live': 'polite' });
   holder.append(plot, legend, reading);
   if (!places.length) {
-    reading.textContent = 'There are no numbers to draw.';
+    reading.textContent = 'No numbers to draw.';
     return;
   }
   const values = figure.series.map((series, number) => {
@@ -233,7 +233,7 @@ function barShapes(series, scaleX, scaleY, wide) {
   return group;
 }
 
-// Where the middle half of the values lies; it ends where a number is missing.
+// The band of the middle half of the values, without missing ones.
 function bandShape(series, scaleX, scaleY) {
   const there = series.x.map((x, place) => [x, series.band[0][place], series.band[1][place]]).filter(([, low, high]) => low !== null && high !== null);
   const ends = [...there.map(([x, , high]) => [x, high]), ...there.reverse().map(([x, low]) => [x, low])];
@@ -291,7 +291,7 @@ function heatMap(holder, figure) {
     const [left, top, bottom] = [Math.min(28 + longest * 7.5, width / 3), 6, 30 + 13 * Math.max(...figure.columns.map((name) => name.split('\n').length))];
     const cellWidth = Math.min((width - left - 8) / columns, 90);
     const cellHeight = Math.max(18, Math.min(34, cellWidth * 0.7));
-    // Smaller where the longest would not fit, and none where they could not be read: pointing reads them all.
+    // Smaller if the longest does not fit, and none if they would be too small: pointing shows every value.
     const textSize = Math.min(12, (cellWidth - 4) / (0.6 * longestCell));
     const height = top + rows * cellHeight + bottom;
     const svg = shape('svg', {

@@ -1,4 +1,4 @@
-// Text from files only ever goes through textContent and setAttribute: none of it is read as HTML.
+// Text from files is only set through textContent and setAttribute, never as HTML.
 const DATA = JSON.parse(document.getElementById('report-data').textContent);
 const SVG = 'http://www.w3.org/2000/svg';
 const LOOKS = 8;
@@ -51,7 +51,7 @@ function isDark(channels) {
   return channels[0] * 0.299 + channels[1] * 0.587 + channels[2] * 0.114 < 128;
 }
 
-// Hundredths of two significant digits where they are below 1: 0.036, not 0.0.
+// Percentages below 1 have two significant digits: 0.036, not 0.0.
 function percentWords(share) {
   const size = Math.abs(100 * share);
   if (size === 0 || size >= 9.95) return (100 * share).toFixed(0);
@@ -74,7 +74,7 @@ function select(label, choices, onChoose) {
   return { box, label: make('label', {}, label, box) };
 }
 
-// Auto follows the system; the choice is kept where the browser allows a file to keep one.
+// Auto follows the system; the choice is saved if the browser has storage for local files.
 function themeButton() {
   const button = document.getElementById('theme');
   const themes = ['auto', 'light', 'dark'];
@@ -97,7 +97,7 @@ function themeButton() {
   apply();
 }
 
-// Draws now and whenever the width changes; height follows from the drawing and must not start it again.
+// Draws now and whenever the width changes; drawing itself changes the height, which must not start it again.
 function drawByWidth(element, draw) {
   let width = 0;
   new ResizeObserver(() => {

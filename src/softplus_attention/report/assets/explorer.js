@@ -1,4 +1,4 @@
-// The attention explorer: a map of one head, or of two models side by side, with the weights to read.
+// The attention explorer: the map of one head, or of two models side by side, and the weights under the pointer.
 function decode(head) {
   if (!head.decoded) {
     const bytes = Uint8Array.from(atob(head.weights), (letter) => letter.charCodeAt(0));
@@ -22,7 +22,7 @@ function palette() {
   return { stops: ['--map-low', '--map-mid', '--map-high'].map(colourOf), paper: rgb(colourOf('--paper')), hidden: rgb(colourOf('--hidden')) };
 }
 
-// Four bytes a pixel, written as one number: a model of 144 heads has half a million cells to paint.
+// Writes each pixel as one 32-bit number, for speed: a model of 144 heads has half a million cells.
 function pixel([red, green, blue]) {
   return (255 << 24) | (blue << 16) | (green << 8) | red;
 }
@@ -78,21 +78,21 @@ function explorer(holder, data) {
 
   const all = [];
   const others = (panel) => (state.linked ? all.filter((other) => other !== panel) : []);
-  // Side by side at first: two of the same text, where there are two.
+  // Show two maps of the same text first, if there are two.
   const partner = data.maps.findIndex((maps, place) => place > 0 && sameTokens(maps, data.maps[0]));
   const firsts = data.maps.length > 1 ? [0, Math.max(partner, 1)] : [0];
   for (const place of firsts) all.push(panelOf(data, place, state, others, compare));
   all.forEach((panel) => panels.append(panel.element));
 
-  // Cells of different texts have nothing to do with each other.
+  // Cells of different texts do not correspond.
   function compare() {
     const [one, other] = all.map((panel) => panel.maps());
     state.comparable = !other || sameTokens(one, other);
     warning.hidden = state.comparable;
     if (state.comparable) return;
     warning.textContent = one.text === other.text
-      ? 'The two maps are of the same text in different tokens: their cells are not the same places, and are not moved together.'
-      : `The two maps are of different texts, ${beginning(one.text)} and ${beginning(other.text)}: their weights cannot be compared cell by cell, and are not moved together.`;
+      ? 'The maps show the same text in different tokens: their cells do not correspond and move separately.'
+      : `The maps show different texts, ${beginning(one.text)} and ${beginning(other.text)}: their cells do not correspond and move separately.`;
   }
   all.forEach((panel) => panel.show());
   redraws.push(() => all.forEach((panel) => panel.paintAll()));
@@ -118,7 +118,7 @@ function panelOf(data, first, state, others, compare) {
   const canvas = make('canvas', { class: 'map', role: 'img', tabindex: '0' });
   const frame = make('div', { class: 'cell', 'aria-hidden': 'true' });
   const reading = make('p', { class: 'reading', 'aria-live': 'polite' });
-  const tokens = make('div', { class: 'tokens', 'aria-label': 'The text. The marked token is the query; its keys are shaded by their weight.' });
+  const tokens = make('div', { class: 'tokens', 'aria-label': 'The text. The marked token is the query; keys are shaded by their weight.' });
   const thumbs = make('div', { class: 'thumbs', role: 'group', 'aria-label': 'All layers (rows) and heads (columns)' });
   const summary = make('p', { class: 'hint' });
   const about = make('p', { class: 'hint' }, 'All layers (rows) and heads (columns); choose one:');
@@ -175,13 +175,13 @@ function panelOf(data, first, state, others, compare) {
   panel.paintMap = () => {
     const entry = current();
     paint(canvas, entry, maps.tokens.length, state.scale, true);
-    canvas.setAttribute('aria-label', `Attention of ${maps.model}, layer ${layer}, head ${head}. Arrow keys move over the weights.`);
+    canvas.setAttribute('aria-label', `Attention of ${maps.model}, layer ${layer}, head ${head}. Arrow keys select a weight.`);
     canvas.dataset.layer = layer;
     canvas.dataset.head = head;
     maps.heads.forEach((other, place) => thumbs.children[place].setAttribute('aria-pressed', String(other === entry)));
     const weights = decode(entry);
     const zeros = weights.reduce((count, weight) => count + (weight === 0 ? 1 : 0), 0);
-    const unit = maps.cell > 1 ? ` A cell stands for ${maps.cell} tokens each way.` : '';
+    const unit = maps.cell > 1 ? ` A cell covers ${maps.cell} tokens in each direction.` : '';
     summary.textContent = `Largest weight ${shown(Number(entry.largest))}; ${shown(zeros / weights.length, true)} of the weights are exactly 0.${unit}`;
     panel.read(cell.query, cell.key, false);
   };
