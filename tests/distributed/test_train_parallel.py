@@ -118,7 +118,9 @@ def test_more_processes(run: Run, alone: Run, words: dict) -> None:
 
 @pytest.mark.slow
 def test_documents_on_two_processes(data: Path, tmp_path: Path) -> None:
-    settings = {**SETTINGS, "data": data, "document_mask": True, "window": 9, "global_every": 2}
+    """At the learning rate of the other tests, 0.01, rounding grows past 1e-5 in this model: one process with other
+    micro batches differs from itself by 5e-5. At 0.001 both differences stay below 2e-6."""
+    settings = {**SETTINGS, "data": data, "document_mask": True, "window": 9, "global_every": 2, "learning_rate": 1e-3}
     alone = Run(tmp_path / "alone", settings).finish()
     assert_same(Run(tmp_path / "run", settings).finish(processes=2, context_parallel=2), alone)
 
