@@ -65,7 +65,7 @@ def main() -> None:
         changed = apply_method(model, method, ranking, to_fit)
         for length in lengths:
             for kind, work in (("loss", losses), ("needles", needles), ("speed", speed)):
-                wanted = {"loss": True, "needles": options.haystacks > 0, "speed": length in options.speed}[kind]
+                wanted = {"loss": options.loss, "needles": options.haystacks > 0, "speed": length in options.speed}[kind]
                 if not wanted or str(length) in own.setdefault(kind, {}):
                     continue
                 if options.time_limit and time.monotonic() - begun > options.time_limit:
@@ -94,6 +94,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--documents", type=int, help="at most so many (default: all)")
     parser.add_argument("--haystacks", type=int, default=12, help="at each length")
     parser.add_argument("--needles", type=int, default=2, help="in each haystack, each asked for")
+    parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--speed", nargs="*", type=int, default=[], help="of --lengths: prefill and decode are timed")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--device", default="cpu")
