@@ -246,10 +246,10 @@ def mean_over_heads(entry: dict[str, Any], name: str) -> float | None:
 def inside_by_group(entry: dict[str, Any], groups: Sequence[layers.LayerGroup]) -> list[dict[str, Any]]:
     """Means over the global and over the local layers; empty if all layers see the same."""
     return [
-        {"layers": group.words, "log_keys": layers.log_keys(entry, group)}
+        {"layers": group.label, "log_keys": layers.log_keys(entry, group)}
         | {name: layers.mean_over_heads(entry, group, name) for name in QUANTITIES}
         for group in groups
-        if group.words
+        if group.label
     ]
 
 

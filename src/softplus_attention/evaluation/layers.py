@@ -26,7 +26,7 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True)
 class LayerGroup:
-    words: str  # empty if all layers of the model see the same keys
+    label: str  # empty if all layers of the model see the same keys
     layers: frozenset[int]
 
 

@@ -195,7 +195,7 @@ def inside_tables(members: Sequence[LoadedResult], title: str, kind: str) -> lis
         for row in part.rows
     ]
     means = "Means over rows, layers and heads"
-    if kind == MIX and any(not part.group.words for part in parts):
+    if kind == MIX and any(not part.group.label for part in parts):
         means += ", over local and global layers together if they are not named"
     head = ["run", "length", *(label for _, label in COLUMNS)]
     table = Table(f"{title}: inside the attention, {kind}", head, body, f"Entropies in nats. {means}.")

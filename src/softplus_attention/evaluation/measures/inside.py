@@ -123,7 +123,7 @@ def table(results: Results) -> str:
     for result in results:
         entries = result["results"]["lengths"]
         for group in layers.layer_groups(entries):
-            title = ", ".join(filter(None, (result["model"]["name"], group.words)))
+            title = ", ".join(filter(None, (result["model"]["name"], group.label)))
             rows[title] = [
                 (e["length"], [layers.log_keys(e, group), *(layers.mean_over_heads(e, group, name) for name in SHOWN)])
                 for e in entries
@@ -198,7 +198,7 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.member.label + (f", {self.group.words}" if self.group.words else "")
+        return self.member.label + (f", {self.group.label}" if self.group.label else "")
 
     def series(self, name: str, styles: SeriesStyles, suffix: str = "", is_share: bool = False) -> Series:
         value = layers.share_of_log_keys if is_share else layers.mean_over_heads
@@ -250,7 +250,7 @@ def by_layer_chart(members: Sequence[LoadedResult], quantity: Quantity, styles: 
 
 
 def by_length_charts(parts: Sequence[Part], styles: SeriesStyles, suffix: str, base: float | None) -> list[Block]:
-    grouped = any(part.group.words for part in parts)
+    grouped = any(part.group.label for part in parts)
     means = f"Mean over {'the heads of these layers' if grouped else 'layers and heads'}"
     means += "; the band is the middle half of the heads"
     equal = equal_series(parts)
