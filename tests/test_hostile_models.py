@@ -11,6 +11,7 @@ import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,7 @@ def with_code(model: Path, folder: Path, kind: str) -> Path:
     change: dict[str, Any] = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
     if kind == "tokenizer":
         change = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}
-    path = folder / ("config.json" if kind == "model" else "tokenizer_config.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    json_with("config.json" if kind == "model" else "tokenizer_config.json", **change)(folder)
     return folder
 
 
@@ -92,12 +92,14 @@ def test_train_runs_no_code_of_the_data(trained: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "mark").exists()
 
 
-def config_with(**changes: Any) -> Callable[[Path], None]:
+def json_with(name: str, **changes: Any) -> Callable[[Path], None]:
     def change(model: Path) -> None:
-        path = model / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
 
     return change
+
+
+config_with = partial(json_with, "config.json")
 
 
 def with_content(name: str, content: bytes) -> Callable[[Path], None]:
@@ -158,14 +160,6 @@ def test_invalid_models_are_refused(trained: Path, tmp_path: Path, change: Calla
     assert not (tmp_path / "mark").exists()
 
 
-def tokenizer_with(**changes: Any) -> Callable[[Path], None]:
-    def change(model: Path) -> None:
-        path = model / "tokenizer.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
-
-
 # The first panics in Rust when it is loaded, the second when it encodes, the third raises a bare Exception.
 TOKENIZERS: dict[str, Any] = {
     "charsmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
@@ -186,7 +180,7 @@ TOKENIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("change", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_failing_tokenizers(trained: Path, tmp_path: Path, change: dict[str, Any], workers: int) -> None:
     model = shutil.copytree(trained / "run" / "model", tmp_path / "model")
-    tokenizer_with(**change)(model)
+    json_with("tokenizer.json", **change)(model)
     arguments: tuple[object, ...] = ("generate", "--model", model, "--prompt", "a b")
     if workers:
         arguments = ("data", "prepare", trained / "text.txt", "--output", tmp_path / "out", "--tokenizer", model)
