@@ -6,13 +6,14 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randn
+from decode_cases import check_unit_vectors
+from helpers import output_and_gradients, randn
 from torch import Tensor
 
 from softplus_attention import (
@@ -22,7 +23,7 @@ from softplus_attention import (
     softplus_attention_decode,
     softplus_attention_varlen,
 )
-from softplus_attention.reference import unit, unit_keys
+from softplus_attention.reference import unit_keys
 from softplus_attention.visibility import Visibility
 
 D, T = 5, 7
@@ -303,14 +304,10 @@ class TestSpecialRows:
     def test_equal_keys_keep_stage_one(self, power: float) -> None:
         q, k, v = Mode(lambda *_: True, t_k=6).qkv(seed=2)
         k = k[:, :, :1].expand_as(k).contiguous()
-        results = []
-        for p in (power, None):
-            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-            out = softplus_attention(*leaves, power=p, impl="reference")
-            results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-        torch.testing.assert_close(results[0][0], v.mean(-2, keepdim=True).expand_as(v[:, :, :1]).expand(1, 2, 7, 4))
-        for sharpened, first_stage in zip(*results, strict=True):
-            torch.testing.assert_close(sharpened, first_stage, rtol=1e-12, atol=1e-14)
+        attend = partial(softplus_attention, impl="reference")
+        sharpened, first_stage = (output_and_gradients(partial(attend, power=p), q, k, v) for p in (power, None))
+        torch.testing.assert_close(sharpened[0], v.mean(-2, keepdim=True).expand(1, 2, 7, 4))
+        torch.testing.assert_close(sharpened, first_stage, rtol=1e-12, atol=1e-14)
 
     @pytest.mark.parametrize(("spread", "sharpens"), [(2e-5, False), (2e-2, True)])
     def test_threshold_separates_equal_from_distinct_keys(self, spread: float, sharpens: bool) -> None:
@@ -447,36 +444,19 @@ BACKWARD_MODES = {
 def test_explicit_backward_matches_autograd(mode: Mode, power: float) -> None:
     q, k, v = mode.qkv(seed=11, width=8)
     d_out = randn(1, 2, LONG, 8, seed=14, dtype=torch.float64)
-    rows = torch.full((1, 2, LONG), float(power), dtype=torch.float64, requires_grad=True)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = mode(*leaves, rows)
-    autograd = (out, *torch.autograd.grad(out, [*leaves, rows], d_out))
+    rows = torch.full((1, 2, LONG), float(power), dtype=torch.float64)
+    autograd = output_and_gradients(mode, q, k, v, rows, grad_out=d_out)
     explicit = method_backward(q, k, v, visible(mode), power, d_out, mode.options.get("offset", True))
     for name, ours, theirs in zip(("out", "dq", "dk", "dv", "dp"), explicit, autograd, strict=True):
-        scale = max(1.0, float(theirs.detach().abs().max()))
+        scale = max(1.0, float(theirs.abs().max()))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * scale, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_unit_keys_of_every_size() -> None:
-    """Equal to ``unit`` up to rounding, also where squares overflow float32. Zero keys stay zero, and non-finite keys
-    affect only themselves."""
-    k = torch.randn(2, 3, 5, 8)
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for size in (1.0, 1e-35, 1e30) if dtype != torch.float16 else (1.0, 1e-3, 1e3):
-            keys = (k * size).to(dtype)
-            expected = unit(keys.double())
-            found = unit_keys(keys)
-            assert found.dtype == dtype
-            torch.testing.assert_close(found.double(), expected, rtol=0, atol=float(torch.finfo(dtype).eps))
+def test_unit_keys() -> None:
+    check_unit_vectors(unit_keys, "cpu", (torch.float32, torch.float64, torch.bfloat16, torch.float16))
     zero = torch.zeros(1, 1, 2, 8, requires_grad=True)
     unit_keys(zero).sum().backward()
-    assert zero.grad is not None
     assert zero.grad.isfinite().all()
-    k[0, 0, 0], k[0, 0, 1, 2], k[0, 0, 2, 3] = 0.0, math.inf, math.nan
-    found = unit_keys(k)
-    assert found[0, 0, 0].eq(0).all()
-    assert [bool(found[0, 0, row].isnan().any()) for row in range(5)] == [False, True, True, False, False]
-    assert found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])

@@ -24,6 +24,7 @@ THREADS = 2
 T, D, HEADS = 37, 20, 4
 PAD = 11
 WIDER = T + PAD
+KEYS = torch.arange(WIDER)
 OPTIONS: dict[str, dict[str, Any]] = {
     "p15": {"power": 15},
     "p1": {"power": 1},
@@ -124,31 +125,29 @@ def packed_with_a_past(text: Text) -> Tensor:
     return out[4:].transpose(0, 1)[None]
 
 
+def left_padded(text: Text, **mask: Tensor) -> Tensor:
+    return text.attend(*text.padded(PAD, 0, torch.nan), **mask)[1:, :, PAD:]
+
+
 def left_padded_by_mask(text: Text) -> Tensor:
-    mask = torch.ones(2, 1, 1, WIDER, dtype=torch.bool)
-    mask[1, ..., :PAD] = False
-    return text.attend(*text.padded(PAD, 0, torch.nan), attn_mask=mask)[1:, :, PAD:]
+    return left_padded(text, attn_mask=torch.stack([KEYS >= 0, KEYS >= PAD])[:, None, None])
 
 
 def left_padded_by_start(text: Text) -> Tensor:
-    start = torch.tensor([0, PAD], dtype=torch.int32)[:, None].expand(2, WIDER)
-    return text.attend(*text.padded(PAD, 0, torch.nan), key_start=start)[1:, :, PAD:]
+    return left_padded(text, key_start=torch.tensor([[0], [PAD]], dtype=torch.int32).expand(2, WIDER))
 
 
-def right_padded(text: Text) -> Tensor:
+def right_padded(text: Text, **mask: Tensor) -> Tensor:
     """Causal rows never see later keys, so that no mask is needed."""
-    return text.attend(*text.padded(0, PAD, torch.nan))[1:, :, :T]
+    return text.attend(*text.padded(0, PAD, torch.nan), **mask)[1:, :, :T]
 
 
 def right_padded_by_mask(text: Text) -> Tensor:
-    mask = torch.ones(2, 1, 1, WIDER, dtype=torch.bool)
-    mask[1, ..., T:] = False
-    return text.attend(*text.padded(0, PAD, torch.nan), attn_mask=mask)[1:, :, :T]
+    return right_padded(text, attn_mask=torch.stack([KEYS >= 0, KEYS < T])[:, None, None])
 
 
 def right_padded_by_end(text: Text) -> Tensor:
-    end = torch.tensor([WIDER, T], dtype=torch.int32)[:, None].expand(2, WIDER)
-    return text.attend(*text.padded(0, PAD, torch.nan), key_end=end)[1:, :, :T]
+    return right_padded(text, key_end=torch.tensor([[WIDER], [T]], dtype=torch.int32).expand(2, WIDER))
 
 
 def by_dense_mask(text: Text) -> Tensor:
@@ -196,22 +195,9 @@ def decode_normalised_keys(text: Text) -> Tensor:
 
 
 WAYS: list[Callable[[Text], Tensor]] = [
-    prefill_by_rows,
-    chunked_prefill,
-    batched,
-    packed,
-    packed_with_a_past,
-    left_padded_by_mask,
-    left_padded_by_start,
-    right_padded,
-    right_padded_by_mask,
-    right_padded_by_end,
-    by_dense_mask,
-    by_ranges,
-    decode_steps,
-    decode_several,
-    decode_left_padded,
-    decode_normalised_keys,
+    *(prefill_by_rows, chunked_prefill, batched, packed, packed_with_a_past, by_dense_mask, by_ranges),
+    *(left_padded_by_mask, left_padded_by_start, right_padded, right_padded_by_mask, right_padded_by_end),
+    *(decode_steps, decode_several, decode_left_padded, decode_normalised_keys),
 ]
 
 

@@ -72,16 +72,8 @@ def test_learned_powers_add_few_operations_to_decode(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(validation, "readable", lambda x, validate: False)
     counts = {}
     for power in (15, "learned-log"):
-        config = SoftplusGPTConfig(
-            vocab_size=32,
-            bos_token_id=None,
-            eos_token_id=None,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            attention="lssar",
-            power=power,
-        )
+        size = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = SoftplusGPTConfig(**size, bos_token_id=None, eos_token_id=None, attention="lssar", power=power)
         model = SoftplusGPTForCausalLM(config).eval()
         with torch.inference_mode():
             cache = model(torch.ones(1, 4, dtype=torch.long), use_cache=True).past_key_values

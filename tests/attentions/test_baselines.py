@@ -5,13 +5,14 @@ from __future__ import annotations
 import builtins
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import randn
+from helpers import output_and_gradients, randn
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -38,7 +39,7 @@ def inputs(
     return q, k, v
 
 
-def assert_close(x: Tensor, y: Tensor, tolerance: float = 1e-10) -> None:
+def assert_close(x: Tensor | list[Tensor], y: Tensor | list[Tensor], tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
@@ -224,15 +225,14 @@ def test_sdpa_matches_reference(name: str, data: st.DataObject) -> None:
         options["attn_mask"] = torch.rand(B, data.draw(st.sampled_from((1, H))), t_q, t_k, generator=generator) > 0.4
     if data.draw(st.booleans()):
         options["key_start"] = torch.randint(0, t_k, (B, t_q), generator=generator, dtype=torch.int32)
-    grads = []
-    for impl in ("sdpa", "reference"):
-        q, k, v = (x.requires_grad_() for x in inputs(t_q, t_k, kv_heads=2))
-        scale = torch.linspace(0.2, 0.9, H, dtype=q.dtype).requires_grad_()
-        learned = {"ssmax_scale": scale} if name == "ssmax" else {}
-        out = attention(name)(q, k, v, impl=impl, parameters=learned, **options)
-        grads.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v, *learned.values()))))
-    for fast, slow in zip(*grads, strict=True):
-        assert_close(fast, slow)
+    scales = [torch.linspace(0.2, 0.9, H, dtype=torch.float64)] if name == "ssmax" else []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *scales: Tensor, impl: str) -> Tensor:
+        learned = dict(zip(["ssmax_scale"], scales, strict=False))
+        return attention(name)(q, k, v, impl=impl, parameters=learned, **options)
+
+    given = (*inputs(t_q, t_k, kv_heads=2), *scales)
+    assert_close(*(output_and_gradients(partial(attend, impl=impl), *given) for impl in ("sdpa", "reference")))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -362,15 +362,12 @@ def test_nan_affects_only_rows_that_see_it(name: str) -> None:
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_masked_keys_may_be_nan(name: str) -> None:
     q, k, v = inputs()
-    end = torch.full((B, T), 15, dtype=torch.int32)
-    grads = []
+    attend = partial(attention(name), is_causal=True, key_end=torch.full((B, T), 15, dtype=torch.int32))
+    results = []
     for junk in (0.0, torch.nan):
-        leaves = [q.clone(), k.clone(), v.clone()]
-        leaves[1][:, :, 15:], leaves[2][:, :, 15:] = junk, junk
-        out = attention(name)(*(x.requires_grad_() for x in leaves), is_causal=True, key_end=end)
-        grads.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-    for clean, dirty in zip(*grads, strict=True):
-        assert_close(dirty, clean)
+        k[:, :, 15:], v[:, :, 15:] = junk, junk
+        results.append(output_and_gradients(attend, q, k, v))
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax"])
@@ -459,22 +456,25 @@ def test_bad_specs(changes: dict[str, Any], error: type[Exception], message: str
         AttentionSpec().but(**changes)
 
 
-def test_bad_calls() -> None:
-    q, k, v = inputs()
-    with pytest.raises(ValueError, match="this attention is no softmax"):
-        attention("sigmoid")(q, k, v, impl="sdpa")
-    with pytest.raises(ValueError, match="`impl` must be one of"):
-        attention("softmax")(q, k, v, impl="chunked")
-    with pytest.raises(ValueError, match="`parameters` may hold nothing"):
-        attention("softmax")(q, k, v, parameters={"ssmax_scale": torch.ones(H)})
-    with pytest.raises(ValueError, match=r"`parameters` may hold \['power', 'power_per_log'\]"):
-        attention("lssar")(q, k, v, parameters={"ssmax_scale": torch.ones(H)})
-    with pytest.raises(ValueError, match=r"shape \(H,\) = \(4,\)"):
-        attention("ssmax")(q, k, v, parameters={"ssmax_scale": torch.ones(3)})
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sigmoid", {"impl": "sdpa"}, "this attention is no softmax"),
+        ("softmax", {"impl": "chunked"}, "`impl` must be one of"),
+        ("softmax", {"parameters": {"ssmax_scale": torch.ones(H)}}, "`parameters` may hold nothing"),
+        ("lssar", {"parameters": {"ssmax_scale": torch.ones(H)}}, r"may hold \['power', 'power_per_log'\]"),
+        ("ssmax", {"parameters": {"ssmax_scale": torch.ones(3)}}, r"shape \(H,\) = \(4,\)"),
+        ("softmax-window", {"is_causal": False}, "`window`"),
+    ],
+)
+def test_bad_calls(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(name)(*inputs(), **options)
+
+
+def test_bad_heads_and_names() -> None:
     with pytest.raises(ValueError, match="enable_gqa"):
-        attention("softmax")(q, k[:, :2], v[:, :2])
-    with pytest.raises(ValueError, match="`window`"):
-        attention("softmax-window")(q, k, v, is_causal=False)
+        attention("softmax")(*inputs(kv_heads=2))
     with pytest.raises(TypeError, match="name_or_spec"):
         attention(3)  # type: ignore[arg-type]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
-from helpers import peak_memory, randn
+from helpers import largest_error, output_and_gradients, peak_memory, randn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,24 +50,22 @@ class TestWindow:
         block = data.draw(st.sampled_from([1, 4, 64]))
         # SDPA's fused CPU kernel needs values as wide as keys.
         values = data.draw(st.sampled_from([7, 12]))
-        results = []
+        scales = [torch.linspace(0.2, 0.9, heads, dtype=torch.float64)] if name == "ssmax" else []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *scales: Tensor, impl: str) -> Tensor:
+            learned = dict(zip(["ssmax_scale"], scales, strict=False))
+            options: dict[str, Any] = {"is_causal": True, "window": window, "enable_gqa": True}
+            return attention(name)(q, k, v, impl=impl, parameters=learned, **options)
+
+        given = (*inputs(batch, heads, length, kv_heads=kv_heads, values=values), *scales)
+        grad_out = randn(batch, heads, length, values, seed=9, dtype=torch.float64)
+        expected = output_and_gradients(partial(attend, impl="reference"), *given, grad_out=grad_out)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sdpa, "MIN_WINDOW_BLOCK", block)
-            for impl in ("sdpa", "reference"):
-                leaves = [x.requires_grad_() for x in inputs(batch, heads, length, kv_heads=kv_heads, values=values)]
-                learned = {}
-                if name == "ssmax":
-                    learned["ssmax_scale"] = torch.linspace(0.2, 0.9, heads, dtype=torch.float64).requires_grad_()
-                if impl == "sdpa" and length > 2 * max(window, block):
-                    patch.setattr(Visibility, "dense", forbid("dense"))
-                elif impl == "reference":
-                    patch.undo()
-                options: dict[str, Any] = {"is_causal": True, "window": window, "enable_gqa": True}
-                out = attention(name)(*leaves, impl=impl, parameters=learned, **options)
-                grad_out = randn(*out.shape, seed=9, dtype=out.dtype)
-                results.append((out, *torch.autograd.grad(out, [*leaves, *learned.values()], grad_out)))
-        for fast, slow in zip(*results, strict=True):
-            torch.testing.assert_close(fast, slow, rtol=1e-10, atol=1e-10)
+            if length > 2 * max(window, block):
+                patch.setattr(Visibility, "dense", forbid("dense"))
+            found = output_and_gradients(partial(attend, impl="sdpa"), *given, grad_out=grad_out)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
     @pytest.mark.parametrize("length", [255, 256, 257])
     @pytest.mark.parametrize("window", [1, 63, 65, 127])
@@ -85,31 +84,24 @@ class TestWindow:
         grad_out = randn(2, 2, 300, 12, seed=5, dtype=torch.float64)
 
         def step(dtype: torch.dtype) -> list[Tensor]:
-            leaves = [x.to(dtype).requires_grad_() for x in low]
-            out = attention("softmax")(*leaves, is_causal=True, window=70)
-            return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
+            attend = partial(attention("softmax"), is_causal=True, window=70)
+            return output_and_gradients(attend, *(x.to(dtype) for x in low), grad_out=grad_out.to(dtype))
 
         truth, blocks = step(torch.float64), step(dtype)
         monkeypatch.setattr(sdpa, "MIN_WINDOW_BLOCK", 300)
         dense = step(dtype)
         for x, y, z in zip(truth, blocks, dense, strict=True):
             assert y.dtype == dtype
-            ulp = torch.finfo(dtype).eps * float(x.abs().max())
-            assert float((y.double() - x).abs().max()) <= 2 * float((z.double() - x).abs().max()) + ulp
+            assert largest_error(y, x) <= 2 * largest_error(z, x) + torch.finfo(dtype).eps * float(x.abs().max())
 
     def test_memory_is_linear(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Visibility, "dense", forbid("dense"))
-        window = 128
         peaks = []
         for length in (8192, 16384):
             q, k, v = (randn(1, 1, length, 16, seed=i) for i in range(3))
 
-            def work(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
-                leaves = [x.requires_grad_() for x in (q, k, v)]
-                out = attention("softmax-qknorm-logn")(*leaves, is_causal=True, window=window)
-                return torch.autograd.grad(out.sum(), leaves)[0]
-
-            peaks.append(peak_memory(work))
+            attend = partial(attention("softmax-qknorm-logn"), is_causal=True, window=128)
+            peaks.append(peak_memory(partial(output_and_gradients, attend, q, k, v)))
         assert peaks[1] < 2.5 * peaks[0]
         assert peaks[1] < 16384 * 16384 / 4  # a dense mask of one byte per pair is four times that
 
@@ -121,13 +113,9 @@ class TestWindow:
         windowed = attention("softmax-logn", window=70)
         compiled = torch.compile(windowed.__call__, backend=counter, fullgraph=True, dynamic=True)
         for length in (300, 280, 512, 777):
-            results = []
-            for run in (compiled, windowed):
-                leaves = [x.requires_grad_() for x in inputs(1, 2, length)]
-                out = run(*leaves, is_causal=True)
-                results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
-            for ours, eager in zip(*results, strict=True):
-                torch.testing.assert_close(ours, eager, rtol=1e-10, atol=1e-10)
+            attends = (partial(x, is_causal=True) for x in (compiled, windowed))
+            results = (output_and_gradients(attend, *inputs(1, 2, length)) for attend in attends)
+            torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
         assert counter.frame_count == 2  # with and without padding to whole blocks
         torch._dynamo.reset()
 
@@ -290,9 +278,8 @@ class TestPieces:
             truth = attend(wide=Tensor.double)
             pieces, whole = in_pieces(monkeypatch, 4, attend), attend()
             assert pieces.dtype == dtype
-            ulp = torch.finfo(dtype).eps * float(truth.abs().max())
-            error, budget = (float((x.double() - truth).abs().max()) for x in (pieces, whole))
-            assert error <= 2 * budget + ulp
+            allowed = 2 * largest_error(whole, truth) + torch.finfo(dtype).eps * float(truth.abs().max())
+            assert largest_error(pieces, truth) <= allowed
 
     def test_memory(self) -> None:
         """At the default size: less than half a tensor of all weights, and no dense mask."""

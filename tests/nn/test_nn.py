@@ -97,7 +97,6 @@ def test_right_padded_prefill_then_steps(name: str) -> None:
     counts = torch.tensor([5, 8], dtype=torch.int32)
     cache = KeyValueCache()
     layer(x[:, :8], cache=cache, token_counts=counts)
-    assert cache.lengths is not None
     assert cache.lengths.tolist() == [5, 8]
     for step in range(3):
         new = torch.stack([x[0, 5 + step], x[1, 8 + step]])[:, None]
@@ -195,7 +194,6 @@ def test_full_cache_raises() -> None:
 def test_cache_grows_resets_and_reorders() -> None:
     layer, x, cache = module(num_kv_heads=2), tokens(length=70), KeyValueCache()
     assert_close(step_by_step(layer, x, cache, 60), layer(x))
-    assert cache.keys is not None
     assert len(cache) == 70
     assert cache.keys.shape == (B, 2, 128, 8)
     memory = cache.keys
@@ -240,7 +238,6 @@ def test_softmax_keys_are_cached_unchanged() -> None:
     layer, x, cache = module("softmax", rope=None), tokens(), KeyValueCache()
     with torch.no_grad():
         layer(x, cache=cache)
-        assert cache.keys is not None
         assert_close(cache.keys[:, :, :T], layer.heads(layer.k_proj(x)))
     with pytest.raises(RuntimeError, match="keeps no gradients"):
         layer(x, cache=KeyValueCache())
@@ -257,15 +254,12 @@ def test_prefill_reads_the_rounded_keys_of_the_cache() -> None:
 
 def test_learned_power() -> None:
     layer, x = module(power="learned"), tokens()
-    assert layer.learned_power is not None
     assert_close(layer.learned_power, torch.full((HEADS,), 15.0))
     assert_close(layer(x), module()(x))
     optimizer = torch.optim.SGD([layer.raw_power], lr=1e4)  # type: ignore[list-item]
     for _ in range(3):
         optimizer.zero_grad()
         layer(x).square().sum().backward()
-        assert layer.raw_power is not None
-        assert layer.raw_power.grad is not None
         assert layer.raw_power.grad.abs().max() > 0
         optimizer.step()
         assert (layer.learned_power >= 1).all()
@@ -275,7 +269,6 @@ def test_learned_power() -> None:
     assert_close(layer(x), module(power=1)(x))
     for start in (1.0, 1.5, 200.0):
         other = module(LSSAR.but(power=start), power="learned").learned_power
-        assert other is not None
         assert_close(other, torch.full((HEADS,), max(start, 1.01)), 1e-4)
 
 
@@ -287,12 +280,10 @@ def test_learned_factor_of_log_n() -> None:
     with torch.no_grad():
         assert_close(step_by_step(layer, x, KeyValueCache(), 5), layer(x))
     layer(x).square().sum().backward()
-    assert layer.raw_parameter.grad is not None
     assert (layer.raw_parameter.grad != 0).all()
     factors = torch.tensor([0.1, 0.5, 1.0, 4.0])
     with torch.no_grad():
         layer.raw_parameter.copy_(torch.log(torch.expm1(factors)))
-    assert layer.learned_power is not None
     assert_close(layer.learned_power, factors)
     keys = torch.arange(1, T + 1).clamp(max=9)
     powers = torch.tensor([[max(1.0, factor * math.log(n)) for n in keys.tolist()] for factor in factors.tolist()])
@@ -322,7 +313,6 @@ def test_ssmax_scale_is_a_parameter() -> None:
     layer = module("ssmax")
     assert isinstance(layer.ssmax_scale, nn.Parameter)
     layer(tokens()).square().sum().backward()
-    assert layer.ssmax_scale.grad is not None
     assert (layer.ssmax_scale.grad != 0).all()
     before = layer(tokens())
     with torch.no_grad():
@@ -355,7 +345,6 @@ def test_autocast() -> None:
     assert_close(out.float(), layer(x), 5e-2)
     assert_close(cached.float(), layer(x), 5e-2)
     out.float().sum().backward()
-    assert layer.q_proj.weight.grad is not None
     assert layer.q_proj.weight.grad.dtype == torch.float32
 
 
@@ -370,9 +359,8 @@ def test_compiles_whole(name: str, power: Any) -> None:
         results = []
         for run in (layer, compiled):
             out = run(x)
-            results.append((out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))))
-        for ours, theirs in zip(*results, strict=True):
-            assert_close(ours, theirs, 1e-4)
+            results.append([out, *torch.autograd.grad(out.square().sum(), list(layer.parameters()))])
+        assert_close(*results, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["lssar", "softmax"])
@@ -436,10 +424,7 @@ def test_bad_calls() -> None:
     layer, x = module(), tokens()
     cu, mask = torch.tensor([0, T], dtype=torch.int32), torch.ones(T, T, dtype=torch.bool)
     for kwargs, message in (
-        (
-            {"cache": KeyValueCache(), "attn_mask": mask},
-            "`attn_mask` must be None where `cache`",
-        ),
+        ({"cache": KeyValueCache(), "attn_mask": mask}, "`attn_mask` must be None where `cache`"),
         ({"cache": KeyValueCache(), "source": x}, "`source` must be None where `cache`"),
         ({"cache": KeyValueCache(), "is_causal": False}, "`is_causal` must be True where `cache`"),
         ({"cu_seqlens": cu, "max_seqlen": T}, r"`x` must be \(1, total, dim\)"),
@@ -452,18 +437,6 @@ def test_bad_calls() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer(x, **kwargs)
-    with pytest.raises(ValueError, match="`x` must be a tensor"):
-        layer(x[0])
-    with pytest.raises(ValueError, match="`x` must be a tensor"):
-        RotaryEmbedding(8)(x)
-    with pytest.raises(ValueError, match="`fraction`"):
-        RotaryEmbedding(8, fraction=0)
-    with pytest.raises(ValueError, match="`max_length`"):
-        KeyValueCache(max_length=0)
-    cache = KeyValueCache()
-    layer(x, cache=cache)
-    with pytest.raises(ValueError, match="as the cache holds them"):
-        layer(x[:1], cache=cache)
 
 
 BAD_COUNTS: dict[str, tuple[Any, type[Exception], str]] = {
@@ -570,6 +543,10 @@ def test_factors_of_log_n_are_exact_in_float64() -> None:
     ("call", "message"),
     [
         (lambda m, x: m([1]), "`x` must be a tensor"),
+        (lambda m, x: m(x[0]), "`x` must be a tensor"),
+        (lambda m, x: RotaryEmbedding(8)(x), "`x` must be a tensor"),
+        (lambda m, x: RotaryEmbedding(8, fraction=0), "`fraction`"),
+        (lambda m, x: KeyValueCache(max_length=0), "`max_length`"),
         (lambda m, x: m(x, torch.randn(2, 5, 16)), r"`source` must be a tensor \(2, T, 32\)"),
         (lambda m, x: m(x, torch.randn(3, 5, 32)), r"`source` must be a tensor \(2, T, 32\)"),
         (lambda m, x: m(x, cache=KeyValueCache(starts=torch.tensor([0, 0, 0]))), "`cache` must be one whose `starts`"),
