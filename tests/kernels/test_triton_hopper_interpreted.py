@@ -75,6 +75,7 @@ CAREFUL = {"nan_safe_pass", "dq_carefully", "dkv_carefully"}  # recompute rare b
 FORWARD = ["gluon_forward_kernel", "gluon_forward_again_kernel"]
 BACKWARD = ["gluon_dq_kernel", "gluon_dq_kernel", "gluon_dkv_kernel", "gluon_dkv_kernel"]
 SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
+WIDE = SIZES | {"d": 128, "dv": 128}
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ SIZES = {"heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
         Case(dtype="float16", t_q=130, t_k=77, mode="full", power="2", **SIZES),
         Case(dtype="bfloat16", t_q=130, t_k=200, power="None", **SIZES),
         Case(dtype="float16", t_q=65, t_k=130, mode="full", power="None", **SIZES),
-        Case(dtype="bfloat16", t_q=130, t_k=130, **(SIZES | {"d": 128, "dv": 128})),
-        Case(dtype="float16", t_q=70, t_k=140, mode="full", power="None", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=130, t_k=130, **WIDE),
+        Case(dtype="float16", t_q=70, t_k=140, mode="full", power="None", **WIDE),
         Case(dtype="bfloat16", t_q=200, t_k=330, mode="window", window=132, **(SIZES | {"heads": 1})),
         Case(dtype="bfloat16", t_q=130, t_k=130, power="per head", **SIZES),
         Case(dtype="bfloat16", t_q=150, t_k=170, mode="ranges", **SIZES),
@@ -103,20 +104,20 @@ def test_matches_reference(case: Case, launches: list[str]) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(dtype="float16", t_q=20, t_k=150, **(SIZES | {"heads": 3, "d": 128, "dv": 128})),
-        Case(dtype="float16", t_q=130, t_k=70, **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=20, t_k=150, **(WIDE | {"heads": 3})),
+        Case(dtype="float16", t_q=130, t_k=70, **WIDE),
         Case(dtype="bfloat16", t_q=140, t_k=140, mode="full", power="7", **SIZES),
         Case(dtype="bfloat16", t_q=150, t_k=130, mode="window", **SIZES),
-        Case(dtype="float16", t_q=140, t_k=340, mode="window", window=100, **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=140, t_k=340, mode="window", window=100, **WIDE),
         Case(dtype="bfloat16", t_q=130, t_k=130, mode="window", window=2, power="None", **SIZES),
         Case(dtype="bfloat16", t_q=70, t_k=140, power="1", **SIZES),
         Case(dtype="bfloat16", t_q=70, t_k=140, power="2.5", **SIZES),
-        Case(dtype="bfloat16", t_q=130, t_k=120, mode="full", power="per row", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=130, t_k=120, mode="full", power="per row", **WIDE),
         Case(dtype="float16", t_q=140, t_k=300, mode="window", window=100, power="by length", **SIZES),
         Case(dtype="bfloat16", t_q=200, t_k=210, mode="packed", power="None", **SIZES),
-        Case(dtype="float16", t_q=200, t_k=210, mode="packed", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="float16", t_q=200, t_k=210, mode="packed", **WIDE),
         Case(dtype="bfloat16", t_q=100, t_k=300, mode="cache", **SIZES),
-        Case(dtype="bfloat16", t_q=90, t_k=150, mode="ranges", power="per row", **(SIZES | {"d": 128, "dv": 128})),
+        Case(dtype="bfloat16", t_q=90, t_k=150, mode="ranges", power="per row", **WIDE),
     ],
     ids=str,
 )
@@ -149,7 +150,7 @@ INFERENCE = {"dtype": "bfloat16", "power": "None", "gradients": False}
     "case",
     [
         Case(t_q=150, t_k=170, **INFERENCE, **SIZES),
-        Case(t_q=130, t_k=200, mode="full", **INFERENCE, **(SIZES | {"d": 128, "dv": 128})),
+        Case(t_q=130, t_k=200, mode="full", **INFERENCE, **WIDE),
         Case(t_q=200, t_k=200, mode="window", window=70, **INFERENCE, **SIZES),
         Case(t_q=150, t_k=170, mode="ranges", **INFERENCE, **SIZES),
     ],

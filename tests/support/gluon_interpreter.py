@@ -385,7 +385,8 @@ class Language:
         staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt, torch.rsqrt)
     )
     where = staticmethod(where)
-    max = staticmethod(largest)
+    max, sum, reshape = staticmethod(largest), staticmethod(torch.sum), staticmethod(torch.reshape)
+    load, store, to_tensor = staticmethod(Pointer.load), staticmethod(Pointer.store), staticmethod(value)
     static_range = staticmethod(range)
     inline_asm_elementwise = staticmethod(inline_asm)
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *_: None)
@@ -425,10 +426,6 @@ class Language:
         return (a + b - 1) // b
 
     @staticmethod
-    def to_tensor(x: int) -> Value:
-        return value(x)
-
-    @staticmethod
     def multiple_of(x: Any, factor: int) -> Any:
         if isinstance(x, Pointer):
             assert int(x.offsets) % factor == 0, f"offset {int(x.offsets)} is declared a multiple of {factor}"
@@ -439,25 +436,9 @@ class Language:
         return x
 
     @staticmethod
-    def reshape(x: Value, shape: Sequence[int]) -> Value:
-        return x.reshape(tuple(shape))
-
-    @staticmethod
     def min(x: Value, axis: int) -> Value:
         assert not x.is_floating_point(), "NaN handling is not implemented"
         return x.amin(axis)
-
-    @staticmethod
-    def sum(x: Value, axis: int) -> Value:
-        return x.sum(axis)
-
-    @staticmethod
-    def load(pointer: Pointer, mask: Any = None, other: float = GARBAGE) -> Value:
-        return pointer.load(mask, other)
-
-    @staticmethod
-    def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
-        pointer.store(x, mask)
 
     @staticmethod
     def atomic_add(pointer: Pointer, x: Any) -> Value:
