@@ -217,17 +217,13 @@ def run_op(options: argparse.Namespace, device: torch.device, seconds: float) ->
             break
         # The remaining time is divided among the lengths in proportion to their tokens.
         share = max(0.0, left * length / sum(options.lengths[place:]))
-        for prefix, part in (("forward", 0.3), ("step", 0.7)):
-            works: dict[str, Work]
-            if prefix == "forward":
-                plain = [x.detach() for x in inputs]
-                works = {name: functools.partial(attend, *plain) for name, attend in attentions().items()}
-            else:
-                # Only what ran in the forward pass.
-                ran = {row["contender"] for row in rows if row.items() >= common.items() and row["status"] == "ok"}
-                works = {name: functools.partial(training_step, attend, inputs, grad)
-                         for name, attend in attentions().items() if name in ran}  # fmt: skip
-            compare(rows, works, common, prefix, device, options.repetitions, share * part)
+        plain = [x.detach() for x in inputs]
+        works: dict[str, Work] = {name: functools.partial(attend, *plain) for name, attend in attentions().items()}
+        compare(rows, works, common, "forward", device, options.repetitions, 0.3 * share)
+        ran = {row["contender"] for row in rows if row.items() >= common.items() and row["status"] == "ok"}
+        works = {name: functools.partial(training_step, attend, inputs, grad)
+                 for name, attend in attentions().items() if name in ran}  # fmt: skip
+        compare(rows, works, common, "step", device, options.repetitions, 0.7 * share)
         log_progress("op", length)
     return rows
 

@@ -202,8 +202,7 @@ def tune_cell(folder: Folder, cell: Cell, run: Any, options: Any) -> None:
     from softplus_attention.physics.training import tune
 
     experiment, seed = folder.experiment, cell.seed
-    pretrained = folder.run(cell.arm, seed) / "pretrained" if cell.pretrained else None
-    model, measured = tune(experiment, cell.arm, seed, cell.labels, pretrained, run, options)
+    model, measured = tune(experiment, cell, folder.run(cell.arm, seed) / "pretrained", run, options)
     if not distributed.is_rank0():
         return
     arrays = predicted_forces(model.to(options.device), experiment, seed)

@@ -25,6 +25,7 @@ from softplus_attention.physics.modeling_orbit_gpt import (
 from softplus_attention.physics.orbits import OrbitalSystems, simulate
 from softplus_attention.physics.presets import Experiment
 from softplus_attention.physics.sequences import Batch, labelled_batch, mixed_batch
+from softplus_attention.physics.stages import Cell
 from softplus_attention.training import TrainConfig, checkpoints, distributed
 from softplus_attention.training.run import build_trainer, fit, training_arguments
 from softplus_attention.training.run_folder import RunFolder, started
@@ -171,9 +172,8 @@ def pretrain(
 ) -> tuple[OrbitGPTForTrajectories, dict[str, Any]]:
     set_seed(seed)
     model = OrbitGPTForTrajectories(experiment.config(arm_name, usual_displacement(experiment)))
-    batches = OrbitBatches(experiment, seed)
+    title, batches = f"pretrain {arm_name}, seed {seed}", OrbitBatches(experiment, seed)
     updates, rate = experiment.pretrain_updates, experiment.pretrain_rate
-    title = f"pretrain {arm_name}, seed {seed}"
     measured = train(model, batches, run, title, options, experiment, updates=updates, rate=rate, seed=seed)
     measured["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return model, measured
@@ -218,16 +218,10 @@ def partial_choice(experiment: Experiment, seed: int, count: int, steps: int) ->
 
 
 def tune(
-    experiment: Experiment,
-    arm_name: str,
-    seed: int,
-    labels: int,
-    pretrained: Path | None,
-    run: RunFolder,
-    options: ComputeOptions,
+    experiment: Experiment, cell: Cell, pretrained: Path, run: RunFolder, options: ComputeOptions
 ) -> tuple[OrbitGPTForForce, dict[str, Any]]:
-    """Tunes a force model from the orbit model at ``pretrained``, or from new weights if it is None."""
-    labelled = labelled_systems(experiment, labels, seed)
+    """Tunes a force model from the orbit model at ``pretrained``, or from new weights if the cell says so."""
+    labelled = labelled_systems(experiment, cell.labels, cell.seed)
     known = labelled["forces"][~labelled["forces"].isnan()].double()
     # Vectors are scaled but not shifted, to keep their direction.
     mean = 0.0 if experiment.target == "vector" else known.mean().item()
@@ -236,18 +230,16 @@ def tune(
         "target_mean": mean,
         "target_scale": max((known - mean).square().mean().sqrt().item(), 1e-12),
     }
-    set_seed(seed)
-    if pretrained is None:
-        config = experiment.config(arm_name, usual_displacement(experiment))
+    set_seed(cell.seed)
+    if cell.pretrained:
+        check_checkpoint(pretrained, experiment.form)
+        model = load(OrbitGPTForForce, "checkpoint", str(pretrained), False, **target)
+    else:
+        config = experiment.config(cell.arm, usual_displacement(experiment))
         for name, value in target.items():
             setattr(config, name, value)
         model = OrbitGPTForForce(config)
-    else:
-        check_checkpoint(pretrained, experiment.form)
-        model = load(OrbitGPTForForce, "checkpoint", str(pretrained), False, **target)
-    how = "" if pretrained is not None else ", no pre-training"
-    title = f"tune {arm_name}, seed {seed}, {labels} labelled systems{how}"
-    batches = LabelledBatches(labelled, experiment.tune_batch, seed)
+    title, batches = f"tune {cell.title}", LabelledBatches(labelled, experiment.tune_batch, cell.seed)
     updates, rate = experiment.tune_updates, experiment.tune_rate
-    measured = train(model, batches, run, title, options, experiment, updates=updates, rate=rate, seed=seed)
-    return model, {**measured, "labels": labels, "label_values": known.numel()}
+    measured = train(model, batches, run, title, options, experiment, updates=updates, rate=rate, seed=cell.seed)
+    return model, {**measured, "labels": cell.labels, "label_values": known.numel()}

@@ -19,17 +19,8 @@ from softplus_attention.physics.training import LABELS, stream
 
 def law_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings that affect the laws."""
-    names = (
-        "operators",
-        "law_points",
-        "law_samples",
-        "law_scales",
-        "law_length",
-        "law_seconds",
-        "law_restarts",
-        "nearest_points",
-    )
-    return {name: getattr(experiment, name) for name in names}
+    names = ("operators", "law_points", "law_samples", "law_scales", "law_length", "law_seconds", "law_restarts")
+    return {name: getattr(experiment, name) for name in (*names, "nearest_points")}
 
 
 def fit_laws(
