@@ -32,7 +32,7 @@ if INTERPRETED or torch.cuda.is_available():
     import triton
     import triton.language as tl
 
-    from softplus_attention.kernels import launch_cache
+    from softplus_attention.kernels import private_launch
     from softplus_attention.kernels.launch_cache import all_aligned, launch
     from softplus_attention.kernels.triton import decode_launch
     from softplus_attention.kernels.triton.decode import careful_squares, squares_by_product
@@ -428,7 +428,7 @@ class TestLaunch:
     """Launches with a stub, since a compiled kernel needs a GPU; there ``check_launches`` runs real ones."""
 
     def test_cached_binary_receives_addresses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
+        monkeypatch.setattr(private_launch, "is_known", lambda: True)
         kernel, key, x, y = Kernel(), object(), torch.zeros(4), torch.zeros(4)
         launch(kernel, (1, 1, 1), (x,), (5, True), {"num_warps": 2}, key, 9)
         binary = kernel.binary
@@ -453,7 +453,7 @@ class TestLaunch:
         if why == "hooks":
             monkeypatch.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [print])
         else:
-            monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", False)
+            monkeypatch.setattr(private_launch, "is_known", lambda: False)
         launch(kernel, (2, 1, 1), (x,), (7,), {"num_warps": 2}, key, None)
         [(grid, (tensor, number), options)] = kernel.binary.calls
         assert tensor is x

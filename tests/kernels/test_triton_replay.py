@@ -14,13 +14,13 @@ from stub_kernel import Kernel, Launcher
 from torch import Tensor
 
 pytest.importorskip("triton")
-from softplus_attention.kernels import launch_cache
+from softplus_attention.kernels import launch_cache, private_launch
 from softplus_attention.kernels.launch_cache import Scratch, launch, replay, replay_key
 
 
 @pytest.fixture(autouse=True)
 def known_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_cache, "KNOWN_BINARIES", True)
+    monkeypatch.setattr(private_launch, "is_known", lambda: True)
     monkeypatch.setattr(launch_cache, "_calls", {})
 
 
@@ -90,22 +90,21 @@ def test_overlapping_tensors_are_not_replayed() -> None:
 
 
 @pytest.mark.parametrize("why", ["own scratch memory", "unknown version of Triton"])
-def test_binaries_launched_by_triton(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_launches_and_nothing_is_replayed(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if why == "own scratch memory":
         monkeypatch.setattr(Launcher, "profile_scratch_size", 128)
     else:
-        monkeypatch.setattr(launch_cache, "KNOWN_LAUNCHERS", ())
+        monkeypatch.setattr(private_launch, "is_known", lambda: False)
     call = Caller()
     call(*tensors())
     q, out = tensors()
     call(q, out)
-    assert call.prepared == 1
-    run = call.kernel.binary.run
-    assert run.launched == []
-    [arguments] = run.called
-    assert arguments[1:3] == (2, 3)
-    assert arguments[4:9] == ("function", "metadata", None, None, None)
-    assert (arguments[9], arguments[-1]) == (q.data_ptr(), 7)
+    assert call.prepared == 2
+    binary = call.kernel.binary
+    assert binary.run.launched == []
+    [(grid, (first, *_, number), options)] = binary.calls
+    assert (grid, number, options) == ((1, 2, 3), 7, {})
+    assert first is q
 
 
 def test_number_of_cached_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
-"""Launching a kernel again without asking Triton again which binary it needs.
+"""Repeated launches of a kernel without asking Triton again which binary they need.
 
-Triton looks at every argument of every launch: its type, its alignment, whether it is 1. For a decode step that takes
-longer than the kernels run, and for a short sequence nearly as long. Here the caller says by a key which launches are
-alike; ``kinds`` makes one of all arguments.
+Triton examines every argument of every launch: its type, its alignment, whether it is 1. In a decode step that takes
+longer than the kernels run, and with a short sequence nearly as long. Here the caller gives launches that need the same
+binary the same key; ``kinds`` makes one from all arguments. Everything that depends on Triton's private interfaces is
+in ``private_launch.py``.
 """
 
 from __future__ import annotations
 
-import inspect
 import marshal
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -15,21 +15,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
 
-# Versions of which is known what their launcher calls, with which arguments.
-KNOWN_LAUNCHERS = ("3.6.0", "3.7.1")
+from softplus_attention.kernels import private_launch
+from softplus_attention.kernels.private_launch import Relaunch
+
 # What Triton specialises pointers and strides on.
 ALIGNMENT = 16
-# Versions whose launchers were seen to take addresses for tensors; another is asked in its own way.
-KNOWN_BINARIES = triton.__version__.startswith(("3.6.", "3.7.")) and torch.version.hip is None
-Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
 MAX_KINDS = 4096  # that are remembered: lengths may all differ
 _binaries: dict[Hashable, Any] = {}
-_relaunches: dict[Hashable, Relaunch] = {}
-_descriptors: dict[tuple[Any, ...], list[Any]] = {}
+_relaunches: dict[Hashable, Relaunch | None] = {}
 _of_thread = threading.local()  # ``launches``: a list, where somebody wants to know of them
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
 _here = nullcontext()
@@ -69,9 +64,9 @@ def launch(
         binary = kernel[grid](*tiles, *tensors, *numbers, **options)
         if key is not None and binary is not None:  # the interpreter has none
             _binaries[key] = binary
-    elif launches_itself():
+    elif launches_itself() and (relaunch := find_relaunch(key)) is not None:
         addresses = collect_addresses(tensors) if addresses is None else addresses
-        find_relaunch(key)(grid, stream, [x.described() for x in tiles], addresses, numbers)
+        relaunch(grid, stream, [x.described() for x in tiles], addresses, numbers)
     else:
         binary[grid](*tiles, *tensors, *numbers)
     launches = getattr(_of_thread, "launches", None)
@@ -80,90 +75,15 @@ def launch(
 
 
 def launches_itself() -> bool:
-    """Whether kept binaries are launched by what is behind Triton's launcher."""
-    return KNOWN_BINARIES and not has_hooks()
+    """Whether cached binaries are launched without Triton's Python code."""
+    return private_launch.is_known() and not private_launch.has_hooks()
 
 
-def find_relaunch(key: Hashable) -> Relaunch:
-    """What launches the binary of a key, given a grid, a stream, what ``Tiles.described`` says, addresses and numbers.
-    An address is taken as it is; of a tensor the driver would be asked whether it may be read."""
-    found = _relaunches.get(key)
-    if found is None:
-        binary = _binaries[key]
-        # Triton's launcher also allocates what a binary asks for, as those of its sanitizer do.
-        own_memory = binary.run.global_scratch_size or binary.run.profile_scratch_size
-        found = by_launcher(binary) if own_memory or triton.__version__ not in KNOWN_LAUNCHERS else behind(binary)
-        _relaunches[key] = found
-    return found
-
-
-def by_launcher(binary: Any) -> Relaunch:
-    """Triton's own launcher."""
-
-    def relaunch(grid: Any, stream: Any, tiles: list[Any], addresses: list[int], numbers: tuple[Any, ...]) -> None:
-        described = [Described(*tile) for tile in tiles]
-        of_binary = (binary.function, binary.packed_metadata, None, None, None)  # without hooks
-        binary.run(*grid, stream, *of_binary, *described, *addresses, *numbers)
-
-    return relaunch
-
-
-def behind(binary: Any) -> Relaunch:
-    """What Triton's launcher calls in the end. Before that it makes every descriptor anew and looks for more of them
-    among all other arguments, which takes as long as the launch."""
-    run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
-    call, kinds_of_tiles = run.launch, list[Any]()
-    if inspect.isfunction(call):  # it makes descriptors
-        inside = inspect.getclosurevars(call).nonlocals
-        call, kinds_of_tiles = inside["launcher"], inside["tensordesc_meta"]
-    of_binary = (binary.function, run.launch_cooperative_grid, run.launch_pdl)
-    one_by_one = triton.__version__.startswith("3.6.")
-    before: tuple[Any, ...]
-    if one_by_one:
-        before = (*of_binary, *no_scratch, binary.packed_metadata, *no_hooks)
-    else:
-        types = (run.arg_annotations, run.kernel_signature)
-        before = (*of_binary, binary.packed_metadata, *no_hooks, *no_scratch, *types)
-
-    def relaunch(grid: Any, stream: Any, tiles: list[Any], addresses: list[int], numbers: tuple[Any, ...]) -> None:
-        given: list[Any] = []
-        for tile, kind in zip(tiles, kinds_of_tiles, strict=True):
-            given += descriptor(tile, kind)
-        if one_by_one:
-            call(*grid, stream, *before, *given, *addresses, *numbers)
-        else:
-            call(*grid, stream, *before, (*given, *addresses, *numbers))
-
-    return relaunch
-
-
-def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
-    """What the driver gets of a descriptor, made once for every place, shape and strides: a training step comes by the
-    same memory again. ``kind`` is what Triton keeps of it with the binary."""
-    made = _descriptors.get(tile)
-    if made is None:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if len(_descriptors) >= MAX_KINDS:
-            _descriptors.clear()
-        made = _descriptors[tile] = make_tensordesc_arg(Described(*tile), kind)
-    return made
-
-
-class Described:
-    """As much of ``Tiles`` as Triton makes a descriptor of."""
-
-    padding, round_f32_to_tf32 = "zero", False
-
-    def __init__(self, address: int, dtype: torch.dtype, shape: Any, strides: Any, rows: int) -> None:
-        self.address, self.shape, self.strides = address, shape, strides
-
-    @property
-    def base(self) -> Described:
-        return self
-
-    def data_ptr(self) -> int:
-        return self.address
+def find_relaunch(key: Hashable) -> Relaunch | None:
+    """Launches the cached binary of a key; None where Triton itself must launch it."""
+    if key not in _relaunches:
+        _relaunches[key] = private_launch.relaunch(_binaries[key])
+    return _relaunches[key]
 
 
 @contextmanager
@@ -205,12 +125,6 @@ def kind_of_number(x: Any) -> Hashable:
     if x.__class__ is not int:
         return x.__class__
     return (x == 1, x % ALIGNMENT == 0) if -(2**31) <= x < 2**31 else x
-
-
-def has_hooks() -> bool:
-    """Whether somebody, such as a profiler, wants to hear of every launch."""
-    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def current_stream(device: torch.device) -> int | None:
@@ -281,7 +195,7 @@ def replay_key(
     the options other than ``powers``, in addresses that are not aligned, or in copies that are made first. None also
     where one tensor is given twice: which of the two a launch takes would not be known. Of ``others`` nothing but the
     address is free."""
-    if not KNOWN_BINARIES or len({id(x) for x in given}) < len(given):
+    if not private_launch.is_known() or len({id(x) for x in given}) < len(given):
         return None
     of_options: list[Any] = []
     for x in options:
@@ -336,7 +250,8 @@ def record_step(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch |
     tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
     if launch.key is None or len(tiles) < len(launch.tiles) or len(places) < len(launch.tensors):
         return None
-    return ReplayedLaunch(find_relaunch(launch.key), launch.grid, tiles, places, launch.numbers)
+    relaunch = find_relaunch(launch.key)
+    return None if relaunch is None else ReplayedLaunch(relaunch, launch.grid, tiles, places, launch.numbers)
 
 
 def locate(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
