@@ -107,8 +107,8 @@ def settings_to_json(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(config: Any) -> dict[str, Any]:
-    # getattr on a transformers config takes microseconds, in every layer of every step. Under dynamo it is needed all
-    # the same: a change of the attribute recompiles, a change seen through vars() does not.
+    # getattr on a transformers config takes microseconds, in every layer of every step. Under dynamo it is still
+    # needed: dynamo guards on getattr, but does not notice a change that is read through vars().
     compiling = torch.compiler.is_compiling()
     found = getattr(config, SETTINGS, None) if compiling else vars(config).get(SETTINGS)
     while isinstance(found, InheritedSettings):

@@ -83,8 +83,8 @@ def save_attention_names() -> None:
         for key in self.sub_configs:  # parts inherit the settings again when they are loaded
             part = getattr(self, key, None)
             settings = vars(part).get(SETTINGS) if isinstance(part, PreTrainedConfig) else None
-            inherited = isinstance(settings, InheritedSettings)
-            if inherited and vars(settings.parent).get(SETTINGS) is vars(self).get(SETTINGS):
+            parent = vars(settings.parent) if isinstance(settings, InheritedSettings) else None
+            if parent is not None and parent.get(SETTINGS) is vars(self).get(SETTINGS):
                 saved[key].pop(SETTINGS, None)
         if has_catalogue_name(tree := attention_names(self)):
             saved["attn_implementation"] = tree[""] if "" in tree and len(names_in(tree)) == 1 else tree

@@ -123,5 +123,5 @@ def attention_settings(config: PreTrainedConfig) -> dict[str, Any]:
     if isinstance(config, HostConfig):
         names = attention_names(config)
         return {"attention": names[""] if list(names) == [""] else names, **(saved.get(SETTINGS) or {})}
-    names = ("attention", "power", "score_scale", "window", "global_every", "local_attention")
-    return {name: saved[name] for name in names if name in saved}
+    fields = ("attention", "power", "score_scale", "window", "global_every", "local_attention")
+    return {name: saved[name] for name in fields if name in saved}
