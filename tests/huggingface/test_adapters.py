@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_models import IDS, SIZE, logits, run_python, small_model, token_rows
+from huggingface_models import logits, run_python, small_model, tiny_llava, token_rows
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlavaForConditionalGeneration, PreTrainedModel
 
 from softplus_attention import PowerByLength
 from softplus_attention.huggingface import set_power, use_attention
@@ -102,12 +102,7 @@ def test_power_set_after_training_is_restored(family: str, tmp_path: Path) -> No
 
 def test_parts_of_a_composite_model(tmp_path: Path) -> None:
     """Only the text model has our attention, with its own settings."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    torch.manual_seed(0)
-    vision = CLIPVisionConfig(**{**SIZE, "vocab_size": 64}, image_size=8, patch_size=4, projection_dim=64)
-    config = LlavaConfig(text_config=LlamaConfig(**SIZE, **IDS), vision_config=vision, image_token_index=63)
-    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+    tiny_llava().save_pretrained(tmp_path / "base")
     base = LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
     base.set_attn_implementation({"text_config": "lssar"})
     base.config.text_config.softplus_attention = {"power": 3}

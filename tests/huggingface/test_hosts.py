@@ -228,10 +228,11 @@ class TestCard:
         assert {"About it.", "| Made from | some/model |", "| Validation loss | 1.5000 |"} <= set(card.splitlines())
         assert "| Context length | 1024 |" in card
 
-    def test_stock_models_have_none(self, tmp_path: Path) -> None:
+    def test_stock_models_are_saved_as_by_transformers(self, tmp_path: Path) -> None:
         small_model("llama", "sdpa").save_pretrained(tmp_path)
         assert not (tmp_path / "README.md").exists()
         assert saved_config(tmp_path)["model_type"] == "llama"
+        assert "attn_implementation" not in saved_config(tmp_path)
 
 
 def test_text_model_of_a_composite_model(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import ClassVar
@@ -10,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from huggingface_models import IDS, SIZE, byte_tokenizer, logits, run_python, small_model, tiny_gpt, token_rows
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, pipeline
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, pipeline
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from softplus_attention import PowerByLength
@@ -297,23 +296,6 @@ class TestSaved:
         tiny_gpt().set_attn_implementation("lssar")
         other = AutoModelForCausalLM.from_pretrained(tmp_path, attention="lssa")
         torch.testing.assert_close(logits(other, ROWS), logits(tiny_gpt(attention="lssa"), ROWS))
-
-    def test_stock_model_is_restored(self, tmp_path):
-        model = small_model("llama")
-        use_attention(model, "lssar", power=7)
-        model.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text())
-        assert config["attn_implementation"] == "lssar"
-        again = AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert again.config._attn_implementation == "lssar"
-        torch.testing.assert_close(logits(again, ROWS), logits(model, ROWS))
-        with pytest.raises(ValueError, match="softplus_llama runs no other attention, got 'sdpa'"):
-            LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
-
-    def test_built_by_name_and_saved(self, tmp_path):
-        config = LlamaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-        AutoModelForCausalLM.from_config(config, attn_implementation="lssa").save_pretrained(tmp_path)
-        assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "lssa"
 
 
 # Runs in a process that imports nothing of ours.

@@ -18,21 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from huggingface_models import byte_tokenizer, logits, run_python, token_rows
+from huggingface_models import byte_tokenizer, logits, run_python, tiny_llava, token_rows
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    CLIPVisionConfig,
     ContinuousBatchingConfig,
     DistributedConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -78,7 +75,12 @@ def load(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
-def with_weights(model: Any) -> Any:
+def load_host(folder: Path, **options: Any) -> Any:
+    return LlamaForCausalLM.from_pretrained(folder, **options)
+
+
+def from_config(folder: Path, **options: Any) -> Any:
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **options)
     model.load_state_dict(llama().state_dict())
     return model
 
@@ -176,24 +178,16 @@ ANSWERS: dict[str, Way] = {
     "attn_implementation=None": lambda saved, here: load(saved / "new", attn_implementation=None),
     "by our own name": lambda saved, here: load(saved / "new", attn_implementation="lssar"),
     "trust_remote_code": lambda saved, here: load(saved / "new", trust_remote_code=True, attn_implementation=None),
-    "class of the host": lambda saved, here: LlamaForCausalLM.from_pretrained(saved / "new"),
-    "class of the host, None": lambda saved, here: LlamaForCausalLM.from_pretrained(
-        saved / "new", attn_implementation=None
-    ),
-    "config of the host": lambda saved, here: LlamaForCausalLM.from_pretrained(
+    "class of the host": lambda saved, here: load_host(saved / "new"),
+    "class of the host, None": lambda saved, here: load_host(saved / "new", attn_implementation=None),
+    "config of the host": lambda saved, here: load_host(
         saved / "new", config=LlamaConfig.from_pretrained(saved / "new")
     ),
-    "from_config": lambda saved, here: with_weights(
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved / "new"))
-    ),
-    "from_config, None": lambda saved, here: with_weights(
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved / "new"), attn_implementation=None)
-    ),
+    "from_config": lambda saved, here: from_config(saved / "new"),
+    "from_config, None": lambda saved, here: from_config(saved / "new", attn_implementation=None),
     "old form": lambda saved, here: load(saved / "old"),
     "old form, None": lambda saved, here: load(saved / "old", attn_implementation=None),
-    "old form, class of the host, None": lambda saved, here: LlamaForCausalLM.from_pretrained(
-        saved / "old", attn_implementation=None
-    ),
+    "old form, class of the host, None": lambda saved, here: load_host(saved / "old", attn_implementation=None),
     "old form saved again": lambda saved, here: again(load(saved / "old"), here),
     "saved again": lambda saved, here: again(load(saved / "new"), here),
     "saved again by remote code": lambda saved, here: again(load(saved / "new", trust_remote_code=True), here),
@@ -289,10 +283,7 @@ def set_name(config: Any, name: str) -> None:
 
 def llava(place: Path) -> Any:
     """The config of a part, into which vLLM's wrapper of transformers models writes the name."""
-    torch.manual_seed(0)
-    vision = CLIPVisionConfig(**SIZE, image_size=8, patch_size=4, projection_dim=64)
-    config = LlavaConfig(text_config=LlamaConfig(**CONFIG), vision_config=vision, image_token_index=256)
-    use_attention(LlavaForConditionalGeneration(config)).save_pretrained(place)
+    use_attention(tiny_llava()).save_pretrained(place)
     return AutoConfig.from_pretrained(place).text_config
 
 
@@ -309,35 +300,24 @@ def in_context_parallel(model: Any, place: Path) -> Any:
         dist.destroy_process_group()
 
 
-ONLY_OURS = "`attn_implementation` must be None or a name of softplus_attention.catalog"
-# What is done, and the error.
-REFUSED: dict[str, tuple[Way, str]] = {
+FOREIGN = ("sdpa", "eager", "flash_attention_2", "flex_attention", "vllm", "sglang", "paged|lssar", {"": "sdpa"})
+# These ask for an attention that is not of the catalogue.
+FOREIGN_WAYS: dict[str, Way] = {
     **{
-        f"attn_implementation={name!r}": (
-            lambda saved, here, name=name: load(saved / "new", attn_implementation=name),
-            ONLY_OURS,
-        )
-        for name in (
-            "sdpa",
-            "eager",
-            "flash_attention_2",
-            "flex_attention",
-            "vllm",
-            "sglang",
-            "paged|lssar",
-            {"": "sdpa"},
-        )
+        f"attn_implementation={name!r}": lambda saved, here, name=name: load(saved / "new", attn_implementation=name)
+        for name in FOREIGN
     },
-    "class of the host, 'sdpa'": (
-        lambda saved, here: LlamaForCausalLM.from_pretrained(saved / "new", attn_implementation="sdpa"),
-        ONLY_OURS,
-    ),
-    "from_config, 'sdpa'": (
-        lambda saved, here: AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(saved / "new"), attn_implementation="sdpa"
-        ),
-        ONLY_OURS,
-    ),
+    "class of the host, 'sdpa'": lambda saved, here: load_host(saved / "new", attn_implementation="sdpa"),
+    "from_config, 'sdpa'": lambda saved, here: from_config(saved / "new", attn_implementation="sdpa"),
+    "set_attn_implementation": lambda saved, here: load(saved / "new").set_attn_implementation("sdpa"),
+    "set_attn_implementation, by parts": lambda saved, here: load(saved / "new").set_attn_implementation({"": "sdpa"}),
+    "a config's name set": lambda saved, here: set_name(load(saved / "new").config, "sdpa"),
+    "an engine's name in a part": lambda saved, here: set_name(llava(here), "vllm"),
+    "an engine's name in the old form": lambda saved, here: set_name(load(saved / "old").config, "vllm"),
+}
+ONLY_OURS = "`attn_implementation` must be None or a name of softplus_attention.catalog, since .* runs no other"
+REFUSED: dict[str, tuple[Way, str]] = {
+    **{name: (way, ONLY_OURS) for name, way in FOREIGN_WAYS.items()},
     "from_config of a shared config, 'sdpa'": (
         lambda saved, here: (
             AutoModelForCausalLM.from_config((model := load(saved / "old")).config, attn_implementation="sdpa")
@@ -345,14 +325,6 @@ REFUSED: dict[str, tuple[Way, str]] = {
         ),
         r"`config` must be a copy, copy\.deepcopy\(config\)",
     ),
-    "set_attn_implementation": (lambda saved, here: load(saved / "new").set_attn_implementation("sdpa"), ONLY_OURS),
-    "set_attn_implementation, by parts": (
-        lambda saved, here: load(saved / "new").set_attn_implementation({"": "sdpa"}),
-        ONLY_OURS,
-    ),
-    "a config's name set": (lambda saved, here: set_name(load(saved / "new").config, "sdpa"), ONLY_OURS),
-    "an engine's name in a part": (lambda saved, here: set_name(llava(here), "vllm"), ONLY_OURS),
-    "an engine's name in the old form": (lambda saved, here: set_name(load(saved / "old").config, "vllm"), ONLY_OURS),
     "heads that cannot be divided": (
         lambda saved, here: divided(load(saved / "new"), 3),
         "`tp_size` must be a divisor of `num_attention_heads`, 4",

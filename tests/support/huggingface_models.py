@@ -11,9 +11,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    CLIPVisionConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -57,6 +60,15 @@ def small_model(family: str, attention: str = "lssar", layers: int = 2) -> PreTr
 def tiny_gpt(**kwargs: Any) -> SoftplusGPTForCausalLM:
     torch.manual_seed(0)
     return SoftplusGPTForCausalLM(SoftplusGPTConfig(**{**SIZE, **IDS, **kwargs})).eval()
+
+
+def tiny_llava() -> LlavaForConditionalGeneration:
+    """A composite model, of text and images."""
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(**SIZE, image_size=8, patch_size=4, projection_dim=64)
+    text = LlamaConfig(**SIZE, **IDS, initializer_range=0.2)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=1)
+    return LlavaForConditionalGeneration(config).eval()
 
 
 @torch.no_grad()
