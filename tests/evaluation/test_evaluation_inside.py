@@ -39,6 +39,11 @@ def capture(model, ids) -> list[Call]:
     return found
 
 
+def dense_weights(model, ids) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return model(ids, output_attentions=True, use_cache=False).attentions
+
+
 def own_model(attention: str, layers: int = 2, **kwargs) -> SoftplusGPTForCausalLM:
     torch.manual_seed(0)
     size = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
@@ -63,15 +68,10 @@ def test_score_scale_allowed_by_the_window(as_ranges: bool) -> None:
 
 
 class TestQuantitiesByHand:
-    def test_entropy(self):
-        rows = torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
-        expected = [math.log(4), 0, 1.5 * math.log(2), 0]
-        assert entropy(rows).tolist() == pytest.approx(expected)
-        # Weights are normalized first.
-        assert entropy(3 * rows).tolist() == pytest.approx(expected)
-
-    def test_effective_keys(self):
-        rows = torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
+    @pytest.mark.parametrize("scale", [1, 3], ids=["normalized", "not normalized"])
+    def test_entropy_and_effective_keys(self, scale):
+        rows = scale * torch.tensor([[0.25] * 4, [1, 0, 0, 0], [0.5, 0.25, 0.25, 0], [0, 0, 0, 0]])
+        assert entropy(rows).tolist() == pytest.approx([math.log(4), 0, 1.5 * math.log(2), 0])
         assert effective_keys(rows).tolist() == pytest.approx([4, 1, 1 / (0.25 + 2 / 16), 0])
 
     def test_sink_zeros_and_mass(self):
@@ -125,8 +125,7 @@ class TestCapturedRows:
     )
     def test_our_gpt(self, attention, kwargs):
         model, ids = own_model(attention, **kwargs), token_rows(2, 20)
-        with torch.no_grad():
-            expected = model(ids, output_attentions=True, use_cache=False).attentions
+        expected = dense_weights(model, ids)
         calls = capture(model, ids)
         assert [call.layer for call in calls] == [0, 1]
         for call, weights in zip(calls, expected, strict=True):
@@ -141,8 +140,7 @@ class TestCapturedRows:
         model, ids = small_model(family, "sdpa"), token_rows(2, 20)
         calls = capture(model, ids)
         model.set_attn_implementation("eager")
-        with torch.no_grad():
-            expected = model(ids, output_attentions=True, use_cache=False).attentions
+        expected = dense_weights(model, ids)
         assert [call.layer for call in calls] == [0, 1]
         for call, weights in zip(calls, expected, strict=True):
             torch.testing.assert_close(call.rows(0, 20, WHOLE).final, weights)
@@ -152,8 +150,7 @@ class TestCapturedRows:
     def test_lssar_in_llama(self):
         model, ids = small_model("llama", "sdpa"), token_rows(1, 16)
         use_attention(model, "lssar", power=7)
-        with torch.no_grad():
-            expected = model(ids, output_attentions=True, use_cache=False).attentions
+        expected = dense_weights(model, ids)
         for call, weights in zip(capture(model, ids), expected, strict=True):
             torch.testing.assert_close(call.rows(0, 16, WHOLE).final, weights)
 
@@ -198,8 +195,7 @@ class TestLookInside:
     def test_means_against_dense_weights(self, attention):
         model, ids = own_model(attention), token_rows(3, 40)
         found = look_inside(model, ids, frozen_length=20, at_once=2)
-        with torch.no_grad():
-            expected = model(ids, output_attentions=True, use_cache=False).attentions
+        expected = dense_weights(model, ids)
         for head in found.heads():
             weights = expected[head["layer"]][:, head["head"], 20:].double()
             assert head["entropy"] == pytest.approx(-weights.xlogy(weights).sum(-1).mean().item(), rel=1e-5)
@@ -232,8 +228,7 @@ class TestLookInside:
 class TestMaps:
     def test_whole(self):
         model, ids = own_model("lssar"), token_rows(1, 12)
-        with torch.no_grad():
-            expected = model(ids, output_attentions=True, use_cache=False).attentions
+        expected = dense_weights(model, ids)
         per_cell, maps = attention_maps(model, ids[0], 64)
         assert per_cell == 1
         assert len(maps) == 8
@@ -245,8 +240,7 @@ class TestMaps:
     def test_cells(self):
         """11 tokens in at most 4 cells are 3 per cell: sums over keys, means over rows."""
         model, ids = own_model("softmax", layers=1), token_rows(1, 11)
-        with torch.no_grad():
-            weights = model(ids, output_attentions=True, use_cache=False).attentions[0][0]
+        weights = dense_weights(model, ids)[0][0]
         per_cell, maps = attention_maps(model, ids[0], 4)
         assert per_cell == 3
         for found in maps:
@@ -262,9 +256,14 @@ def folder(tmp_path_factory):
     return saved_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(str(folder))
+
+
 class TestFiles:
-    def test_inside(self, folder, tmp_path):
-        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+    def test_inside(self, folder, tokenizer, tmp_path):
+        opened = open_saved(folder)
         documents = text_documents(["abcdefgh" * 40, "short"], ["text"], tokenizer)
         result = measure_inside(opened, documents, [16, 64, 512], tmp_path, sequences=2)
         entries = result["results"]["lengths"]
@@ -277,8 +276,8 @@ class TestFiles:
         assert len(rows) == 8
         assert len(head) == len(rows[0])
 
-    def test_maps(self, folder, tmp_path):
-        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+    def test_maps(self, folder, tokenizer, tmp_path):
+        opened = open_saved(folder)
         text = "Call me <b>Ishmael</b>."
         result = measure_maps(opened, tokenizer, text, tmp_path, size=64)["results"]
         assert "".join(result["tokens"]) == result["text"] == text
@@ -289,9 +288,9 @@ class TestFiles:
         with pytest.raises(ValueError, match="a text of at least 2 tokens"):
             measure_maps(opened, tokenizer, "a", tmp_path)
 
-    def test_maps_as_csv_and_figure(self, folder, tmp_path):
+    def test_maps_as_csv_and_figure(self, folder, tokenizer, tmp_path):
         """The CSV has every nonzero weight, the figure one map per layer and head for each model."""
-        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        opened = open_saved(folder)
         first = measure_maps(opened, tokenizer, "Call me Ishmael.", tmp_path)
         second = measure_maps(open_saved(f"other={folder}+power=3"), tokenizer, "Another text altogether", tmp_path)
         written = {path.name for path in draw_folder(tmp_path)}

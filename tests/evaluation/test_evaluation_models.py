@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluation_cases import open_saved, saved_model
+from evaluation_cases import SIZE, open_saved, saved_model
 from huggingface_models import token_rows
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -49,16 +49,7 @@ from softplus_attention.huggingface.loading import check_model_path
 from softplus_attention.power import PowerByLength
 from softplus_attention.utils.results import file_name, read
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.3,
-    "pad_token_id": None,
-}
+SMALL: dict[str, Any] = {**SIZE, "initializer_range": 0.3, "pad_token_id": None}
 FOREIGN = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "gpt2": lambda: GPT2LMHeadModel(

@@ -127,15 +127,12 @@ class TestRetrieval:
 
 class TestMeasure:
     def test_file(self, folder, tmp_path):
-        tokenizer = load_tokenizer(str(folder))
-        opened = open_saved(folder)
-        documents = text_documents([TEXT], ["text"], tokenizer)
-        kwargs = {"documents": documents, "trials": 3}
+        opened, tokenizer = open_saved(folder), load_tokenizer(str(folder))
+        kwargs = {"documents": text_documents([TEXT], ["text"], tokenizer), "trials": 3}
         result = measure_passkey(opened, tokenizer, FORMS["compact"], [16, 64], [0.0, 1.0], tmp_path, **kwargs)
         assert [(cell["length"], cell["depth"]) for cell in result["results"]["cells"]] == [(64, 0.0), (64, 1.0)]
-        assert all(
-            cell["trials"] == 3 and cell["accuracy"] == cell["correct"] / 3 for cell in result["results"]["cells"]
-        )
+        for cell in result["results"]["cells"]:
+            assert (cell["trials"], cell["accuracy"]) == (3, cell["correct"] / 3)
         assert result["results"]["skipped"] == [{"length": 16, "reason": "the prompt alone has 24 tokens"}]
         assert len(result["results"]["cells"][0]["wrong"]) == 3
         assert "64" in table([result])
@@ -164,8 +161,7 @@ class TestMeasure:
                 return str(ids)
 
         opened, tokenizer = open_saved(folder), Tokenizer()
-        documents = text_documents([TEXT], ["text"], tokenizer)
-        kwargs = {"documents": documents, "trials": 2}
+        kwargs = {"documents": text_documents([TEXT], ["text"], tokenizer), "trials": 2}
         result = measure_passkey(opened, tokenizer, FORMS["compact"], [18, 64], [0.0], tmp_path, **kwargs)["results"]
         assert [cell["length"] for cell in result["cells"]] == [64]
         assert [skip["length"] for skip in result["skipped"]] == [18]
@@ -186,12 +182,15 @@ class TestMeasure:
             measure_passkey(opened, tokenizer, FORMS["sentences"], [640], [0.0], tmp_path)
 
 
+def compact_documents(count: int, most_characters: int, **kwargs) -> list[str]:
+    return list(passkey_documents([TEXT], FORMS["compact"], count, most_characters, seed=3, **kwargs))
+
+
 class TestTrainingMix:
     @pytest.mark.parametrize("questions", [1, 3])
     def test_documents(self, questions):
-        args = ([TEXT], FORMS["compact"], 200, 90, 3, questions)
-        found = list(passkey_documents(*args))
-        assert found == list(passkey_documents(*args))
+        found = compact_documents(200, 90, questions=questions)
+        assert found == compact_documents(200, 90, questions=questions)
         for text in found:
             keys = re.findall(r"\n\[key=(\d{5})\]\n", text)
             assert len(keys) == 1 + questions
@@ -203,20 +202,17 @@ class TestTrainingMix:
         assert max(map(len, found)) > 85
 
     def test_least_characters(self):
-        found = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1, least_characters=70))
-        assert {len(text) for text in found} == set(range(70, 91))
-        own = list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1, least_characters=5))
-        assert own == list(passkey_documents([TEXT], FORMS["compact"], 200, 90, 3, 1))
+        assert {len(text) for text in compact_documents(200, 90, least_characters=70)} == set(range(70, 91))
+        assert compact_documents(200, 90, least_characters=5) == compact_documents(200, 90)
 
     @pytest.mark.parametrize("least", [-1, 91])
     def test_least_characters_out_of_range(self, least):
         with pytest.raises(ValueError, match="`--min-characters` must be from 0 to --max-characters, 90"):
-            list(passkey_documents([TEXT], FORMS["compact"], 1, 90, least_characters=least))
+            compact_documents(1, 90, least_characters=least)
 
     def test_data_prepare_with_text(self, tmp_path):
         (tmp_path / "text.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
-        found = passkey_documents([TEXT], FORMS["compact"], 50, 90, 0)
-        written = write_documents(tmp_path / "mix" / "passkey.jsonl", found)
+        written = write_documents(tmp_path / "mix" / "passkey.jsonl", compact_documents(50, 90))
         sources = [tmp_path / "text.jsonl", tmp_path / "mix"]
         prepare(sources, tmp_path / "data", tokenizer="bytes", validation_fraction=0, workers=1)
         dataset = TokenDataset.open(tmp_path / "data", "train")
@@ -226,4 +222,4 @@ class TestTrainingMix:
 
     def test_max_characters_too_small(self):
         with pytest.raises(ValueError, match="`--max-characters` must be at least 26"):
-            list(passkey_documents([TEXT], FORMS["compact"], 1, 20))
+            compact_documents(1, 20)

@@ -232,18 +232,6 @@ class TestTraining:
         assert tiny_config(tmp_path, "lssar", power="7").power == "7"
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("name", ["flip-flop", "copy"])
-def test_rotary_preset_learns(name, tmp_path):
-    """Not recall, which needs local and global layers."""
-    task = make_task(name)
-    settings = dict(measure.PRESETS["rotary"])
-    config = training.training_config(task, "softmax-qknorm-logn", 64, tmp_path, settings, seed=0, device="cpu")
-    result = measure.measure_synthetic(task, config, [64], tmp_path)
-    assert result["results"]["lengths"][0]["accuracy"] > 0.95
-
-
 @pytest.mark.parametrize(
     ("task", "settings", "label"),
     [
@@ -259,10 +247,18 @@ def test_task_labels(task, settings, label):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("attention", ["lssar", "softmax-qknorm-logn"])
-def test_mixed_preset_recalls_at_64x(attention, tmp_path):
-    task = make_task("recall")
-    settings = dict(measure.PRESETS["mixed"])
-    config = training.training_config(task, attention, 64, tmp_path, settings, seed=1, device="cpu")
-    result = measure.measure_synthetic(task, config, [64, 4096], tmp_path)
-    assert [entry["accuracy"] > 0.95 for entry in result["results"]["lengths"]] == [True, True]
+@pytest.mark.parametrize(
+    ("preset", "name", "attention", "seed", "lengths"),
+    [
+        ("rotary", "flip-flop", "softmax-qknorm-logn", 0, [64]),
+        ("rotary", "copy", "softmax-qknorm-logn", 0, [64]),
+        ("mixed", "recall", "lssar", 1, [64, 4096]),  # recall needs local and global layers
+        ("mixed", "recall", "softmax-qknorm-logn", 1, [64, 4096]),
+    ],
+)
+def test_presets_learn(preset, name, attention, seed, lengths, tmp_path):
+    task, settings = make_task(name), dict(measure.PRESETS[preset])
+    config = training.training_config(task, attention, 64, tmp_path, settings, seed=seed, device="cpu")
+    result = measure.measure_synthetic(task, config, lengths, tmp_path)
+    assert [entry["length"] for entry in result["results"]["lengths"]] == lengths
+    assert all(entry["accuracy"] > 0.95 for entry in result["results"]["lengths"])
