@@ -78,13 +78,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory is NaN, which reveals reads of values that were never written."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(before)
+    import helpers
+
+    with helpers.poisoned_memory():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from softplus_attention import (
-    PowerByLength,
-    softplus_attention,
-    softplus_attention_decode,
-    softplus_attention_varlen,
-)
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 from softplus_attention.kernels import ops as _registered  # noqa: F401
 
 THREADS = 2

@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor
 
-from softplus_attention import (
-    PowerByLength,
-    softplus_attention,
-    softplus_attention_decode,
-    softplus_attention_varlen,
-)
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -25,12 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from softplus_attention import (
-    PowerByLength,
-    softplus_attention,
-    softplus_attention_decode,
-    softplus_attention_varlen,
-)
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_varlen
 from softplus_attention.kernels.cpu import chunked
 from softplus_attention.kernels.cpu.threads import for_each
 from softplus_attention.nn import SoftplusAttention

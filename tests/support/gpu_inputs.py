@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import helpers
 import torch
 from helpers import largest_error, unit_in_the_last_place
 from hostile_cases import by_packing
@@ -19,6 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 D = 64 if DEVICE == "cuda" else 16
 Attend = Callable[..., Tensor]  # (q, k, v) -> output
+poisoned_memory = partial(helpers.poisoned_memory, DEVICE, warn_only=True)
 
 
 def gpu_randn(*shape: int, seed: int, dtype: torch.dtype = HALF) -> Tensor:
@@ -93,17 +94,6 @@ def assert_raises(work: Callable[[], Any], why: str) -> None:
     except (AssertionError, RuntimeError):
         return
     raise AssertionError(why)
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory is NaN, which reveals reads of values that were never written."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        assert torch.empty(3, device=DEVICE).isnan().all()
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def peak_bytes(work: Callable[[], Any]) -> tuple[int, Any]:

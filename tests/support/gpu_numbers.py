@@ -26,14 +26,7 @@ from gpu_inputs import (
     qkv,
     step,
 )
-from helpers import (
-    allowed_error,
-    assert_within_yardstick,
-    doubtful_rows,
-    largest_error,
-    run,
-    unit_in_the_last_place,
-)
+from helpers import allowed_error, assert_within_yardstick, doubtful_rows, largest_error, run, unit_in_the_last_place
 from hostile_cases import ALL, FLOAT32_ONLY, HOSTILE, SETTINGS, SHORT, VALUES, Poisoned
 from torch import Tensor
 

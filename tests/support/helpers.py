@@ -6,7 +6,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,18 @@ def largest_error(x: Tensor, truth: Tensor) -> float:
 def allowed_error(low: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     """Twice the error of the low-precision reference, plus one unit in the last place at the scale of the truth."""
     return 2 * largest_error(low, truth) + unit_in_the_last_place(truth, dtype)
+
+
+@contextmanager
+def poisoned_memory(device: str = "cpu", warn_only: bool = False) -> Iterator[None]:
+    """Uninitialised memory is NaN, which reveals reads of values that were never written."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert torch.empty(3, device=device).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def output_and_gradients(

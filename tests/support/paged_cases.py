@@ -9,12 +9,7 @@ import torch.nn.functional as F
 from helpers import randn
 from torch import Tensor
 
-from softplus_attention import (
-    PowerByLength,
-    softplus_attention,
-    softplus_attention_decode,
-    softplus_attention_paged,
-)
+from softplus_attention import PowerByLength, softplus_attention, softplus_attention_decode, softplus_attention_paged
 from softplus_attention.kernels.cpu.pages import decode_pages
 from softplus_attention.power import Power, power_record
 
