@@ -359,7 +359,8 @@ def sequence_starts(mask: Tensor | None, length: int, has_cache: bool) -> list[i
         if not has_cache and mask.shape[1] == length and bool((mask.int().diff(dim=1) <= 0).all()):
             return None  # padding on the right, which causal rows do not see
         check.fail("attention_mask", "padded only on the left, or without a cache only on the right", "another mask")
-    return starts.tolist() if starts.any() else None
+    found = starts.tolist()  # one wait for the device
+    return found if any(found) else None
 
 
 def refuse_packed(position_ids: Tensor, starts: list[int] | None, seen: int) -> None:
