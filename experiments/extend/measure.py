@@ -65,8 +65,8 @@ def main() -> None:
         changed = apply_method(model, method, ranking, to_fit)
         for length in lengths:
             for kind, work in (("loss", losses), ("needles", needles), ("speed", speed)):
-                wanted = {"loss": options.loss, "needles": options.haystacks > 0, "speed": length in options.speed}[kind]
-                if not wanted or str(length) in own.setdefault(kind, {}):
+                asked = {"loss": options.loss, "needles": options.haystacks > 0, "speed": length in options.speed}
+                if not asked[kind] or str(length) in own.setdefault(kind, {}):
                     continue
                 if options.time_limit and time.monotonic() - begun > options.time_limit:
                     print(f"stopped at --time-limit {options.time_limit} s; the same command goes on", flush=True)

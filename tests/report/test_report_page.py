@@ -46,6 +46,12 @@ def browser():
         yield found
 
 
+def open_on_phone(browser, folder):
+    assert main(["report", str(folder)]) == 0
+    browser.look(width=390, height=844, phone=True)
+    browser.open(folder / "report.html")
+
+
 @pytest.fixture
 def page(browser, report):
     browser.look(width=1280, height=900)
@@ -73,13 +79,25 @@ def test_every_figure_has_its_files(report):
 
 
 def test_second_report_redraws_only_missing_figures(report):
-    pictures = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.png")}
+    pictures = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.svg")}
     assert len(pictures) > 15
     one = sorted(pictures)[3]
     one.unlink()
     assert main(["report", str(report.parent)]) == 0
-    again = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.png")}
+    again = {path: path.stat().st_mtime_ns for path in report.parent.rglob("*.svg")}
     assert {path for path in pictures if again[path] != pictures[path]} == {one}
+
+
+def test_png_on_request(tmp_path):
+    files = report_results.everything()
+    report_results.write(tmp_path, {name: files[name] for name in files if name.startswith("lengths")})
+    folder = tmp_path / "report-files"
+    assert main(["report", str(tmp_path)]) == 0
+    assert not list(folder.glob("*.png"))
+    assert main(["report", str(tmp_path), "--png"]) == 0
+    pictures = sorted(path.stem for path in folder.glob("*.png"))
+    assert pictures == sorted(path.stem for path in folder.glob("*.svg"))
+    assert f"report-files/{pictures[0]}.png" in (tmp_path / "report.html").read_text()
 
 
 @in_chromium
@@ -144,9 +162,7 @@ def test_explorer_with_different_texts(browser, tmp_path):
     other = report_results.maps(True) | {"text": "Something else entirely", "tokens": tokens}
     found = {"a": report_results.maps(False), "b": other, "c": report_results.maps(True)}
     report_results.write_results(tmp_path, "maps", **{f"{name} with a long name": m for name, m in found.items()})
-    assert main(["report", str(tmp_path)]) == 0
-    browser.look(width=390, height=844, phone=True)
-    browser.open(tmp_path / "report.html")
+    open_on_phone(browser, tmp_path)
     warning = "return document.querySelector('.explorer .warning').{}"
     chosen = "return [...document.querySelectorAll('.panel label:nth-child(1) select')].map(box => box.value)"
     assert browser.run(chosen) == ["0", "2"]
@@ -174,7 +190,7 @@ def test_small_percentages_are_shown(page):
     figure = f"[...{maps}.querySelectorAll('h4')].find(t => t.textContent === 'mix').parentElement"
     texts = f"return [...{figure}.querySelectorAll('svg text.number')].map(text => text.textContent)"
     assert page.run(texts) == ["0", "0", "0.036", "0.036", "0.072", "0.072"]
-    assert page.run(f"return {figure}.querySelector('.ramp').textContent") == "0%30% share of the weight"
+    assert page.run(f"return {figure}.querySelector('.ramp').textContent") == "0%30% fraction of the weight"
     name = page.run(f"return {figure}.querySelector('.plot').dataset.figure")
     page.press(f"[data-figure={name}] svg[role=img]", "down")
     assert page.run(f"return {figure}.querySelector('.reading').textContent").endswith(" 0.036%")
@@ -185,9 +201,7 @@ def test_small_percentages_are_shown(page):
 def test_numbers_fit_their_cells_on_a_phone(browser, heads, shown, tmp_path):
     """They shrink to fit, and disappear where they would be too small to read."""
     report_results.write_results(tmp_path, "inside", mix=report_results.mixed_inside(64, heads))
-    assert main(["report", str(tmp_path)]) == 0
-    browser.look(width=390, height=844, phone=True)
-    browser.open(tmp_path / "report.html")
+    open_on_phone(browser, tmp_path)
     browser.wait(FIGURES)
     texts = browser.run(
         "return [...document.querySelectorAll('svg text.number')].filter(text => text.textContent === '0.036')"

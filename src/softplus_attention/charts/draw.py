@@ -37,7 +37,12 @@ LEGEND_INSIDE = 8  # series; longer legends go outside the axes
 HEAT_COLUMNS = 4
 
 
-def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> list[Path]:
+FORMATS = ("png", "svg")
+
+
+def draw(
+    figures: Figure | Sequence[Figure], path: Path, columns: int = 3, formats: Sequence[str] = FORMATS
+) -> list[Path]:
     """Writes ``path`` as .png and .svg; several figures become panels of one picture."""
     import matplotlib
 
@@ -49,25 +54,27 @@ def draw(figures: Figure | Sequence[Figure], path: Path, columns: int = 3) -> li
             # One layout for both files: it takes as long as drawing.
             engine.execute(canvas)
             canvas.set_layout_engine("none")
-        return save(canvas, path)
+        return save(canvas, path, formats)
 
 
-def save(canvas: Any, path: Path) -> list[Path]:
+def save(canvas: Any, path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Writes ``path`` as .png and .svg, drawing each once; ``savefig`` would draw twice."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    png, svg = (path.with_suffix(suffix) for suffix in (".png", ".svg"))
+    paths = {name: path.with_suffix(f".{name}") for name in formats}
     # Reproducible files: no date, no random ids.
     with matplotlib.rc_context({"svg.hashsalt": "softplus-attention", "svg.fonttype": "none"}):
-        with replacing(png) as file:
-            canvas.set_dpi(DPI)
-            FigureCanvasAgg(canvas).print_png(file)
-        with replacing(svg) as file:
-            canvas.set_dpi(SVG_DPI)
-            FigureCanvasSVG(canvas).print_svg(file, metadata={"Date": None})
-    return [png, svg]
+        if "png" in paths:
+            with replacing(paths["png"]) as file:
+                canvas.set_dpi(DPI)
+                FigureCanvasAgg(canvas).print_png(file)
+        if "svg" in paths:
+            with replacing(paths["svg"]) as file:
+                canvas.set_dpi(SVG_DPI)
+                FigureCanvasSVG(canvas).print_svg(file, metadata={"Date": None})
+    return list(paths.values())
 
 
 def picture(figures: Sequence[Figure], columns: int = 3) -> Any:
@@ -169,7 +176,7 @@ def draw_lines(chart: LineChart, canvas: Any) -> None:
         axes.set_ylim(top=top * 1.02)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.set_title(label(chart.title))
+    axes.set_title(label(chart.title), y=1.0)
     axes.grid(alpha=0.3)
     if len(chart.series) > LEGEND_INSIDE:
         axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
@@ -230,7 +237,7 @@ def draw_bars(chart: BarChart, canvas: Any) -> None:
     axes.set_ylim(*chart.y_range)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.set_title(label(chart.title))
+    axes.set_title(label(chart.title), y=1.0)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8)
@@ -263,7 +270,7 @@ def draw_heat_map(axes: Any, chart: HeatMap, canvas: Any, panels: Any = None) ->
     axes.set_yticks(range(len(chart.rows)), chart.rows, fontsize=8)
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.set_title(label(chart.title), fontsize=10)
+    axes.set_title(label(chart.title), y=1.0, fontsize=10)
     if canvas is None:
         return
     if canvas.get_layout_engine() is not None or panels is None:

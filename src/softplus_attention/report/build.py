@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -54,7 +55,7 @@ class Written:
 
 
 def write_report(
-    folder: Path, output: Path | None = None, progress: Callable[[int, int], None] | None = None
+    folder: Path, output: Path | None = None, progress: Callable[[int, int], None] | None = None, png: bool = False
 ) -> Written:
     if not folder.is_dir():
         reason = "a file" if folder.exists() else "no such folder"
@@ -81,8 +82,10 @@ def write_report(
     remove_temporary(beside, older=ABANDONED)
     if not has_files:  # before any other file, because it marks the folder as ours
         write_whole(beside / DRAWN, "{}")
-    write_whole(page, render_html(found, sections, {key: name for key, (name, _) in files.items()}, beside.name))
-    written = write_files(beside, list(files.values()), progress)
+    formats = ("svg", "png") if png else ("svg",)
+    names = {key: name for key, (name, _) in files.items()}
+    write_whole(page, render_html(found, sections, names, beside.name, formats))
+    written = write_files(beside, list(files.values()), progress, formats)
     verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []
     return Written(page, written, found, len(files), verdicts)
 
@@ -109,8 +112,10 @@ def file_names(sections: list[Section]) -> dict[int, tuple[str, Figure | Table]]
     return {id(figure): (f"{place:02d}-{slug(figure.title)}", figure) for place, figure in enumerate(figures, 1)}
 
 
-def render_html(found: ResultSet, sections: list[Section], files: dict[int, str], beside: str) -> str:
-    content = html_page.Document(files, beside)
+def render_html(
+    found: ResultSet, sections: list[Section], files: dict[int, str], beside: str, formats: Sequence[str] = ("svg",)
+) -> str:
+    content = html_page.Document(files, beside, formats)
     parts = [(section.title, content.section(section, place)) for place, section in enumerate(sections)]
     records = html_page.runs(run_records(found))
     parts.append(("Runs and settings", html_page.plain_section("Runs and settings", len(parts), records)))
@@ -123,7 +128,10 @@ def render_html(found: ResultSet, sections: list[Section], files: dict[int, str]
 
 
 def write_files(
-    folder: Path, figures: list[tuple[str, Figure | Table]], progress: Callable[[int, int], None] | None
+    folder: Path,
+    figures: list[tuple[str, Figure | Table]],
+    progress: Callable[[int, int], None] | None,
+    formats: Sequence[str],
 ) -> list[Path]:
     """Write all CSV files, and PNG and SVG of figures that are new or changed."""
     drawn = read_drawn(folder / DRAWN)
@@ -138,12 +146,14 @@ def write_files(
         if isinstance(figure, Table):
             continue
         wanted[name] = hashlib.sha256(f"{version} {figure!r}".encode("utf-8", "replace")).hexdigest()
-        pictures = [folder / f"{name}.png", folder / f"{name}.svg"]
+        pictures = [folder / f"{name}.{one}" for one in formats]
         if drawn.get(name) != wanted[name] or not all(picture.is_file() for picture in pictures):
             missing.append((figure, folder / name))
+            if name in drawn and "png" not in formats:  # of an earlier report: it would show other numbers
+                (folder / f"{name}.png").unlink(missing_ok=True)
         written += pictures
     done = {name: digest for name, digest in wanted.items() if name not in {path.name for _, path in missing}}
-    for place, path in enumerate(draw_all(missing), 1):
+    for place, path in enumerate(draw_all(missing, formats), 1):
         done[path.name] = wanted[path.name]
         write_whole(folder / DRAWN, json.dumps({**drawn, **done}))
         if progress is not None:
@@ -153,11 +163,12 @@ def write_files(
     return written
 
 
-def draw_all(figures: Sequence[tuple[Figure, Path]]) -> Iterator[Path]:
+def draw_all(figures: Sequence[tuple[Figure, Path]], formats: Sequence[str]) -> Iterator[Path]:
     """Draw figures, many of them on all cores; yields the path of each drawn figure."""
+    draw_own = functools.partial(draw_one, formats=formats)
     workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(figures))
     if workers < 2 or len(figures) <= MAX_SERIAL or "fork" not in multiprocessing.get_all_start_methods():
-        yield from map(draw_one, figures)
+        yield from map(draw_own, figures)
         return
     import matplotlib.figure  # noqa: F401  once, before forking
 
@@ -165,11 +176,11 @@ def draw_all(figures: Sequence[tuple[Figure, Path]]) -> Iterator[Path]:
         # Python 3.12 warns about forking with threads; the children use nothing that the threads lock.
         warnings.simplefilter("ignore", DeprecationWarning)
         with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-            yield from pool.map(draw_one, figures)
+            yield from pool.map(draw_own, figures)
 
 
-def draw_one(figure: tuple[Figure, Path]) -> Path:
-    draw(*figure)
+def draw_one(figure: tuple[Figure, Path], formats: Sequence[str]) -> Path:
+    draw(*figure, formats=formats)
     return figure[1]
 
 

@@ -32,9 +32,9 @@ def asset(name: str) -> str:
 class Document:
     """Collects the page's parts; ``files`` has the file name of each figure next to the page."""
 
-    def __init__(self, files: Mapping[int, str], folder: str) -> None:
+    def __init__(self, files: Mapping[int, str], folder: str, formats: Sequence[str]) -> None:
         self.files = files  # by id() of the figure or table
-        self.folder = folder
+        self.folder, self.formats = folder, formats
         self.figures: dict[str, Any] = {}
         self.explorers: list[dict[str, Any]] = []
 
@@ -74,7 +74,7 @@ class Document:
         return (
             f'<figure class="{width} {chart.kind}" id="{name}"><figcaption><h3>{escape(chart.title)}</h3></figcaption>'
             f"{plots}"
-            f'<p class="caption">{escape(chart.caption)} {self.links(chart, ("png", "svg", "csv"))}</p>'
+            f'<p class="caption">{escape(chart.caption)} {self.links(chart, (*self.formats, "csv"))}</p>'
             f"<details><summary>Numbers</summary>{table(*chart.table())}</details></figure>"
         )
 
@@ -87,7 +87,7 @@ class Document:
         place = len(self.explorers)
         self.explorers.append({"maps": [maps_json(maps) for maps in explorer.maps]})
         files = " ".join(
-            f"<li>{escape(maps.title)} {self.links(maps, ('png', 'svg', 'csv'))}</li>" for maps in explorer.maps
+            f"<li>{escape(maps.title)} {self.links(maps, (*self.formats, 'csv'))}</li>" for maps in explorer.maps
         )
         return (
             f'<div class="wide-block explorer" data-explorer="{place}"></div>'

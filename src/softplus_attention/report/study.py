@@ -166,7 +166,7 @@ def variant_blocks(runs: Sequence[StudyRun], title: str) -> list[Block]:
     places = sorted({row["length"] for those in curves.values() for m in those.values() for row in m.content})
     body = [[name, change, *cells(m, places)] for name, those in curves.items() for change, m in those.items()]
     head = ["run", "at inference", *(f"loss at {length}" for length in places), f"gain at {places[-1]}"]
-    caption = "In nats; the gain is that from far context, with its standard error."
+    caption = "In nats; the gain is from far context, with its standard error."
     return [*blocks, Table(f"{title}: changed at inference, {runs[0].group.kind}", head, body, caption)]
 
 

@@ -14,7 +14,7 @@ SUMMARY = "Summary"
 MAX_VERDICTS = 12
 CAPTION = (
     "Losses in nats. A model holds to the last length before its loss exceeds that at 1x by more than 0.01 and more "
-    "than two standard errors. The gain is that from context beyond 1x, at the longest length."
+    "than two standard errors. The gain is from context beyond 1x at the longest length."
 )
 
 
