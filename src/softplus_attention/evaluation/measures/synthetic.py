@@ -240,7 +240,7 @@ MEASURE = Measure(
     place=3,
     help="train short and test long on associative recall, copy and flip-flop",
     description="Trains a small GPT with each attention on a task at a short length and tests it at multiples of that "
-    "length. Reports the fraction of correct answer tokens. Stopped training is resumed too.",
+    "length. Reports the fraction of correct answer tokens. Stopped training resumes from its last checkpoint.",
     add_arguments=add_arguments,
     run=run,
     table=table,
