@@ -83,8 +83,8 @@ def write_report(
     if not has_files:  # before any other file, because it marks the folder as ours
         write_whole(beside / DRAWN, "{}")
     formats = ("svg", "png") if png else ("svg",)
-    names = {key: name for key, (name, _) in files.items()}
-    write_whole(page, render_html(found, sections, names, beside.name, formats))
+    links = {key: name for key, (name, _) in files.items()}
+    write_whole(page, render_html(found, sections, links, beside.name, formats))
     written = write_files(beside, list(files.values()), progress, formats)
     verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []
     return Written(page, written, found, len(files), verdicts)
