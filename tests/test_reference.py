@@ -90,14 +90,13 @@ def packed_causal(i: int, j: int, cu_q: Tensor = CU_Q, cu_k: Tensor = CU_K) -> b
 
 
 def packed_options(cu_q: Tensor, cu_k: Tensor) -> dict[str, Any]:
-    return {
-        "cu_seqlens_q": cu_q,
-        "cu_seqlens_k": cu_k,
-        "max_seqlen_q": int(cu_q.diff().max()),
-        "max_seqlen_k": int(cu_k.diff().max()),
-    }
+    longest = {"max_seqlen_q": int(cu_q.diff().max()), "max_seqlen_k": int(cu_k.diff().max())}
+    return {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **longest}
 
 
+DOCUMENTS = packed_options(CU_Q, CU_K)
+packed_mode = partial(Mode, t_k=9, function=softplus_attention_varlen)
+decode_mode = partial(Mode, batch=2, t_q=2, t_k=8, function=softplus_attention_decode)
 MODES = {
     "full": Mode(lambda b, h, i, j: True),
     "causal": Mode(lambda b, h, i, j: j <= i, {"is_causal": True}),
@@ -109,67 +108,34 @@ MODES = {
     "window-of-three": Mode(lambda b, h, i, j: i - 3 < j <= i, {"is_causal": True, "window": 3}),
     "mask": Mode(lambda b, h, i, j: bool(MASK[i, j]), {"attn_mask": MASK}),
     "mask-causal": Mode(lambda b, h, i, j: bool(MASK[i, j]) and j <= i, {"attn_mask": MASK, "is_causal": True}),
-    "ranges": Mode(
-        lambda b, h, i, j: bool(START[0, i] <= j < END[0, i]), {"key_start": START, "key_end": END}, batch=1
-    ),
+    "ranges": Mode(lambda b, h, i, j: bool(START[0, i] <= j < END[0, i]), {"key_start": START, "key_end": END}),
     "gqa": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "enable_gqa": True}, heads=4, batch=2),
     "mqa": Mode(lambda b, h, i, j: True, {"enable_gqa": True}, heads=3, kv_heads=1),
     "score-scale": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "score_scale": 3.0}),
     "without-offset": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "offset": False}),
     "mask-without-offset": Mode(lambda b, h, i, j: bool(MASK[i, j]), {"attn_mask": MASK, "offset": False}),
-    "packed": Mode(
-        lambda b, h, i, j: packed_causal(i, j),
-        {"is_causal": True, **packed_options(CU_Q, CU_K)},
-        t_k=9,
-        function=softplus_attention_varlen,
-    ),
-    "packed-window": Mode(
+    "packed": packed_mode(lambda b, h, i, j: packed_causal(i, j), {"is_causal": True, **DOCUMENTS}),
+    "packed-window": packed_mode(
         lambda b, h, i, j: packed_causal(i, j) and j > same_document(i, j, CU_Q, CU_K)[1] - 2,
-        {"is_causal": True, "window": 2, **packed_options(CU_Q, CU_K)},
-        t_k=9,
-        function=softplus_attention_varlen,
+        {"is_causal": True, "window": 2, **DOCUMENTS},
     ),
-    "packed-full": Mode(
-        lambda b, h, i, j: same_document(i, j, CU_Q, CU_K)[0],
-        packed_options(CU_Q, CU_K),
-        t_k=9,
-        function=softplus_attention_varlen,
-    ),
-    "decode": Mode(
+    "packed-full": packed_mode(lambda b, h, i, j: same_document(i, j, CU_Q, CU_K)[0], DOCUMENTS),
+    "decode": decode_mode(
         lambda b, h, i, j: bool(STARTS[b] <= j <= LENGTHS[b] - 2 + i),
         {"cache_seqlens": LENGTHS, "cache_starts": STARTS, "enable_gqa": True},
-        batch=2,
         kv_heads=1,
-        t_q=2,
-        t_k=8,
-        function=softplus_attention_decode,
     ),
-    "decode-without-offset": Mode(
-        lambda b, h, i, j: bool(j <= LENGTHS[b] - 2 + i),
-        {"cache_seqlens": LENGTHS, "offset": False},
-        batch=2,
-        t_q=2,
-        t_k=8,
-        function=softplus_attention_decode,
+    "decode-without-offset": decode_mode(
+        lambda b, h, i, j: bool(j <= LENGTHS[b] - 2 + i), {"cache_seqlens": LENGTHS, "offset": False}
     ),
-    "decode-window": Mode(
+    "decode-window": decode_mode(
         lambda b, h, i, j: bool(LENGTHS[b] - 2 + i - 4 < j <= LENGTHS[b] - 2 + i),
         {"cache_seqlens": LENGTHS, "window": 4},
-        batch=2,
-        t_q=2,
-        t_k=8,
-        function=softplus_attention_decode,
     ),
 }
 
-POWERS: dict[str, Any] = {
-    "lssa": None,
-    "p1": 1,
-    "p2.5": 2.5,
-    "p3": 3,
-    "p15": 15,
-    "by-length": PowerByLength(3.0, 2.0, 3),
-}
+POWERS: dict[str, Any] = {"lssa": None, "p1": 1, "p2.5": 2.5, "p3": 3, "p15": 15}
+POWERS["by-length"] = PowerByLength(3.0, 2.0, 3)
 
 
 def visible(mode: Mode) -> Tensor:
@@ -424,16 +390,15 @@ def method_backward(
 
 LONG = 48
 CU_LONG = torch.tensor([0, 1, 14, 17, 48], dtype=torch.int32)
+long_mode = partial(Mode, t_q=LONG, t_k=LONG)
 BACKWARD_MODES = {
-    "full": Mode(lambda b, h, i, j: True, t_q=LONG, t_k=LONG),
-    "causal": Mode(lambda b, h, i, j: j <= i, {"is_causal": True}, t_q=LONG, t_k=LONG),
-    "window": Mode(lambda b, h, i, j: i - 9 < j <= i, {"is_causal": True, "window": 9}, t_q=LONG, t_k=LONG),
-    "without-offset": Mode(lambda b, h, i, j: j <= i, {"is_causal": True, "offset": False}, t_q=LONG, t_k=LONG),
-    "packed": Mode(
+    "full": long_mode(lambda b, h, i, j: True),
+    "causal": long_mode(lambda b, h, i, j: j <= i, {"is_causal": True}),
+    "window": long_mode(lambda b, h, i, j: i - 9 < j <= i, {"is_causal": True, "window": 9}),
+    "without-offset": long_mode(lambda b, h, i, j: j <= i, {"is_causal": True, "offset": False}),
+    "packed": long_mode(
         lambda b, h, i, j: packed_causal(i, j, CU_LONG, CU_LONG),
         {"is_causal": True, **packed_options(CU_LONG, CU_LONG)},
-        t_q=LONG,
-        t_k=LONG,
         function=softplus_attention_varlen,
     ),
 }

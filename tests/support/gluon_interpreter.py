@@ -385,6 +385,10 @@ class Language:
         staticmethod(elementwise(f)) for f in (torch.abs, torch.exp2, torch.log, torch.log2, torch.sqrt, torch.rsqrt)
     )
     where = staticmethod(where)
+    arange = staticmethod(lambda low, high, layout=None: value(torch.arange(low, high)))
+    zeros = staticmethod(lambda shape, dtype, layout=None: value(torch.zeros(tuple(shape), dtype=dtype)))
+    cdiv = staticmethod(lambda a, b: (a + b - 1) // b)
+    convert_layout = staticmethod(lambda x, layout, assert_trivial=False: x)
     max, sum, reshape = staticmethod(largest), staticmethod(torch.sum), staticmethod(torch.reshape)
     load, store, to_tensor = staticmethod(Pointer.load), staticmethod(Pointer.store), staticmethod(value)
     static_range = staticmethod(range)
@@ -410,29 +414,13 @@ class Language:
         return self.program.warps
 
     @staticmethod
-    def arange(low: int, high: int, layout: Any = None) -> Value:
-        return value(torch.arange(low, high))
-
-    @staticmethod
-    def zeros(shape: Sequence[int], dtype: torch.dtype, layout: Any = None) -> Value:
-        return value(torch.zeros(tuple(shape), dtype=dtype))
-
-    @staticmethod
     def static_assert(holds: bool) -> None:
         assert holds
-
-    @staticmethod
-    def cdiv(a: Any, b: Any) -> Any:
-        return (a + b - 1) // b
 
     @staticmethod
     def multiple_of(x: Any, factor: int) -> Any:
         if isinstance(x, Pointer):
             assert int(x.offsets) % factor == 0, f"offset {int(x.offsets)} is declared a multiple of {factor}"
-        return x
-
-    @staticmethod
-    def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
         return x
 
     @staticmethod
