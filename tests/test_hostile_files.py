@@ -81,14 +81,14 @@ def test_report_follows_no_links(tmp_path: Path) -> None:
     results = tmp_path / "results"
     one = report_results.frame("downstream", "a", report_results.downstream())
     report_results.write(results, {"downstream--a.json": one, "demo.json": report_results.demo()})
-    assert run("report", str(results), "--output", str(tmp_path / "elsewhere.html")).status == 0
+    assert run("report", str(results), "--png", "--output", str(tmp_path / "elsewhere.html")).status == 0
     names = [path.name for path in (tmp_path / "elsewhere-files").iterdir()]
     assert len(names) == 9
     before = plant(results / "report-files", tmp_path / "outside", names)
     (tmp_path / "outside" / "page").write_text("Made by softplus-attention, once")
     (results / "report.html").symlink_to(tmp_path / "outside" / "page")
     before["page"] = "Made by softplus-attention, once"
-    done = run("report", str(results))
+    done = run("report", str(results), "--png")
     assert done.status == 0, done.text
     assert contents(tmp_path / "outside") == before
     assert not [path for path in results.rglob("*") if path.is_symlink()]
