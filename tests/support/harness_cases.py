@@ -28,12 +28,8 @@ TALES = ["the cat sat on the mat and the dog lay by the door", "she opened the o
 
 
 def arc(question: str, choices: list[str], right: int) -> dict:
-    return {
-        "id": question,
-        "question": question,
-        "choices": {"text": choices, "label": list("ABCD")},
-        "answerKey": "ABCD"[right],
-    }
+    labelled = {"text": choices, "label": list("ABCD")}
+    return {"id": question, "question": question, "choices": labelled, "answerKey": "ABCD"[right]}
 
 
 def records() -> dict[str, list[dict]]:

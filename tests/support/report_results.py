@@ -19,22 +19,12 @@ TOKENS = ["Call", " me", " Ishmael", ".\n", HOSTILE_TOKEN, " years", " ago", "\t
 
 
 def frame(measure: str, name: str, results: Any) -> dict[str, Any]:
-    return {
-        "format": "softplus-attention result",
-        "version": 1,
-        "measure": measure,
-        "complete": True,
-        "model": {
-            "name": name,
-            "source": "made up",
-            "attention": "lssar",
-            "training_length": 128,
-            "config": {"hidden_size": name},
-        },
-        "settings": {"data": "made up"},
-        "made": {"command": f"made up for a test, {name}", "versions": {"torch": "0"}, "machine": {"device": "none"}},
-        "results": results,
-    }
+    """A complete result file."""
+    model = {"name": name, "source": "invented", "attention": "lssar", "training_length": 128}
+    made = {"command": f"invented for a test, {name}", "versions": {"torch": "0"}, "machine": {"device": "none"}}
+    data = {"format": "softplus-attention result", "version": 1, "measure": measure, "complete": True}
+    data |= {"model": model | {"config": {"hidden_size": name}}, "settings": {"data": "invented"}, "made": made}
+    return data | {"results": results}
 
 
 def lengths(rise: float) -> dict[str, Any]:
@@ -49,16 +39,10 @@ def lengths(rise: float) -> dict[str, Any]:
 
 
 def passkey(accuracy: float) -> dict[str, Any]:
+    counts = {"trials": 10, "correct": 10 * accuracy}
     cells = [
-        {
-            "length": length,
-            "times": length / 128,
-            "depth": depth,
-            "trials": 10,
-            "correct": 10 * accuracy,
-            "accuracy": accuracy if depth else None,
-        }
-        for length in LENGTHS
+        {"length": n, "times": n / 128, "depth": depth, "accuracy": accuracy if depth else None, **counts}
+        for n in LENGTHS
         for depth in (0.0, 0.5, 1.0)
     ]
     return {"skipped": [], "cells": cells}
@@ -148,20 +132,13 @@ def speed() -> dict[str, Any]:
         for n in (1024, 4096)
         for k, c in enumerate(("sdpa flash", "lssar p=15"), 1)
     ]
-    failed = {
-        "section": "train",
-        "head_dim": 64,
-        "length": 1024,
-        "contender": "other",
-        "status": "error",
-        "error": "no",
-    }
-    return {"command": "made up", "machine": {"gpu": "none"}, "rows": [*rows, failed]}
+    failed = {**rows[0], "contender": "other", "status": "error", "error": "no"}
+    return {"command": "invented", "machine": {"gpu": "none"}, "rows": [*rows, failed]}
 
 
 def demo() -> dict[str, Any]:
     losses = {"softmax": [2.0, 2.5], "LSSAR": [2.0, 2.0]}
-    return {"command": "made up", "lengths": [64, 128], "texts": 2, "documents": 1, "settings": {}, "loss": losses}
+    return {"command": "invented", "lengths": [64, 128], "texts": 2, "documents": 1, "settings": {}, "loss": losses}
 
 
 def newton() -> dict[str, Any]:
@@ -176,7 +153,7 @@ def newton() -> dict[str, Any]:
 
 
 def training() -> dict[str, Any]:
-    return {"config": {"attention": "lssar"}, "starts": [{"command": "made up"}], "finished": True}
+    return {"config": {"attention": "lssar"}, "starts": [{"command": "invented"}], "finished": True}
 
 
 def results(name: str, sharp: bool) -> dict[str, dict[str, Any]]:

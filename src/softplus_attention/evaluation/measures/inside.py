@@ -160,14 +160,14 @@ class Quantity(NamedTuple):
 
 
 ENTROPY = Quantity("entropy", "Entropy of the weights", "entropy (nats)")
-SINK = Quantity("sink", "Weight on the first token", "share of the weight", True)
+SINK = Quantity("sink", "Weight on the first token", "fraction of the weight", True)
 STAGE1 = Quantity("stage1_entropy", "Entropy of stage 1", "entropy (nats)")
 BY_LENGTH = (
     ENTROPY,
     SINK,
     Quantity("effective_keys", "Effective number of keys", "keys"),
-    Quantity("zeros", "Weights that are exactly 0", "share of the weights", True),
-    Quantity("empty_tiles", "Tiles without any weight", "share of the tiles", True),
+    Quantity("zeros", "Weights that are exactly 0", "fraction of the weights", True),
+    Quantity("empty_tiles", "Tiles without any weight", "fraction of the tiles", True),
 )
 HELD = "stage1_entropy_frozen"
 HELD_SUFFIX = ", log N fixed"
