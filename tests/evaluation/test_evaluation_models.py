@@ -96,6 +96,11 @@ def llama(tmp_path_factory):
     return foreign(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
+@pytest.fixture(params=["llama", "softplus-gpt"])
+def source(request, llama, softmax):
+    return llama if request.param == "llama" else softmax
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -145,10 +150,8 @@ class TestOptions:
             open_saved(f"{tmp_path / 'lssa'}+power=7")
 
     @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
-    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-    def test_rope(self, llama, softmax, family, kind):
+    def test_rope(self, source, kind):
         """Loading with scaled RoPE equals building the model with scaled RoPE and the same weights."""
-        source = llama if family == "llama" else softmax
         ids = torch.arange(60)[None]
         plain, scaled = open_saved(source).model, open_saved(f"{source}+rope={kind}:4").model
         assert scaled.config.rope_parameters["rope_type"] == kind
@@ -157,9 +160,7 @@ class TestOptions:
         built.load_state_dict(plain.state_dict())
         torch.testing.assert_close(scaled(ids).logits, built(ids).logits)
 
-    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-    def test_linear_rope_divides_positions(self, llama, softmax, family):
-        source = llama if family == "llama" else softmax
+    def test_linear_rope_divides_positions(self, source):
         ids = torch.arange(24)[None]
         positions = torch.arange(24)[None] / 4
         expected = open_saved(source).model(ids, position_ids=positions).logits
@@ -200,9 +201,7 @@ class TestOptions:
 
 
 class TestDynamicNtk:
-    @pytest.mark.parametrize("family", ["llama", "softplus-gpt"])
-    def test_depends_only_on_own_length(self, family, llama, softmax):
-        source = llama if family == "llama" else softmax
+    def test_depends_only_on_own_length(self, source):
         ids = token_rows(1, 64)
         fresh = [losses(open_saved(f"{source}+rope=ntk:4").model, ids[:, :n]) for n in (16, 32, 64)]
         model = open_saved(f"{source}+rope=dynamic:4").model
