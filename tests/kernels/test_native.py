@@ -69,7 +69,7 @@ def test_library_writable_by_others_is_not_loaded(empty_cache: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"no library")
     path.chmod(0o666)
-    with pytest.raises(RuntimeError, match="others than you can write"):
+    with pytest.raises(RuntimeError, match="other users can write to"):
         native.find("native")
 
 

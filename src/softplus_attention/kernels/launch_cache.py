@@ -1,9 +1,9 @@
-"""Repeated launches of a kernel without asking Triton again which binary they need.
+"""Caches the binaries of kernel launches, so that Triton does not have to select them again.
 
-Triton examines every argument of every launch: its type, its alignment, whether it is 1. In a decode step that takes
-longer than the kernels run, and with a short sequence nearly as long. Here the caller gives launches that need the same
-binary the same key; ``kinds`` makes one from all arguments. Everything that depends on Triton's private interfaces is
-in ``private_launch.py``.
+Triton examines every argument of every launch: its type, its alignment, whether it is 1. In a decode step this takes
+longer than the kernels, with a short sequence nearly as long. Here the caller gives launches that need the same binary
+the same key; ``kinds`` builds the part of it that depends on the arguments. Everything that depends on Triton's private
+interfaces is in ``private_launch.py``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import Tensor
 from softplus_attention.kernels import private_launch
 from softplus_attention.kernels.private_launch import Relaunch
 
-# What Triton specialises pointers and strides on.
+# Triton specializes pointers and integers on divisibility by this.
 ALIGNMENT = 16
-MAX_KINDS = 4096  # that are remembered: lengths may all differ
+MAX_KINDS = 4096  # bounds the cache, because every length makes an entry
 _binaries: dict[Hashable, Any] = {}
 _relaunches: dict[Hashable, Relaunch | None] = {}
-_of_thread = threading.local()  # ``launches``: a list, where somebody wants to know of them
+_of_thread = threading.local()  # ``launches``: the list that ``noted`` fills, if any
 _kinds: dict[bytes, tuple[Hashable, ...]] = {}
 _here = nullcontext()
 
 
 class Launch(NamedTuple):
-    """One that was made; without a key where no binary is kept."""
+    """A launch that was made. ``key`` is None if its binary is not cached."""
 
     key: Hashable
     grid: tuple[int, int, int]
@@ -51,18 +51,18 @@ def launch(
     addresses: list[int] | None = None,
     tiles: tuple[Any, ...] = (),
 ) -> None:
-    """``kernel[grid](*tiles, *tensors, *numbers, **options)``. Arguments come in the kernel's order, constants too.
+    """``kernel[grid](*tiles, *tensors, *numbers, **options)``, with arguments and constants in the kernel's order.
 
-    Two launches of one ``key`` must agree in whatever Triton specialises on: kernel, device, options, constants,
-    dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond 32 bits.
-    None says nothing, and Triton looks for itself. ``stream`` is ``current_stream`` of the tensors' device, which is
-    the current one; ``addresses`` are those of the tensors, where the caller has asked for them. ``tiles`` are
+    Two launches with the same ``key`` must agree in everything that Triton specializes on: kernel, device, options,
+    constants, dtypes, and for every number and pointer that is not exempt whether it is 1, a multiple of 16 or beyond
+    32 bits. With None, Triton selects the binary. ``stream`` is ``current_stream`` of the tensors' device, which must
+    be the current device. ``addresses`` are those of the tensors, if the caller already has them. ``tiles`` are
     descriptors (``hopper.tiles.Tiles``).
     """
     binary = None if key is None else _binaries.get(key)
     if binary is None:
         binary = kernel[grid](*tiles, *tensors, *numbers, **options)
-        if key is not None and binary is not None:  # the interpreter has none
+        if key is not None and binary is not None:  # the interpreter returns None
             _binaries[key] = binary
     elif launches_itself() and (relaunch := find_relaunch(key)) is not None:
         addresses = collect_addresses(tensors) if addresses is None else addresses
@@ -80,7 +80,7 @@ def launches_itself() -> bool:
 
 
 def find_relaunch(key: Hashable) -> Relaunch | None:
-    """Launches the cached binary of a key; None where Triton itself must launch it."""
+    """A function that launches the cached binary of ``key``; None if Triton itself must launch it."""
     if key not in _relaunches:
         _relaunches[key] = private_launch.relaunch(_binaries[key])
     return _relaunches[key]
@@ -88,7 +88,7 @@ def find_relaunch(key: Hashable) -> Relaunch | None:
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """A list that is told of every launch of this thread."""
+    """Yields a list to which every launch of this thread is appended."""
     launches: list[Launch] = []
     _of_thread.launches = launches
     try:
@@ -102,8 +102,8 @@ def collect_addresses(tensors: tuple[Tensor, ...]) -> list[int]:
 
 
 def kinds(tensors: tuple[Tensor, ...], addresses: list[int], numbers: tuple[Any, ...]) -> tuple[Hashable, ...] | None:
-    """What Triton specialises on, of arguments that are no constants; None where it looks at more than is known here
-    (on ROCm at the size of tensors)."""
+    """What Triton specializes on in the arguments that are not constants. None on ROCm, where Triton also looks at the
+    size of tensors."""
     if torch.version.hip is not None:
         return None
     bits = 0
@@ -128,19 +128,19 @@ def kind_of_number(x: Any) -> Hashable:
 
 
 def current_stream(device: torch.device) -> int | None:
-    """The handle of the stream on which torch works there; None where there are no streams."""
+    """The handle of torch's current stream on ``device``; None if it is not a CUDA device."""
     return None if device.type != "cuda" else torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def current_device(x: Tensor) -> AbstractContextManager[Any]:
-    """``torch.cuda.device_of``, at no cost where the tensor's device is current already."""
+    """``torch.cuda.device_of``, at no cost if the tensor's device is already current."""
     if not x.is_cuda or x.get_device() == torch.cuda.current_device():
         return _here
     return torch.cuda.device_of(x)
 
 
 def all_aligned(pointers: tuple[Tensor, ...], numbers: tuple[int, ...]) -> bool:
-    """Whether Triton would specialise each of them alike: on a multiple of 16 within 32 bits."""
+    """Whether Triton would specialize all of them in the same way: as multiples of 16 within 32 bits."""
     bits = 0
     for number in numbers:
         bits |= number
@@ -151,26 +151,26 @@ def all_aligned(pointers: tuple[Tensor, ...], numbers: tuple[int, ...]) -> bool:
     return bits % ALIGNMENT == 0
 
 
-# Whole calls once more: all that a forward or a backward launches, but for the addresses of its tensors. A call says
-# which launches it needs by many small questions, about shapes, strides, powers and alignment. For calls that differ in
-# nothing but where their tensors lie, the answers are the same, and asking takes Python longer than launching.
-MAX_CALLS = 1024  # that are remembered: lengths may all differ
+# Replay of whole calls: all launches of a forward or backward, with new tensor addresses. A call selects its launches
+# by many small decisions about shapes, strides, powers and alignment. Calls that differ only in tensor addresses decide
+# the same, and in Python the decisions take longer than the launches.
+MAX_CALLS = 1024  # bounds the cache, because every length makes an entry
 
 
 class Scratch(NamedTuple):
-    """What a call has allocated for itself."""
+    """Temporary tensors that a call has allocated."""
 
     empty: tuple[Tensor, ...] = ()
     zeros: tuple[Tensor, ...] = ()
 
 
 class ReplayedLaunch(NamedTuple):
-    """A launch. Tensors are named by their number among those of the call, and how many bytes after its first element
-    they begin."""
+    """A recorded launch. A tensor argument is an index into the call's tensors and a byte offset from that tensor's
+    first element."""
 
     run: Relaunch
     grid: tuple[int, int, int]
-    tiles: list[tuple[int, tuple[Any, ...]]]  # a tensor, and what ``Tiles.described`` says of it after its address
+    tiles: list[tuple[int, tuple[Any, ...]]]  # tensor index, and ``Tiles.described`` without the address
     places: list[tuple[int, int]]
     numbers: tuple[Any, ...]
 
@@ -191,10 +191,9 @@ def replay_key(
     options: tuple[Any, ...],
     others: tuple[Tensor, ...] = (),
 ) -> Hashable:
-    """Equal for calls that launch the same; None where one may differ in more than is looked at here: in tensors among
-    the options other than ``powers``, in addresses that are not aligned, or in copies that are made first. None also
-    where one tensor is given twice: which of the two a launch takes would not be known. Of ``others`` nothing but the
-    address is free."""
+    """Equal for calls that make the same launches. None if the call cannot be replayed: an option other than
+    ``powers`` is a tensor, an address is not aligned, the call copies an input first, or one tensor is given twice, so
+    that a recorded launch could mean either. Of ``others`` only the addresses may differ between calls."""
     if not private_launch.is_known() or len({id(x) for x in given}) < len(given):
         return None
     of_options: list[Any] = []
@@ -217,9 +216,9 @@ def replay_key(
 
 
 def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], Scratch | None]) -> None:
-    """Launches what ``launch_all`` has launched for an earlier call of the same key; at first, and where there is none,
-    calls it. ``tensors`` are all that it reads and writes, but for what it allocates and returns; None in place of that
-    says that not all went by ``launch_cache.launch``, and nothing is remembered."""
+    """Repeats the launches that ``launch_all`` made in an earlier call with the same key; without one, calls it and
+    records them. ``tensors`` are all that it reads and writes, except those that it allocates and returns. It returns
+    None if some launches did not go through ``launch_cache.launch``; then nothing is recorded."""
     call = None if key is None else _calls.get(key)
     if call is not None and launches_itself():
         like = tensors[0]
@@ -244,7 +243,7 @@ def replay(key: Hashable, tensors: tuple[Tensor, ...], launch_all: Callable[[], 
 
 
 def record_step(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch | None:
-    """None where no binary is kept, or where it is not sure which tensors it takes."""
+    """None if its binary is not cached or its tensors cannot be identified."""
     tiled = [locate(x.base, tensors) for x in launch.tiles]
     places = [place for x in launch.tensors if (place := locate(x, tensors)) is not None]
     tiles = [(y[0], x.described()[1:]) for x, y in zip(launch.tiles, tiled, strict=True) if y is not None]
@@ -255,8 +254,9 @@ def record_step(launch: Launch, tensors: tuple[Tensor, ...]) -> ReplayedLaunch |
 
 
 def locate(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
-    """Two of the tensors may lie at one address in this call, and not in the next: a tensor is looked for by what it
-    is, and only a part of one by where it lies. None where that is in none of them, or in several."""
+    """Index of the tensor that ``x`` is, or is a view of, and the byte offset in it; None if there is no such tensor or
+    more than one. A whole tensor is found by identity and only a view by address, because two tensors may share an
+    address in this call and not in the next."""
     for i, tensor in enumerate(tensors):
         if x is tensor:
             return i, 0
@@ -269,6 +269,6 @@ def locate(x: Tensor, tensors: tuple[Tensor, ...]) -> tuple[int, int] | None:
 
 
 def extent(x: Tensor) -> int:
-    """Bytes from its first element to the end of its last; of a view more than it has itself."""
+    """Bytes from the first element to the end of the last, including gaps in a view."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size() if x.numel() else 0

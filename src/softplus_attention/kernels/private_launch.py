@@ -1,8 +1,8 @@
-"""The only code that uses Triton's private interfaces: launching a compiled kernel below Triton's Python launcher.
+"""Launches compiled kernels without Triton's Python launcher. No other code uses Triton's private interfaces.
 
-Known for the versions in ``KNOWN_VERSIONS``; with any other, and with ``SOFTPLUS_ATTENTION_PUBLIC_LAUNCH=1``, Triton
-launches every kernel itself, which costs host time only. ``tests/kernels/test_private_launch.py`` checks each interface
-that is used here, so that a new version can be added to the list when they pass.
+This works with the versions in ``KNOWN_VERSIONS``. With any other, or with ``SOFTPLUS_ATTENTION_PUBLIC_LAUNCH=1``,
+Triton launches every kernel itself, which costs only host time. ``tests/kernels/test_private_launch.py`` checks each
+interface that is used here; a version that passes can be added to the list.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from triton import knobs
 KNOWN_VERSIONS = ("3.6.0", "3.7.1")
 SWITCH = "SOFTPLUS_ATTENTION_PUBLIC_LAUNCH"
 MAX_DESCRIPTORS = 4096
-# grid, stream, ``Tiles.described`` of each tile, addresses of tensors, numbers
+# grid, stream, ``Tiles.described`` of each tile, tensor addresses, numbers
 Relaunch = Callable[[tuple[int, int, int], int | None, list[Any], list[int], tuple[Any, ...]], None]
 _descriptors: dict[tuple[Any, ...], list[Any]] = {}
 
 
 @functools.cache
 def is_known() -> bool:
-    """Whether binaries may be launched here. Warns once if Triton's version is the only reason against it."""
+    """Whether binaries may be launched here. Warns once if only Triton's version prevents it."""
     if torch.version.hip is not None or os.environ.get(SWITCH, "0") != "0":
         return False
     if triton.__version__ in KNOWN_VERSIONS:
         return True
     warnings.warn(
         f"triton {triton.__version__} is none of {', '.join(KNOWN_VERSIONS)}: kernels are launched by Triton's public "
-        f"interface, which takes more host time per call. Results are the same. {SWITCH}=1 silences this",
+        f"interface, which takes more host time per call. Results do not change. {SWITCH}=1 silences this warning",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -43,20 +43,20 @@ def is_known() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether somebody, such as a profiler, listens to every launch."""
+    """Whether launch hooks are set, for example by a profiler."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def relaunch(binary: Any) -> Relaunch | None:
-    """What Triton's launcher calls in the end. Before that call it makes every descriptor anew and searches all other
-    arguments for more of them, which takes as long as the launch. None for binaries that need scratch memory, such as
-    those of its sanitizer: Triton allocates it."""
+    """The driver call behind Triton's launcher. The launcher also rebuilds every descriptor and searches all other
+    arguments for descriptors, which takes as long as the launch. None for binaries that need scratch memory, such as
+    those of the sanitizer, because Triton allocates it."""
     run, no_hooks, no_scratch = binary.run, (None, None, None), (None, None)
     if run.global_scratch_size or run.profile_scratch_size:
         return None
     call, kinds_of_tiles = run.launch, list[Any]()
-    if inspect.isfunction(call):  # it makes descriptors
+    if inspect.isfunction(call):  # a wrapper that builds descriptors
         inside = inspect.getclosurevars(call).nonlocals
         call, kinds_of_tiles = inside["launcher"], inside["tensordesc_meta"]
     of_binary = (binary.function, run.launch_cooperative_grid, run.launch_pdl)
@@ -81,8 +81,8 @@ def relaunch(binary: Any) -> Relaunch | None:
 
 
 def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
-    """What the driver gets for a descriptor, created once per address, shape and strides: a training step uses the same
-    memory again. ``kind`` is what Triton stores about it with the binary."""
+    """The driver arguments of a descriptor, cached per address, shape and strides, because training steps reuse
+    memory. ``kind`` is the metadata that Triton stores with the binary."""
     made = _descriptors.get(tile)
     if made is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -94,7 +94,7 @@ def descriptor(tile: tuple[Any, ...], kind: Any) -> list[Any]:
 
 
 class Described:
-    """As much of ``Tiles`` as Triton makes a descriptor from."""
+    """The attributes of ``Tiles`` from which Triton makes a descriptor."""
 
     padding, round_f32_to_tf32 = "zero", False
 

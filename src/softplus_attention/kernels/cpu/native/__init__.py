@@ -1,6 +1,6 @@
-"""The CPU kernels in C++: optional, built once on this machine by ``softplus-attention build``, loaded when found.
+"""Optional C++ kernels for the CPU. ``softplus-attention build`` compiles them once per machine.
 
-They run behind impl="chunked" and mean the same; what they do not take goes to PyTorch's operations.
+With impl="chunked" they run if they are found; calls that they do not support use PyTorch operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODES = ("auto", "torch", "native")
 
 
 class Status(NamedTuple):
-    """What computes on a CPU: ``ops``, the operators of the library, or with None PyTorch's operations; and why."""
+    """``ops`` are the operators of the library; None means that PyTorch operations are used, for ``reason``."""
 
     ops: Any | None
     reason: str
@@ -29,7 +29,7 @@ _found: Status | None = None
 
 
 def status() -> Status:
-    """Looks for the library at the first call, and remembers."""
+    """Looks for the library in the first call and caches the result."""
     global _found
     if _found is None:
         _found = find(os.environ.get(VARIABLE) or "auto")
@@ -45,7 +45,7 @@ def find(mode: str) -> Status:
         return Status(None, f"{VARIABLE}=torch")
     path = library_path()
     if not path.exists():
-        reason = "not built on this machine for this version and torch: softplus-attention build"
+        reason = "not built on this machine for this version and torch: run softplus-attention build"
         if mode == "native":
             raise RuntimeError(f"{VARIABLE}=native: the C++ kernels are {reason}")
         return Status(None, f"the C++ kernels are {reason}")
@@ -56,23 +56,23 @@ def find(mode: str) -> Status:
         reason = f"{path} cannot be loaded: {error}"
         if mode == "native":
             raise RuntimeError(f"{VARIABLE}=native: {reason}") from error
-        warnings.warn(f"softplus_attention: {reason}; PyTorch's operations run instead", stacklevel=2)
+        warnings.warn(f"softplus_attention: {reason}; using PyTorch operations instead", stacklevel=2)
         return Status(None, reason)
     ops = torch.ops.softplus_attention_native
     return Status(ops, f"{ops.instructions()}, {path}")
 
 
 def check_owner(path: Path) -> None:
-    """The library is code: nobody else may have put it there, or be able to."""
+    """Raises PermissionError if another user could have written the library, which is code."""
     for place in (path, path.parent):
         found = place.stat()
         if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
-            raise PermissionError(f"others than you can write {place}; remove it, and build again")
+            raise PermissionError(f"other users can write to {place}; remove it and build again")
 
 
 @contextmanager
 def using(mode: str) -> Iterator[Status]:
-    """Another way than the environment's, for tests and benchmarks."""
+    """Overrides the environment variable, for tests and benchmarks."""
     global _found
     before, _found = _found, find(mode)
     try:

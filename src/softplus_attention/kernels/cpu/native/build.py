@@ -1,4 +1,4 @@
-"""Building the CPU kernels: one call of the C++ compiler per source, against the headers of the torch that runs."""
+"""Builds the CPU kernels: one call of the C++ compiler per source, with the headers of the installed torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-# NaN and infinity keep their meaning: of -ffast-math only what changes neither.
+# Only those parts of -ffast-math that keep the semantics of NaN and infinity.
 FLAGS = (
     "-O3", "-march=native", "-fopenmp", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
     "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi",
@@ -24,7 +24,7 @@ FLAGS = (
 
 
 class BuildError(Exception):
-    """One line: what stands in the way."""
+    """A one-line reason why the kernels cannot be built."""
 
 
 def cache_folder() -> Path:
@@ -32,10 +32,10 @@ def cache_folder() -> Path:
 
 
 def cpu_features() -> str:
-    """What -march=native means here."""
+    """Identifies what -march=native means on this machine."""
     try:
         with open("/proc/cpuinfo") as file:
-            for line in file:  # of the first core: there can be hundreds
+            for line in file:  # stop at the first core
                 if line.startswith(("flags", "Features")):
                     return line
     except OSError:
@@ -45,7 +45,7 @@ def cpu_features() -> str:
 
 @functools.cache
 def library_path() -> Path:
-    """Where the library of these sources, this torch and this CPU is, or would be."""
+    """Path of the library for these sources, this torch and this CPU, built or not."""
     content = hashlib.sha256("\0".join([torch.__version__, cpu_features(), *FLAGS]).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         content.update(source.name.encode() + source.read_bytes())
@@ -57,12 +57,12 @@ def compiler() -> str:
     names = [named] if named else ["c++", "g++", "clang++"]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
-        raise BuildError(f"there is no C++ compiler: {', '.join(names)} not found in PATH")
+        raise BuildError(f"no C++ compiler: {', '.join(names)} not found in PATH")
     return found
 
 
 def build() -> Path:
-    """Compiles the library and puts it where it is looked for, whole: two processes may do so at once."""
+    """Compiles the library and moves it to ``library_path`` atomically, so that several processes may build at once."""
     program, target = compiler(), library_path()
     torch_folder = Path(torch.__file__).parent
     include = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
@@ -77,11 +77,11 @@ def build() -> Path:
             ]
         for one in compiling:
             one.result()
-        # Not linked to an OpenMP library of its own: torch has loaded one, and two would fight for the cores.
+        # Not linked to OpenMP: torch has loaded it, and a second copy would compete for the cores.
         library = f"{folder}/native.so"
         link = [f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
         execute([program, "-shared", *objects.values(), *link, "-o", library])
-        os.chmod(library, 0o755)  # whatever the umask: a library that others can write is not loaded
+        os.chmod(library, 0o755)  # regardless of the umask: a library that others can write to is not loaded
         os.replace(library, target)
     return target
 
@@ -95,7 +95,7 @@ def execute(command: list[str]) -> None:
 
 
 def remove() -> list[Path]:
-    """Removes the libraries of every version, and names them."""
+    """Removes the libraries of all versions; returns their paths."""
     folder = cache_folder()
     found = sorted(folder.glob("*/native.so"))
     if found:

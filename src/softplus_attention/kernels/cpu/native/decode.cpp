@@ -1,4 +1,4 @@
-// One new token of each sequence over its cache. All keys are read, and of the values those whose weights count:
+// Decode: one new token per sequence over its cache. Reads all keys, and only the values whose weights matter:
 // docs/method.md, "Values that a decode step leaves unread".
 #include "native.h"
 
@@ -19,11 +19,11 @@ namespace {
 
 using namespace softplus_attention;
 
-constexpr int64_t CHUNK = 512;  // keys of one piece of work: what is added to what does not depend on the threads
-constexpr int HEADS = 8;        // query heads for which a key is read at once
-constexpr int AHEAD = 32;       // rows by which memory is asked for them before they are needed: half of the time
-constexpr int WIDEST = 256;     // head dimension
-constexpr int64_t WORTH_THREADS = 1 << 20;  // bytes
+constexpr int64_t CHUNK = 512;  // keys per piece of work; makes the order of additions independent of the threads
+constexpr int HEADS = 8;        // query heads that share one read of a key
+constexpr int AHEAD = 32;       // rows to prefetch ahead; saves half of the time
+constexpr int WIDEST = 256;     // largest head dimension
+constexpr int64_t WORTH_THREADS = 1 << 20;  // bytes; less is not worth threads
 
 using Words = uint32_t __attribute__((vector_size(WIDTH * 4)));
 using Shorts = uint16_t __attribute__((vector_size(WIDTH * 2)));
@@ -34,7 +34,7 @@ inline Vector widened(const at::BFloat16* from) {
   std::memcpy(&x, from, sizeof x);
   return (Vector)(__builtin_convertvector(x, Words) << 16);
 }
-// A product makes the exponent of float16 that of float32, of subnormal numbers too; not that of Inf and NaN.
+// A multiplication converts the exponent from float16 to float32, also for subnormals; Inf and NaN are set apart.
 inline Vector widened(const at::Half* from) {
   Shorts x;
   std::memcpy(&x, from, sizeof x);
@@ -43,7 +43,7 @@ inline Vector widened(const at::Half* from) {
   return (Vector)((size < 0x7c00u ? finite : (size << 13) | 0x7f800000u) | (wide & 0x8000u) << 16);
 }
 
-// Lane i of x, or of y where bit BIT of i is 1; inside x or y the place has that bit 0, or 1 for HIGH.
+// Lane i comes from x, or from y if bit BIT of i is 1. The source lane is i with that bit set to HIGH.
 template <size_t BIT, bool HIGH, size_t... I>
 inline Vector mixed(Vector x, Vector y, std::index_sequence<I...>) {
 #if defined(__clang__) || __GNUC__ >= 12
@@ -52,7 +52,7 @@ inline Vector mixed(Vector x, Vector y, std::index_sequence<I...>) {
   return __builtin_shuffle(x, y, Integers{int32_t((I & BIT ? WIDTH : 0) + (HIGH ? I | BIT : I & ~BIT))...});
 #endif
 }
-// Lane i is the sum of x[i], for WIDTH vectors, which are lost.
+// Lane i is the sum of x[i], for WIDTH vectors, which are overwritten.
 template <size_t BIT = 1>
 inline Vector sums(Vector* x) {
   if constexpr (BIT == WIDTH) {
@@ -65,7 +65,7 @@ inline Vector sums(Vector* x) {
   }
 }
 
-// A key or value as vectors of floats: N of them, or for N = 0 as many as it has.
+// A key or value as N vectors of floats; N = 0 means a number known at run time.
 template <class T, int N>
 struct Row {
   static constexpr int MOST = N ? N : WIDEST / WIDTH;
@@ -83,7 +83,7 @@ struct Row {
   int size() const { return N ? N : n; }
 
   template <class From>
-  Vector product(const From* with) const {  // its lanes have the product as their sum
+  Vector product(const From* with) const {  // the sum of its lanes is the product
     Vector even{}, odd{};
     for (int i = 0; i + 1 < size(); i += 2) {
       even += x[i] * load((const float*)(with + i * WIDTH));
@@ -99,7 +99,7 @@ inline void fetch(const T* row, int64_t width) {
   for (int64_t byte = 0; byte < width * int64_t(sizeof(T)); byte += 64) __builtin_prefetch((const char*)row + byte);
 }
 
-// The keys or values of one head: that of token j is in page table[j / page].
+// The keys or values of one head; token j is in page table[j / page].
 template <class T>
 struct Pages {
   const T* base;
@@ -127,14 +127,14 @@ struct Power {
   double at(int64_t row, double n) const { return rows ? rows[row] : base + slope * std::log(std::max(n, n0) / n0); }
 };
 
-// u = slope * f - subtracted, of which the weight is the power; below ``cut`` f's weight does not count.
+// u = slope * f - subtracted, and the weight is u^power. The weight is negligible if f < cut.
 struct RowTerms {
   bool sharp;
   float slope, subtracted, power, cut, top;
 };
 
 struct Piece {
-  int64_t sequence, head, begin, end;  // of the keys that the row sees, counted from the first of them
+  int64_t sequence, head, begin, end;  // a range of the visible keys, relative to the first
 };
 
 template <class T>
@@ -146,25 +146,25 @@ struct Decode {
   double score_scale;
   bool normalized_keys;
   at::Tensor out;
-  std::vector<int64_t> start, count;  // of each sequence
+  std::vector<int64_t> start, count;  // per sequence
   std::vector<Piece> pieces;
-  std::vector<int64_t> first_piece;  // of each sequence and key head
+  std::vector<int64_t> first_piece;  // per sequence and key head
   int64_t heads = q.size(1), kv_heads = k.size(1), shared = heads / kv_heads, depth = q.size(-1), width = v.size(3);
   int64_t padded_depth = rounded_up(depth, WIDTH), padded_width = rounded_up(width, WIDTH), stride = 0;
   float *unit = nullptr, *f = nullptr, *totals = nullptr, *tops = nullptr, *norms = nullptr, *outs = nullptr;
-  // So much weight in all, beside a row's largest, is left out at most.
+  // Bound on the total weight left out, relative to the largest weight of a row.
   static constexpr double NEGLIGIBLE = sizeof(T) == 4 ? 0x1p-24 : 0x1p-14;
-  std::atomic<bool> bad{false};  // a number that is not finite: the general path finds out who must feel it
+  std::atomic<bool> bad{false};  // a number is not finite: the general path decides which outputs it affects
 
   Pages<T> pages(const at::Tensor& x, const Piece& piece) const {
     return {x.const_data_ptr<T>() + piece.head * x.stride(1), table + piece.sequence * blocks, uint32_t(x.size(2)),
             x.stride(0), x.stride(2)};
   }
 
-  // The query as a unit vector times the scale of its scores, to base 2.
+  // The normalized query times the scale of its scores, in base 2.
   void scale_query(int64_t row) {
     const T* x = q.const_data_ptr<T>() + row / heads * q.stride(0) + row % heads * q.stride(1);
-    double n = double(count[row / heads]), square = 0;  // double holds the squares of every float
+    double n = double(count[row / heads]), square = 0;  // the square of any float fits into a double
     for (int64_t i = 0; i < depth; i++) square += double(x[i]) * double(x[i]);
     double scale = square == 0 || n == 0 ? 0 : score_scale * std::log(n) * M_LOG2E / std::sqrt(square);
     for (int64_t i = 0; i < padded_depth; i++) unit[row * padded_depth + i] = i < depth ? float(double(x[i]) * scale) : 0;
@@ -174,19 +174,19 @@ struct Decode {
     for (int i = 0; i < WIDTH; i++) inverse[i] = 1 / std::sqrt(double(squares[i]));
     for (int i = 0; i < n; i++) {
       if (squares[i] > 1e-30f && squares[i] < 1e30f) continue;
-      double exact = 0;  // holds the squares of every float
+      double exact = 0;  // the square of any float fits into a double
       for (int64_t d = 0; d < depth; d++) exact += double(keys[i][d]) * double(keys[i][d]);
       inverse[i] = exact == 0 ? 0 : 1 / std::sqrt(exact);
     }
   }
 
-  // f = softplus(score) of a piece's keys, its sum and its largest.
+  // f = softplus(score) of a piece's keys, with its sum and maximum.
   template <int N>
   void score(int64_t number) {
     const Piece& piece = pieces[number];
     Pages<T> cache = pages(k, piece);
     int count_here = int(piece.end - piece.begin);
-    // Also of the next piece: the same thread mostly goes on with it.
+    // Includes the start of the next piece, which the same thread usually takes.
     int known = int(std::min(piece.end + AHEAD, count[piece.sequence]) - piece.begin);
     const T* keys[CHUNK + AHEAD];
     cache.find(uint32_t(start[piece.sequence] + piece.begin), known, keys);
@@ -242,7 +242,7 @@ struct Decode {
     return {true, float(slope), float(subtracted), float(p), std::min(float(cut), top), top};
   }
 
-  // The values of a piece by their weights, and the sum of these.
+  // The weighted sum of a piece's values, and the sum of the weights.
   template <int N>
   void gather(int64_t number) {
     const Piece& piece = pieces[number];
@@ -263,7 +263,7 @@ struct Decode {
           n -= counts[i];
         }
       }
-      while (n && chosen[n - 1] >= piece.end) n--;  // padding counts where every key does
+      while (n && chosen[n - 1] >= piece.end) n--;  // padding is chosen when every key is
       for (int i = 0; i < n; i++) rows[i] = cache[uint32_t(start[piece.sequence]) + chosen[i]];
       for (int h = 0; h < now; h++) {
         const RowTerms& own = term[h];
@@ -372,8 +372,8 @@ struct Decode {
   }
 };
 
-// q (B, H, D) or (B, H, 1, D); k and v (pages, H_kv, page, D); table (B, blocks) of the pages of each sequence, or none
-// where page b is all that sequence b has; start and end (B or 1) of the keys that it sees. Nothing where a number is
+// q (B, H, D) or (B, H, 1, D); k and v (pages, H_kv, page, D); block_table (B, blocks): the pages of each sequence, or
+// none if sequence b has only page b; start and end (B or 1): the range of visible keys. Returns nothing if a number is
 // not finite.
 std::optional<at::Tensor> decode(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
                                  const std::optional<at::Tensor>& block_table, const at::Tensor& start,

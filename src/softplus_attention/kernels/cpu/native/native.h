@@ -1,5 +1,5 @@
-// What the kernels share: vectors of floats, the functions of the method on them, and products of small matrices.
-// Compilers' own vectors, not one CPU's: the same source is AVX-512, AVX2 or NEON.
+// Shared by the kernels: vectors of floats, the functions of the method on them, and products of small matrices.
+// The compiler's vector types compile to AVX-512, AVX2 or NEON from the same source.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +24,7 @@ constexpr int WIDTH = 8;
 #else
 constexpr int WIDTH = 4;
 #endif
-// Of a product's tile: so many rows by so many vectors stay in registers.
+// Register tile of a matrix product: rows and vectors.
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
 #else
@@ -85,13 +85,13 @@ inline Vector exp2(Vector x) {
   return scale * (r * polynomial(r, EXP2_MINUS_1)) + scale;
 }
 
-// log2(1 + x) / x from 0 to 1, less the first coefficient, and from sqrt(1/2) - 1 to sqrt(2) - 1.
+// log2(1 + x) / x without the first coefficient, for x in [0, 1] and in [sqrt(1/2) - 1, sqrt(2) - 1].
 constexpr float LOG2_FAR[] = {-0.7213461399f, 0.4808497131f, -0.3600119948f,  0.2838634551f,  -0.2208120674f,
                               0.1529767662f,  -0.08217362314f, 0.02863874659f, -0.004679948092f};
 constexpr float LOG2_NEAR[] = {-0.7213473320f, 0.4808982313f, -0.3606967032f, 0.2885675728f, -0.2396162748f,
                                0.2045967281f,  -0.1910687983f, 0.1862045974f, -0.1099718437f};
 
-// log2(1 + 2^t), to a unit in the last place or two also where it is small, for any finite t.
+// log2(1 + 2^t) for any finite t, with an error of one or two units in the last place, also where it is small.
 inline Vector softplus2(Vector t) {
   Vector e = exp2(largest(least(t, -t), all(-126.f)));
   return e * (e * polynomial(e, LOG2_FAR) + LOG2_E) + largest(t, Vector{});
@@ -111,7 +111,7 @@ inline Vector log2(Vector x) {
   return (m * m * polynomial(m, LOG2_NEAR) + m * LOG2_E) + __builtin_convertvector(exponent, Vector);
 }
 
-// What a product multiplies: floats, or pairs of bfloat16 that are neighbours along the sum (AVX-512 with bfloat16).
+// Operands of a product: floats, or pairs of bfloat16 that are adjacent in the summed dimension (AVX512_BF16).
 using Pair = uint32_t;
 template <class T>
 struct Factor;
@@ -138,7 +138,7 @@ struct Factor<Pair> {
   }
 };
 
-// Rounds to bfloat16: neighbours in a row of x, and rows 2i and 2i + 1 as row i of pairs.
+// Both round to bfloat16. to_pairs packs rows 2i and 2i + 1 into row i of pairs.
 inline void to_halves(const float* x, int64_t count, uint16_t* to) {
   for (int64_t i = 0; i < count; i += WIDTH)
     _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
@@ -217,8 +217,8 @@ inline void vectors_left(int64_t vectors, int64_t rows, int64_t depth, const T* 
   panel<VECTORS>(rows, depth, a, a_row, a_step, b, b_row, c, c_row, add);
 }
 
-// C (rows x columns) = [C +] A B, where A(i, k) is a[i * a_row + k * a_step] and ``columns`` are whole vectors. Of pairs
-// everything but C's rows is counted in pairs.
+// C (rows x columns) = [C +] A B. A(i, k) is a[i * a_row + k * a_step]; ``columns`` is a multiple of WIDTH. For
+// T = Pair, everything except the rows of C is counted in pairs.
 template <class T>
 inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_row, int64_t a_step,
                      const T* b, int64_t b_row, float* c, int64_t c_row, bool add) {

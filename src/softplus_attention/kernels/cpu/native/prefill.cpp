@@ -1,8 +1,8 @@
 // Attention over ranges of keys, forward and backward: docs/method.md in blocks of rows, as ../chunked.py computes it.
 //
-// A block is some rows of one head. Its scores lie as [key][row], so that sums over keys are sums of vectors, products
-// with queries and gradients need no other layout of K and V than their own, and a row's numbers are one lane.
-// Logarithms and exponentials are of base 2: f here is softplus / ln 2.
+// A block is some rows of one head. Scores are stored as [key][row]. Sums over keys are then sums of vectors, products
+// with queries and gradients read K and V in their own layout, and each row is one lane.
+// Logarithms and exponentials are in base 2: f here is softplus / ln 2.
 
 #include "native.h"
 
@@ -21,15 +21,15 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t LANES = 64;           // rows of a block
-constexpr int64_t KEYS = 60;            // keys of which scores and values are in the first cache together
-constexpr int64_t WORTH_THREADS = 1 << 15;  // pairs of a row and a key
-constexpr int64_t LARGEST_POWER = 1 << 16;  // a steeper one needs u = 1 exactly: ../chunked.py
-constexpr int64_t HEADS_AT_ONCE = 8;    // key heads that suffice to keep all threads busy in the backward
+constexpr int64_t LANES = 64;           // rows per block
+constexpr int64_t KEYS = 60;            // keys whose scores and values fit into the L1 cache together
+constexpr int64_t WORTH_THREADS = 1 << 15;  // (row, key) pairs; fewer are not worth threads
+constexpr int64_t LARGEST_POWER = 1 << 16;  // a larger one needs u = 1 exactly: ../chunked.py
+constexpr int64_t HEADS_AT_ONCE = 8;    // key heads that keep all threads busy in the backward
 
 enum class Kind { none, integer, real };
 
-// Where the rows of (B, H, T, D) in float32 are.
+// Rows of a float32 tensor (B, H, T, D).
 struct Rows {
   const float* data;
   int64_t batch, head, row;
@@ -38,7 +38,7 @@ struct Rows {
   const float* at(int64_t b, int64_t h, int64_t i) const { return data + b * batch + h * head + i * row; }
 };
 
-// x itself, or a copy in float32 whose rows are whole vectors, filled up with zeros.
+// x, or a float32 copy whose rows are padded with zeros to whole vectors.
 Tensor whole_vectors(const Tensor& x) {
   int64_t width = rounded_up(x.size(3), WIDTH);
   if (x.scalar_type() == at::kFloat && width == x.size(3) && x.stride(3) == 1) return x;
@@ -49,13 +49,13 @@ Tensor whole_vectors(const Tensor& x) {
   return copy;
 }
 
-// x, or a copy without gaps between the rows of a head. Models transpose (B, T, H, D): rows that are KiBs apart fall into
-// a few sets of the first cache, and every block of rows reads them again.
+// x, or a copy without gaps between the rows of a head. Models transpose (B, T, H, D), so rows are KiBs apart. They map
+// to a few sets of the L1 cache, and every block of rows reads them again.
 Tensor close_rows(const Tensor& x, int64_t reads) {
   return reads > 4 * LANES && x.stride(2) != x.size(3) ? x.contiguous() : x;
 }
 
-// Tensors are float32 with rows of whole vectors in here; what goes out has their own dtype and width.
+// Converts an internal tensor, float32 with rows of whole vectors, to the dtype and width of ``like``.
 Tensor as_given(const Tensor& x, const Tensor& like) {
   return x.narrow(3, 0, like.size(3)).to(like.scalar_type()).contiguous();
 }
@@ -80,15 +80,15 @@ double exact_sum(Vector x) {
   return total;
 }
 
-// Of each sequence, the keys from the first to the last that one of its rows sees, or the rows from the first to the last
-// that see a key: the others may hold anything.
+// For each sequence, the range from the first to the last visible key, or from the first to the last row that sees a
+// key. Anything outside may be uninitialized.
 using Seen = std::vector<std::pair<int64_t, int64_t>>;
 
 struct Norms {
-  bool finite, normal, moderate;  // none of those that are finite is near the limits of float32; nor is a product of two
+  bool finite, normal, moderate;  // normal: no finite norm is near float32's limits; moderate: nor a product
 };
 
-// 1 / |x| of rows of whole vectors, 0 for a zero row, NaN for one that is not finite.
+// 1 / |x| of each row; 0 for a zero row, NaN for one that is not finite.
 Norms inverse_norms(const Tensor& x, const Seen& seen, float* found) {
   Rows rows(x);
   int64_t heads = x.size(1), length = x.size(2), width = x.size(3);
@@ -101,7 +101,7 @@ Norms inverse_norms(const Tensor& x, const Seen& seen, float* found) {
         Vector squares{}, high{};
         for (int64_t d = 0; d < width; d += WIDTH) high = largest(high, largest(load(row + d), -load(row + d)));
         float size = largest(high);
-        // By a power of two, so that squares stay in float32 and the size of a vector changes no digit.
+        // A power of two keeps the squares in the range of float32 without rounding.
         float scale = size > 0 ? std::ldexp(1.f, -std::ilogb(size)) : 1;
         for (int64_t d = 0; d < width; d += WIDTH) {
           Vector y = load(row + d) * scale;
@@ -135,14 +135,14 @@ bool is_finite(const Tensor& x, const Seen& seen) {
   return fine;
 }
 
-// Rows of bfloat16 of which two neighbours are a pair; x itself where it can be read so.
+// x as rows of bfloat16 pairs; copied only if it cannot be read that way.
 Tensor halves(const Tensor& x) {
   bool even = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 4 == 0;
   for (int d = 0; d < 3; d++) even = even && x.stride(d) % 2 == 0;
   return even ? x : x.contiguous();
 }
 
-// Where the rows of (B, H, T, D / 2) pairs are.
+// Rows of pairs of a tensor (B, H, T, D / 2).
 struct PairRows {
   const Pair* data;
   int64_t batch, head, row;
@@ -153,12 +153,12 @@ struct PairRows {
 };
 
 struct Block {
-  int64_t row, rows;         // the first, and how many
-  int32_t low, high;         // keys that some row sees
+  int64_t row, rows;         // first row, number of rows
+  int32_t low, high;         // keys that at least one row sees
   int32_t all_from, all_to;  // keys that all rows see
 };
 
-// Rows whose ranges have nothing in common (packed documents) are put into different blocks.
+// Rows with disjoint ranges (packed documents) go into different blocks.
 std::vector<Block> blocks_of(const int32_t* start, const int32_t* end, int64_t length) {
   std::vector<Block> blocks;
   for (int64_t row = 0; row < length; row++) {
@@ -184,13 +184,13 @@ std::vector<Block> blocks_of(const int32_t* start, const int32_t* end, int64_t l
   return blocks;
 }
 
-// The inputs of a call, after the checks.
+// The checked inputs of a call.
 struct Problem {
   int64_t batch, heads, key_heads, shared, length, keys, width, value_width, first;
-  Tensor q, k, v;              // float32, rows of whole vectors; of k and v the keys from ``first`` on that are seen
-  Tensor start, end;           // (1 or B, T_q), from ``first`` on
+  Tensor q, k, v;              // float32, rows of whole vectors; k and v start at ``first``
+  Tensor start, end;           // (1 or B, T_q), relative to ``first``
   Tensor query_norms, key_norms;  // 1 / |x|
-  std::vector<std::vector<Block>> blocks;  // of each sequence, or one for all
+  std::vector<std::vector<Block>> blocks;  // per sequence, or one for all
   int64_t longest = 0, pairs = 0;
   Kind kind = Kind::none;
   int integer = 0;
@@ -200,9 +200,9 @@ struct Problem {
   bool offset = true;
   double score_scale = 1;
   bool normalized_keys = false;
-  // Products of bfloat16 where the inputs are: of q, k, v and the output's gradient as they are, and of rounded weights.
+  // For bfloat16 inputs, products use bfloat16: q, k, v and grad_out as given, and rounded weights.
   bool half = false;
-  Tensor q_half, k_half, v_half, v_pairs;  // v_pairs: keys 2i and 2i + 1 as row i, 0 where nobody sees one
+  Tensor q_half, k_half, v_half, v_pairs;  // v_pairs: keys 2i and 2i + 1 as row i; 0 for a key that no row sees
 
   const std::vector<Block>& blocks_of_sequence(int64_t b) const { return blocks[blocks.size() == 1 ? 0 : b]; }
   const int32_t* starts(int64_t b) const {
@@ -213,7 +213,7 @@ struct Problem {
 
 void take_halves(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Seen& seen) {
   p.q_half = halves(q), p.k_half = halves(k.narrow(2, p.first, p.keys)), p.v_half = halves(v.narrow(2, p.first, p.keys));
-  for (auto& blocks : p.blocks)  // keys are taken two by two; the rows of a block do not see one that is added
+  for (auto& blocks : p.blocks)  // keys come in pairs; no row of the block sees an added key
     for (Block& block : blocks) block.low &= ~1, p.longest = std::max<int64_t>(p.longest, block.high - block.low);
   int64_t pairs = (p.keys + 1) / 2;
   p.v_pairs = at::empty({p.batch, p.key_heads, pairs, p.value_width}, q.options().dtype(at::kInt));
@@ -234,7 +234,7 @@ void take_halves(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, 
   });
 }
 
-// False where the call is none for these kernels: numbers that are not finite, norms near the limits, steep powers.
+// False if these kernels do not support the call: non-finite numbers, norms near the limits, large powers.
 bool prepare(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& start, const Tensor& end,
              bool sharpen, double power, const std::optional<Tensor>& power_rows,
              const std::optional<std::vector<double>>& by_length, bool offset, double score_scale,
@@ -290,7 +290,7 @@ bool prepare(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, cons
     if (p.half && high > low) low &= ~int64_t(1);
     seen[b] = {low, std::max(low, high)}, rows[b] = {from, std::max(from, to)};
   }
-  // A query that is not finite spoils its own row of the output, but the gradients of all keys.
+  // A non-finite query affects only its own row of the output, but the gradients of all keys.
   Norms of_q = inverse_norms(p.q, rows, p.query_norms.mutable_data_ptr<float>());
   Norms of_k = inverse_norms(p.k, seen, p.key_norms.mutable_data_ptr<float>());
   bool fine = of_q.normal && (of_q.finite || forward) && of_k.normal && of_k.finite && is_finite(p.v, seen);
@@ -310,7 +310,7 @@ inline Vector raised(Vector u, int n) {
   return y;
 }
 
-// u^power of a lane, and u^(power - 1) with log2 u. u is 0 or so large that no weight is below 2^-100; u^0 is 0 at 0.
+// u^power per lane, and u^(power - 1) with log2 u. u is 0 or large enough that no weight is below 2^-100; 0^0 is 0.
 template <Kind kind>
 struct Power {
   int whole;
@@ -332,7 +332,7 @@ struct Power {
   }
 };
 
-// Sums of lanes in float64: of R's digits all are needed where the scores of a row are nearly equal.
+// Lane sums in float64: rows with nearly equal scores need all digits of R.
 struct LaneSums {
   using Half = float __attribute__((vector_size(WIDTH * 2)));
   using Doubles = double __attribute__((vector_size(WIDTH * 4)));
@@ -347,7 +347,7 @@ struct LaneSums {
   }
 };
 
-// A block of one head, and the numbers of its rows.
+// A block of one head, with per-row values.
 struct Work {
   const Problem& p;
   int64_t b, h, key_head, vectors, lanes;
@@ -356,10 +356,10 @@ struct Work {
   alignas(64) float query_norm[LANES];
   double scale[LANES];
   alignas(64) float mean[LANES], slope[LANES], rest[LANES];  // u = (f - mean) * slope - rest
-  alignas(64) float floor[LANES], power[LANES];                     // and 0 below floor
+  alignas(64) float floor[LANES], power[LANES];                     // u = 0 below floor
   alignas(64) float highest[LANES] = {};
   alignas(64) double total[LANES] = {};  // R
-  alignas(64) float plain[LANES];  // not 0 in rows of equal scores, whose weights are those of the first stage
+  alignas(64) float plain[LANES];  // nonzero for rows of equal scores, which use the weights of the first stage
   alignas(64) float counts[LANES], height[LANES], offset[LANES];
   bool some_plain = false;
 
@@ -390,18 +390,18 @@ struct Work {
     return p.key_norms.const_data_ptr<float>() + (b * p.key_heads + key_head) * p.keys;
   }
 
-  // [d][row]: the rows of x from the block's first on, each times a factor.
+  // Writes the block's rows of x, each times a factor, as [d][row].
   void transpose(const float* x, int64_t row, int64_t width, const float* factor, float* to) const {
     for (int64_t i = 0; i < lanes; i++)
       for (int64_t d = 0; d < width; d++) to[d * lanes + i] = i < block.rows && factor[i] != 0 ? x[i * row + d] * factor[i] : 0;
   }
 
-  const Pair* value_pairs(int64_t j) const {  // of an even j
+  const Pair* value_pairs(int64_t j) const {  // j must be even
     return reinterpret_cast<const Pair*>(p.v_pairs.const_data_ptr<int32_t>()) +
            ((b * p.key_heads + key_head) * p.v_pairs.size(2) + j / 2) * p.value_width;
   }
 
-  // [d / 2][row]
+  // Writes the block's rows of x as [d / 2][row].
   void transpose_pairs(const Tensor& x, int64_t width, Pair* to) const {
     PairRows pairs(x);
     const Pair* from = pairs.at(b, h, block.row);
@@ -418,7 +418,7 @@ struct Work {
     transpose(q.at(b, h, block.row), q.row, p.width, factor, to);
   }
 
-  // Adds the values of ``keys`` keys from j on, times w [key][row], to [row][d]; ``w`` has room for pairs behind it.
+  // Adds the values of ``keys`` keys from j, times w [key][row], to sums [row][d]. ``w`` has space for pairs after it.
   void add_values(const float* w, int64_t j, int64_t keys, float* sums) const {
     if (p.half) {
       Pair* pairs = reinterpret_cast<Pair*>(const_cast<float*>(w) + KEYS * lanes);
@@ -430,12 +430,12 @@ struct Work {
     }
   }
 
-  // f of ``keys`` keys from j on, 0 where a row does not see one; R and the largest f grow with them.
+  // f of ``keys`` keys from j, 0 if the row does not see the key. Updates R and the largest f.
   void softplus(const float* queries, int64_t j, int64_t keys, float* f) {
     if (p.half)
       multiply(keys, lanes, p.width / 2, PairRows(p.k_half).at(b, key_head, j), PairRows(p.k_half).row, 1,
                reinterpret_cast<const Pair*>(queries), lanes, f, lanes, false);
-    else for (int64_t d = 0; d < p.width; d += 32)  // sums of sums: the powers feel every digit of a score
+    else for (int64_t d = 0; d < p.width; d += 32)  // blocked summation: powers amplify rounding errors of scores
       multiply(keys, lanes, std::min<int64_t>(32, p.width - d), key(j) + d, Rows(p.k).row, 1, queries + d * lanes,
                lanes, f, lanes, d > 0);
     const float* norms = key_norms() + j;
@@ -461,7 +461,7 @@ struct Work {
     }
   }
 
-  // What follows from R and max f.
+  // Per-row terms that follow from R and max f.
   void use_sums() {
     for (int64_t i = 0; i < lanes; i++) {
       double share = counts[i] / (counts[i] > 0 ? total[i] : 1), above = share * highest[i] - offset[i];
@@ -471,7 +471,7 @@ struct Work {
       if (equal) above = 1;
       double average = offset[i] ? offset[i] / share : 0, steepness = share / above;
       height[i] = above, mean[i] = average, slope[i] = steepness;
-      rest[i] = (average - mean[i]) * steepness;  // of rows whose scores are nearly equal u keeps all its digits
+      rest[i] = (average - mean[i]) * steepness;  // keeps all digits of u in rows with nearly equal scores
       floor[i] = std::exp2(-100 / power[i]);
     }
   }
@@ -481,7 +481,7 @@ struct Work {
     return u >= load(floor + v) ? u : Vector{};
   }
 
-  // w of ``keys`` keys, from their f; adds to W.
+  // w of ``keys`` keys from their f; adds to W.
   template <Kind kind>
   void weigh(const float* f, int64_t keys, float* w, float* total) const {
     for (int64_t v = 0; v < lanes; v += WIDTH) {
@@ -517,7 +517,7 @@ void forward_block(Work& work, float* buffer, Tensor& out, float* const stats[3]
   const Block& block = work.block;
   int64_t lanes = work.lanes, keys = block.high - block.low;
   float* queries = buffer;
-  float* sums = queries + p.width * lanes;  // of weighted values, [row][d]
+  float* sums = queries + p.width * lanes;  // weighted values, [row][d]
   float* w = sums + lanes * p.value_width;
   float* f = w + 2 * KEYS * lanes;
   alignas(64) float norm[LANES] = {};
@@ -552,7 +552,7 @@ void forward_block(Work& work, float* buffer, Tensor& out, float* const stats[3]
   }
 }
 
-// What the blocks of a backward share, float32: (B, H, T_q, ...), and (chunks, B, H_kv, keys, ...) for dk and dv.
+// Shared by the blocks of a backward, float32: (B, H, T_q, ...), and (chunks, B, H_kv, keys, ...) for dk and dv.
 struct Gradients {
   const Tensor &grad_out, &stats;
   Tensor dq, dk, dv, d_power, grad_half;
@@ -569,8 +569,8 @@ void backward_block(Work& work, float* buffer, Gradients& g, int64_t chunk) {
     return;
   }
   float* queries = buffer;                            // [d][row], as in the forward
-  float* scaled = queries + p.width * lanes;          // [row][d]: unit vectors times their scale
-  float* grads = scaled + p.width * lanes;            // [d][row]: of the output
+  float* scaled = queries + p.width * lanes;          // [row][d]: normalized queries times their scale
+  float* grads = scaled + p.width * lanes;            // [d][row]: grad_out
   float* dq = grads + p.value_width * lanes;          // [row][d]
   float* w = dq + p.width * lanes;
   float* grad_pairs = w + 2 * KEYS * lanes;           // [row / 2][d]
@@ -650,8 +650,8 @@ void backward_block(Work& work, float* buffer, Gradients& g, int64_t chunk) {
     }
   }
 
-  // dx = rise * u^(p-1) * (dP - delta), ds = (dx - eps) * N / R * slope of softplus: first dx over dP, the slope over f
-  // and their sums, apart from the sums above, since delta is nearly the dP of a key with most of the weight.
+  // dx = rise * u^(p-1) * (dP - delta), ds = (dx - eps) * N / R * slope of softplus. This pass overwrites dP by dx and
+  // f by the slope, and sums dx. It needs the complete delta, which is nearly the dP of a key with most of the weight.
   alignas(64) float rise[LANES], eps[LANES], fall[LANES];
   for (int64_t i = 0; i < lanes; i++) {
     bool plain = kind == Kind::none || work.plain[i] != 0;
@@ -682,7 +682,7 @@ void backward_block(Work& work, float* buffer, Gradients& g, int64_t chunk) {
   for (int64_t i = 0; i < lanes; i++) {
     bool plain = kind == Kind::none || work.plain[i] != 0;
     eps[i] = plain ? 0 : work.offset[i] / std::max(1.f, work.counts[i]) * dx_sum[i];
-    // sum w ln u (dP - delta), of which log_sum has the factors of dx
+    // sum w ln u (dP - delta); log_sum still has the factors of dx
     if (g.d_power.defined() && i < rows)
       g.d_power.mutable_data_ptr<float>()[first + i] =
           plain ? 0 : LN_2 * log_sum[i] * work.height[i] / work.power[i];
@@ -702,7 +702,7 @@ void backward_block(Work& work, float* buffer, Gradients& g, int64_t chunk) {
     multiply(count, p.width, rows, w, lanes, 1, scaled, p.width, dk + j * p.width, p.width, true);
   }
 
-  // Through the l2-normalisation of the queries.
+  // Backward of the L2 normalization of the queries.
   float* to = g.dq.mutable_data_ptr<float>() + first * p.width;
   for (int64_t i = 0; i < rows; i++) {
     Vector dot{};
@@ -716,7 +716,7 @@ void backward_block(Work& work, float* buffer, Gradients& g, int64_t chunk) {
   }
 }
 
-// Adds up the chunks, in order, into the first, and goes through the l2-normalisation of the keys.
+// Adds the chunks in order into the first, then applies the backward of the L2 normalization of the keys.
 void finish_keys(const Problem& p, Gradients& g, int64_t chunks) {
   int64_t key_heads = p.batch * p.key_heads;
   float *dk = g.dk.mutable_data_ptr<float>(), *dv = g.dv.mutable_data_ptr<float>();
@@ -752,7 +752,7 @@ struct Item {
   const Block* block;
 };
 
-// [out, stats], or nothing where the call is for PyTorch's operations.
+// Returns [out, stats], or nothing if PyTorch operations must compute the call.
 std::vector<Tensor> prefill_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& start,
                                     const Tensor& end, bool sharpen, double power,
                                     const std::optional<Tensor>& power_rows,
@@ -767,7 +767,7 @@ std::vector<Tensor> prefill_forward(const Tensor& q, const Tensor& k, const Tens
   Tensor stats = at::empty({3, p.batch, p.heads, p.length}, floats);
   float* const rows[3] = {stats[0].mutable_data_ptr<float>(), stats[1].mutable_data_ptr<float>(),
                           stats[2].mutable_data_ptr<float>()};
-  // The longest first: started last, they would leave threads waiting.
+  // The longest blocks first; started last, they would leave threads idle.
   std::vector<Item> items;
   for (int64_t b = 0; b < p.batch; b++)
     for (const Block& block : p.blocks_of_sequence(b))
@@ -786,7 +786,7 @@ std::vector<Tensor> prefill_forward(const Tensor& q, const Tensor& k, const Tens
   return {as_given(out, v), stats};
 }
 
-// The gradient of all keys: zero for those that nobody saw.
+// The gradient of all keys; zero for keys that no row sees.
 Tensor of_all_keys(const Tensor& x, const Tensor& like, int64_t first) {
   if (x.size(2) == like.size(2)) return as_given(x, like);
   Tensor full = at::zeros(like.sizes(), like.options());
@@ -794,7 +794,7 @@ Tensor of_all_keys(const Tensor& x, const Tensor& like, int64_t first) {
   return full;
 }
 
-// [dq, dk, dv, d_power], or nothing where the call is for PyTorch's operations.
+// Returns [dq, dk, dv, d_power], or nothing if PyTorch operations must compute the call.
 std::vector<Tensor> prefill_backward(const Tensor& grad_out, const Tensor& stats, const Tensor& q, const Tensor& k,
                                      const Tensor& v, const Tensor& start, const Tensor& end, bool sharpen,
                                      double power, const std::optional<Tensor>& power_rows,
@@ -807,8 +807,8 @@ std::vector<Tensor> prefill_backward(const Tensor& grad_out, const Tensor& stats
   Tensor grad = whole_vectors(grad_out), rows = stats.contiguous();
   if (!is_finite(grad, Seen(p.batch, {0, p.length}))) return {};
 
-  // Each chunk of a key head's blocks has sums of its own. How many there are follows from the shape alone, so that
-  // every number of threads adds in the same order.
+  // Each chunk of a key head's blocks has its own sums. The number of chunks depends only on the shape, so that the
+  // order of additions does not depend on the number of threads.
   int64_t key_heads = p.batch * p.key_heads, most_blocks = 0;
   for (const auto& blocks : p.blocks) most_blocks = std::max<int64_t>(most_blocks, blocks.size() * p.shared);
   int64_t chunks = std::min((HEADS_AT_ONCE + key_heads - 1) / key_heads, most_blocks);
