@@ -145,6 +145,7 @@ def with_layers_in_bin(model: Path) -> None:
         (with_layers_in_bin, "num_hidden_layers is 10000000"),
         (with_content("generation_config.json", b'{"dola_layers": "low"}'), "trust_remote_code"),
         (with_content("tokenizer_config.json", b'{"tokenizer_class": "RagTokenizer"}'), "RagTokenizer"),
+        (json_with("tokenizer_config.json", model_max_length=""), "not supported between instances"),
         (with_content("config.json", b'{"model_type": "llama", "hidden_size": "a\\nb"}'), "hidden_size"),
     ],
     ids=[
@@ -315,3 +316,20 @@ def test_names_are_printed_clean(trained: Path, tmp_path: Path) -> None:
 def test_full_disk_in_evaluate_maps(trained: Path, tmp_path: Path) -> None:
     arguments = ("--text", "a cat " * 100, "--output", tmp_path / "out")
     check_full(run("evaluate", "maps", trained / "run" / "model", *arguments, limits=Limits(file_size=20_000)))
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_weights_that_overflow(trained: Path, tmp_path: Path, temperature: int) -> None:
+    """Logits that pass the check at loading: divided by the temperature they are infinite."""
+    from safetensors.torch import load_file, save_file
+
+    model = tmp_path / "model"
+    shutil.copytree(trained / "run" / "model", model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][50:] *= 1e38
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    words = ("--model", model, "--prompt", "cats", "--max-new-tokens", 3, "--temperature", temperature)
+    done = run("generate", *words)
+    assert done.status == 2
+    assert "a logit is NaN or above 1e+20, so the weights are damaged or overflow" in done.errors[0]
+    assert len(done.errors) == 1

@@ -279,3 +279,13 @@ def test_output_that_cannot_be_written(everything, capsys):
     error = capsys.readouterr().err
     assert "Not a directory (--output " in error
     assert "Traceback" not in error
+
+
+def test_results_with_nothing_to_show(tmp_path: Path) -> None:
+    """A page that names the file, though no section is left."""
+    results = report_results.lengths(0.1)
+    results["lengths"][0] = None
+    report_results.write(tmp_path, {"lengths--model.json": report_results.frame("lengths", "model", results)})
+    written = build.write_report(tmp_path)
+    assert "lengths--model.json" in written.page.read_text()
+    assert (written.figures, written.verdicts) == (0, [])

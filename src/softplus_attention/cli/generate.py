@@ -15,6 +15,8 @@ from softplus_attention.utils.files import clean_text
 from softplus_attention.utils.untrusted import read_option
 from softplus_attention.validation import fail
 
+LARGEST_LOGIT = 1e20  # larger ones overflow when they are divided by a temperature
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -85,7 +87,10 @@ def run(options: argparse.Namespace) -> int:
     streamer = timed_streamer(tokenizer)
     print(prompt, end="", flush=True)
     try:
-        out = model.generate(**inputs, **kwargs, pad_token_id=pad, streamer=streamer, tokenizer=tokenizer)
+        checks = [logits_check(options.model)]
+        out = model.generate(
+            **inputs, **kwargs, pad_token_id=pad, streamer=streamer, tokenizer=tokenizer, logits_processor=checks
+        )
     except IndexError as error:
         reason = f"{length} + {options.max_new_tokens} tokens are more than this model has learned positions ({error})"
         raise ValueError(f"{reason}. Pass a shorter prompt or fewer --max-new-tokens") from None
@@ -105,6 +110,20 @@ def change_power(model: Any, power: float | PowerByLength) -> None:
         replace_learned_power(model, power)
     else:
         set_power(model, power)
+
+
+def logits_check(name: str) -> Any:
+    """With NaN, sampling ends in an error about probabilities, and greedy decoding continues with a wrong token."""
+    from transformers import LogitsProcessor
+
+    class LogitsCheck(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            if not bool(scores.max() < LARGEST_LOGIT):
+                reason = f"{name}: a logit is NaN or above {LARGEST_LOGIT:g}, so the weights are damaged or overflow"
+                raise ValueError(f"{reason} {scores.dtype}. Check the download, or pass --dtype float32")
+            return scores
+
+    return LogitsCheck()
 
 
 def timed_streamer(tokenizer: Any) -> Any:

@@ -69,8 +69,10 @@ def load(kind: Any, argument: str, source: str, trust_remote_code: bool, **kwarg
         if isinstance(found, tuple):
             check_eos_token(found[0].generation_config)
             found[0].config.return_dict = True
-        if kind is AutoTokenizer and not isinstance(found, PreTrainedTokenizerBase):
-            raise ValueError(f"tokenizer_class in its tokenizer_config.json is {type(found).__name__}")
+        if kind is AutoTokenizer:
+            if not isinstance(found, PreTrainedTokenizerBase):
+                raise ValueError(f"tokenizer_class in its tokenizer_config.json is {type(found).__name__}")
+            found("a")  # reads settings such as model_max_length
         return found
     # An untrusted folder can fail in any way; torch, tokenizers and safetensors raise errors of their own.
     except BaseException as error:

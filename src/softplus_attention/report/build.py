@@ -86,7 +86,8 @@ def write_report(
     links = {key: name for key, (name, _) in files.items()}
     write_whole(page, render_html(found, sections, links, beside.name, formats))
     written = write_files(beside, list(files.values()), progress, formats)
-    verdicts = [block for block in sections[0].blocks if isinstance(block, str)] if sections[0].title == SUMMARY else []
+    summaries = [section for section in sections if section.title == SUMMARY]
+    verdicts = [block for section in summaries for block in section.blocks if isinstance(block, str)]
     return Written(page, written, found, len(files), verdicts)
 
 
