@@ -150,7 +150,15 @@ def with_layers_in_bin(model: Path) -> None:
     ],
     ids=[
         *("attention", "layers", "sizes", "type", "deep", "nested", "end", "tokenizer", "pickle", "elsewhere", "fifo"),
-        *("kernel", "nested kernel", "layers in a pickle", "generation code", "tokenizer class", "line break"),
+        *(
+            "kernel",
+            "nested kernel",
+            "layers in a pickle",
+            "generation code",
+            "tokenizer class",
+            "tokenizer length",
+            "line break",
+        ),
     ],
 )
 def test_invalid_models_are_refused(trained: Path, tmp_path: Path, change: Callable[[Path], None], reason: str) -> None:
