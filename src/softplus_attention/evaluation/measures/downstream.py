@@ -134,10 +134,11 @@ def table(results: Results) -> str:
             key = (row["task"], row["metric"], "" if chance is None else f"{chance:.4f}")
             cells.setdefault(key, {})[result["model"]["name"]] = value
     width = max([20, *(len(name) + 2 for name in names)])
-    lines = [f"{'task':26}{'metric':14}{'chance':>8}" + "".join(f"{name:>{width}}" for name in names)]
+    first = max([26, *(len(task) + 2 for task, _, _ in cells)])
+    lines = [f"{'task':{first}}{'metric':14}{'chance':>8}" + "".join(f"{name:>{width}}" for name in names)]
     for (task, metric, chance), by_name in cells.items():
         lines.append(
-            f"{task:26}{metric:14}{chance:>8}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names)
+            f"{task:{first}}{metric:14}{chance:>8}" + "".join(f"{by_name.get(name, ''):>{width}}" for name in names)
         )
     return "\n".join([*lines, *skipped_lines(results)])
 
