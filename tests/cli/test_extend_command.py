@@ -1,4 +1,4 @@
-"""``softplus-attention extend`` in processes of its own: the folder it writes, stopped and taken up, bad input."""
+"""``softplus-attention extend`` as a process: its output folder, resuming, and invalid input."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None:
+def test_writes_an_extended_model(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "long"
-    words = ["--to", 2048, "--output", out, "--heads", 2, "--text", folder / "text.txt", *SMALL]
-    done = run("extend", folder / "llama", *words)
+    args = ["--to", 2048, "--output", out, "--heads", 2, "--text", folder / "text.txt", *SMALL]
+    done = run("extend", folder / "llama", *args)
     assert done.status == 0, done.text
-    assert "2 key heads see everything" in done.text
+    assert "2 key heads attend to all tokens" in done.text
     state = json.loads((out / "extend.json").read_text())
     assert state["complete"]
     assert set(state["measured"]) == {"original", "heads"}
@@ -45,7 +45,7 @@ def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(out)
     extension = Extension.from_config(model.config)
     assert (extension.trained, extension.length, extension.window, extension.near) == (256, 2048, 64, 64)
-    assert configured_length(model.config) == 256  # what evaluations call the training length
+    assert configured_length(model.config) == 256  # the training length in evaluations
     order = [tuple(head) for head in state["order"]]
     assert extension.far_heads == [sorted(h for layer, h in order[:2] if layer == number) for number in range(2)]
     found = model.generate(
@@ -53,18 +53,18 @@ def test_writes_a_model_that_reads_further(folder: Path, tmp_path: Path) -> None
     )
     assert isinstance(found.past_key_values, ExtendedCache)
     card = (out / "README.md").read_text()
-    assert "trained at 256 tokens, made to read 2,048" in card
+    assert "trained at 256 tokens and extended to 2,048" in card
     assert f"{state['measured']['heads']['loss']['400'][0]:.3f}" in card
     assert (out / "heads.png").is_file()
-    again = run("extend", folder / "llama", *words)
-    assert (again.status, again.text) == (0, f"complete already: {out}\n")
-    assert "begun with other options" in refused("extend", folder / "llama", *words, "--seed", 1)
+    again = run("extend", folder / "llama", *args)
+    assert (again.status, again.text) == (0, f"already complete: {out}\n")
+    assert "started with other options" in refused("extend", folder / "llama", *args, "--seed", 1)
 
 
-def test_stopped_it_goes_on(folder: Path, tmp_path: Path) -> None:
-    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
-    words += ["--prompts", 40, "--measure", "none"]
-    process = Process.start(*words, "--output", tmp_path / "stopped")
+def test_resumes_after_an_interrupt(folder: Path, tmp_path: Path) -> None:
+    args = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    args += ["--prompts", 40, "--measure", "none"]
+    process = Process.start(*args, "--output", tmp_path / "stopped")
     state = tmp_path / "stopped" / "extend.json"
     deadline = time.monotonic() + 100
     while not (state.exists() and len(json.loads(state.read_text())["scores"]) > 1):
@@ -75,17 +75,17 @@ def test_stopped_it_goes_on(folder: Path, tmp_path: Path) -> None:
     assert process.wait() == 130
     before = json.loads(state.read_text())["scores"]
     assert 1 < len(before) < 40
-    for name in ("stopped", "straight"):
-        assert run(*words, "--output", tmp_path / name).status == 0
-    ends = [json.loads((tmp_path / name / "extend.json").read_text()) for name in ("stopped", "straight")]
+    for name in ("stopped", "uninterrupted"):
+        assert run(*args, "--output", tmp_path / name).status == 0
+    ends = [json.loads((tmp_path / name / "extend.json").read_text()) for name in ("stopped", "uninterrupted")]
     assert ends[0]["scores"] == ends[1]["scores"]
     assert ends[0]["scores"][: len(before)] == before
 
 
 @pytest.mark.parametrize(("method", "kind"), [("yarn", "yarn"), ("ntk", "dynamic"), ("selfextend", ""), ("window", "")])
 def test_other_methods(method: str, kind: str, folder: Path, tmp_path: Path) -> None:
-    words = ["--to", 1024, "--output", tmp_path / "out", "--method", method, "--measure", "none"]
-    assert run("extend", folder / "llama", *words).status == 0
+    args = ["--to", 1024, "--output", tmp_path / "out", "--method", method, "--measure", "none"]
+    assert run("extend", folder / "llama", *args).status == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config
     if kind:
         assert (config.model_type, config.rope_parameters["rope_type"]) == ("llama", kind)
@@ -94,13 +94,13 @@ def test_other_methods(method: str, kind: str, folder: Path, tmp_path: Path) -> 
         assert far == (4 if method == "selfextend" else 0)
 
 
-def test_heads_by_a_budget(folder: Path, tmp_path: Path) -> None:
-    words = ["--to", 4096, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
-    few = refused("extend", folder / "llama", *words, "--output", tmp_path / "out", "--budget", "2%")
-    assert "`--budget` must be at least 27% of the cache at 4096 tokens, one head, got 2%" in few
-    # Nothing was done, so that the folder can be begun again.
-    done = run("extend", folder / "llama", *words, "--output", tmp_path / "out", "--budget", "60%")
-    assert "2 key heads see everything" in done.text
+def test_number_of_heads_from_a_budget(folder: Path, tmp_path: Path) -> None:
+    args = ["--to", 4096, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
+    few = refused("extend", folder / "llama", *args, "--output", tmp_path / "out", "--budget", "2%")
+    assert "`--budget` must be at least 27% of the cache at 4096 tokens, for one far head, got 2%" in few
+    # No result was saved, so the folder can be used again.
+    done = run("extend", folder / "llama", *args, "--output", tmp_path / "out", "--budget", "60%")
+    assert "2 key heads attend to all tokens" in done.text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     cache = ExtendedCache(model.config)
     with torch.no_grad():
@@ -108,16 +108,16 @@ def test_heads_by_a_budget(folder: Path, tmp_path: Path) -> None:
     assert 0.5 < cache.nbytes / (2 * 2 * 4000 * 8 * 2 * 4) < 0.62
 
 
-def test_far_by_measurement(folder: Path, tmp_path: Path) -> None:
-    words = ["--to", 512, "--heads", 2, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
-    words += ["--documents", 1]
-    done = run("extend", folder / "llama", *words, "--far", "auto", "--fit", 2048, "--output", tmp_path / "auto")
+def test_far_auto_takes_the_lowest_loss(folder: Path, tmp_path: Path) -> None:
+    args = ["--to", 512, "--heads", 2, "--text", folder / "text.txt", "--prompts", 1, "--measure", "none"]
+    args += ["--documents", 1]
+    done = run("extend", folder / "llama", *args, "--far", "auto", "--fit", 2048, "--output", tmp_path / "auto")
     assert done.status == 0, done.text
     state = json.loads((tmp_path / "auto" / "extend.json").read_text())
     assert {*state["far_losses"]} == {"group", "clip", "lssar"}
     assert state["far"] == min(state["far_losses"], key=state["far_losses"].get)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "auto").config.extension["far"] == state["far"]
-    done = run("extend", folder / "llama", *words, "--far", "lssar", "--fit", 2048, "--output", tmp_path / "lssar")
+    done = run("extend", folder / "llama", *args, "--far", "lssar", "--fit", 2048, "--output", tmp_path / "lssar")
     assert done.status == 0, done.text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "lssar")
     powers = torch.cat([x.flatten() for name, x in model.named_parameters() if name.endswith("far_power")])
@@ -126,23 +126,23 @@ def test_far_by_measurement(folder: Path, tmp_path: Path) -> None:
 
 
 def test_tunes_for_minutes(folder: Path, tmp_path: Path) -> None:
-    words = ["--to", 512, "--heads", 2, "--text", folder / "text.txt", "--prompts", 1, "--measure", 400]
-    words += ["--documents", 1, "--minutes", 0.05, "--output", tmp_path / "out"]
-    done = run("extend", folder / "llama", *words)
+    args = ["--to", 512, "--heads", 2, "--text", folder / "text.txt", "--prompts", 1, "--measure", 400]
+    args += ["--documents", 1, "--minutes", 0.05, "--output", tmp_path / "out"]
+    done = run("extend", folder / "llama", *args)
     assert done.status == 0, done.text
-    assert "tuning for 0.05 minutes, by sequences of 128 and of 512 tokens; Ctrl-C keeps" in done.text
+    assert "tuning for 0.05 minutes on sequences of 128 and 512 tokens. Ctrl-C stops" in done.text
     state = json.loads((tmp_path / "out" / "extend.json").read_text())
     assert state["tuned"]["steps"]["short"] > 0
     old, new = (AutoModelForCausalLM.from_pretrained(one) for one in (folder / "llama", tmp_path / "out"))
     moved = [name for name, x in new.state_dict().items() if (x != old.state_dict()[name]).any()]
     assert bool(moved) == state["tuned"]["kept"]
     assert all(".q_proj." in name or ".k_proj." in name for name in moved)
-    assert "It was tuned by" in (tmp_path / "out" / "README.md").read_text()
+    assert "It was tuned with" in (tmp_path / "out" / "README.md").read_text()
     assert not (tmp_path / "out" / "tuning.pt").exists()
 
 
-def links_to(outside: Path, out: Path, state: Any) -> None:
-    """In place of everything that is written."""
+def replace_by_links(outside: Path, out: Path, state: Any) -> None:
+    """Puts a link to a file in ``outside`` in place of every file that the command writes."""
     names = ("config.json", "model.safetensors", "README.md", "tokenizer.json", "heads.png", "extend.json")
     for name in names:
         (outside / name).write_text(json.dumps(state) if name == "extend.json" else "mine")
@@ -152,66 +152,72 @@ def links_to(outside: Path, out: Path, state: Any) -> None:
     (out / ".unfinished").symlink_to(outside / ".unfinished")
 
 
-FOREIGN: dict[str, Any] = {
+INVALID_STATE: dict[str, Any] = {
     "scores": [{"mass": [[1.0]]}],
     "measured": {"heads": {"loss": {"100": []}}},
-    "needles": {"heads": {"needles": {"100": [{"found": 5}]}}},
+    "found": {"heads": {"needles": {"100": [{"found": 5}]}}},
     "models": {"\x1b[31mred": {}},
     "complete": "no",
     "tuned": {"steps": {"short": 1}},
 }
 
 
-@pytest.mark.parametrize("case", ["links", "layers", *FOREIGN])
-def test_goes_on_in_a_strangers_folder(case: str, folder: Path, tmp_path: Path) -> None:
-    """Resumed from what somebody else wrote: no link is followed, and what does not fit is one line."""
-    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
-    words += ["--prompts", 1, "--measure", "none", "--output", tmp_path / "out"]
-    assert run(*words).status == 0
+@pytest.mark.parametrize("case", ["links", "layers", *INVALID_STATE])
+def test_resumes_from_a_hostile_folder(case: str, folder: Path, tmp_path: Path) -> None:
+    """Links are not followed, and an invalid state is a one-line error."""
+    args = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    args += ["--prompts", 1, "--measure", "none", "--output", tmp_path / "out"]
+    assert run(*args).status == 0
     path, outside = tmp_path / "out" / "extend.json", tmp_path / "outside"
     state = json.loads(path.read_text()) | {"complete": False}
     outside.mkdir()
     if case == "links":
         for file in (tmp_path / "out").iterdir():
             file.unlink()
-        links_to(outside, tmp_path / "out", state)
+        replace_by_links(outside, tmp_path / "out", state)
         before = mutations.state_of(outside)
-        assert run(*words).status == 0
+        assert run(*args).status == 0
         assert mutations.state_of(outside) == before
         assert not [found for found in (tmp_path / "out").iterdir() if found.is_symlink()]
         return
     if case == "layers":
         state["scores"] = [{name: rows[:1] for name, rows in one.items()} for one in state["scores"]]
     else:
-        state["measured" if case in ("needles", "models") else case] = FOREIGN[case]
+        state["measured" if case in ("found", "models") else case] = INVALID_STATE[case]
     path.write_text(json.dumps(state))
-    assert "`--output` must be a folder whose extend.json" in refused(*words)
+    assert "`--output` must be a folder whose extend.json" in refused(*args)
 
 
 def test_one_process_at_a_time(folder: Path, tmp_path: Path) -> None:
-    words = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
-    words += ["--prompts", 60, "--measure", "none", "--output", tmp_path / "out"]
-    first = Process.start(*words)
+    args = ["extend", folder / "llama", "--to", 512, "--heads", 1, "--text", folder / "text.txt"]
+    args += ["--prompts", 60, "--measure", "none", "--output", tmp_path / "out"]
+    first = Process.start(*args)
     assert wait_until(lambda: (tmp_path / "out" / "extend.json").exists(), first)
-    second = run(*words)
+    second = run(*args)
     assert second.status == 1
-    assert "another process writes" in second.errors[0]
+    assert "another process is writing" in second.errors[0]
     first.kill()
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "shorter": (["--to", "200"], "`--to` must be above the 256 tokens that the model was trained at, got 200"),
-    "heads": (["--to", "512", "--heads", "5"], "`--heads` must be at most 4, the key heads of the model, got 5"),
-    "words": (["--to", "512", "--heads", "few"], "`--heads` must be a number, auto or all, got 'few'"),
-    "budget": (["--to", "512", "--budget", "0.2"], "`--budget` must be a share of the original's cache such as 20%"),
-    "window": (["--to", "512", "--window", "300"], "`--window` must be below the 256 tokens"),
-    "no fit": (["--to", "512", "--far", "lssar"], "`--fit` must be given with --far lssar, such as 15000"),
+    "shorter": (["--to", "200"], "`--to` must be above the trained length of 256 tokens, got 200"),
+    "heads": (
+        ["--to", "512", "--heads", "5"],
+        "`--heads` must be at most 4, the number of key heads in the",
+    ),
+    "heads not a number": (["--to", "512", "--heads", "few"], "`--heads` must be a number, auto or all, got 'few'"),
+    "budget": (
+        ["--to", "512", "--budget", "0.2"],
+        "`--budget` must be a percentage of the original's cache such as",
+    ),
+    "window": (["--to", "512", "--window", "300"], "`--window` must be below the trained length of 256 tokens"),
+    "no fit": (["--to", "512", "--far", "lssar"], "`--fit` must be given with --far lssar: a number of tokens"),
     "fit": (["--to", "512", "--fit", "5000"], "`--fit` must be at least 2048 tokens, with --far lssar or auto"),
-    "minutes": (["--to", "512", "--minutes", "-1"], "`--minutes` must be a number of minutes, 0 to leave"),
-    "minutes of rivals": (["--to", "512", "--minutes", "1", "--method", "yarn"], "0 with another --method"),
+    "minutes": (["--to", "512", "--minutes", "-1"], "`--minutes` must be a number of minutes, or 0"),
+    "minutes of other method": (["--to", "512", "--minutes", "1", "--method", "yarn"], "0 unless --method is heads"),
     "long measure": (
         ["--to", "512", "--text", "SHORT", "--measure", "400"],
-        "`--measure` must be lengths that the longest held-back document has, 150 tokens, got 400",
+        "`--measure` must be at most the 150 tokens of the longest held-out document, got 400",
     ),
     "measure": (["--to", "512", "--measure", "far"], "`--measure` must be lengths of at least 2 tokens, or none"),
     "text": (["--to", "512", "--text", "nowhere.txt"], "--text nowhere.txt: no such file"),
@@ -224,13 +230,13 @@ BAD: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_options(case: str, folder: Path, tmp_path: Path) -> None:
-    words, message = BAD[case]
+    args, message = BAD[case]
     (tmp_path / "short.txt").write_text(TEXT[:300])
-    words = [str(tmp_path / "short.txt") if word == "SHORT" else word for word in words]
-    assert message in refused("extend", folder / "llama", "--output", tmp_path / "out", *words)
+    args = [str(tmp_path / "short.txt") if word == "SHORT" else word for word in args]
+    assert message in refused("extend", folder / "llama", "--output", tmp_path / "out", *args)
 
 
-def test_models_that_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
+def test_unsupported_models(folder: Path, tmp_path: Path) -> None:
     def message(name: str) -> str:
         return refused("extend", tmp_path / name, "--to", 512, "--output", tmp_path / "out")
 
@@ -239,13 +245,13 @@ def test_models_that_cannot_be_extended(folder: Path, tmp_path: Path) -> None:
     assert "of the types llama, mistral, qwen2, qwen3, got" in message("bert")
     assert "which is of type bert" in message("bert")
     BloomConfig(hidden_size=32, n_head=2, n_layer=1).save_pretrained(tmp_path / "bloom")
-    assert "which has ALiBi and no rotary positions" in message("bloom")
+    assert "which has ALiBi instead of rotary positions" in message("bloom")
     T5Config().save_pretrained(tmp_path / "t5")
-    assert "an encoder with its decoder" in message("t5")
+    assert "an encoder-decoder model" in message("t5")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("mine")
     taken = refused("extend", folder / "llama", "--to", 512, "--output", tmp_path / "taken")
-    assert "`--output` must be a folder that does not exist yet, or one that this command began" in taken
+    assert "`--output` must be a folder that does not exist yet, or one that this command has started" in taken
     assert "config.json" in refused("extend", tmp_path / "taken", "--to", 512, "--output", tmp_path / "out")
 
 

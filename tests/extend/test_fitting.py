@@ -1,4 +1,4 @@
-"""LSSAR in far heads: the fit lowers its error on held-back sequences, and changes nothing but those heads."""
+"""Fitting LSSAR far heads lowers the error on held-out sequences and changes only those heads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from extend_cases import TEXT, tiny_model
 
-from softplus_attention.extend.fitting import FitSettings, fit_far_heads, old_output
+from softplus_attention.extend.fitting import FitSettings, fit_far_heads, original_output
 from softplus_attention.huggingface.extension.modeling import extended
 from softplus_attention.huggingface.extension.settings import Extension
 
@@ -14,7 +14,7 @@ SETTINGS = FitSettings(tokens=600, length=40, steps=40, batch=4)
 LSSAR = Extension(trained=512, length=2048, far_heads=[[1], [0, 1]], window=30, sink=2, far="lssar", factor=4.0)
 
 
-def test_the_old_output_is_the_hosts() -> None:
+def test_original_output_matches_the_host() -> None:
     model = tiny_model().float()
     attention, x = model.model.layers[1].self_attn, torch.randn(2, 30, 32)
     table = model.model.rotary_emb(x, torch.arange(30)[None])
@@ -23,7 +23,7 @@ def test_the_old_output_is_the_hosts() -> None:
     attention(x, position_embeddings=table, attention_mask=None)
     handle.remove()
     for head in range(2):
-        out, _ = old_output(model, attention, x, head)
+        out, _ = original_output(model, attention, x, head)
         expected = seen[0].unflatten(-1, (4, 8))[:, :, 2 * head : 2 * head + 2].transpose(1, 2)
         torch.testing.assert_close(out, expected)
 
@@ -41,11 +41,11 @@ def test_the_fit_lowers_the_error() -> None:
         assert torch.equal(x, before[name]), name
     changed = {name for name, x in found.state_dict().items() if name in before and not torch.equal(x, before[name])}
     assert changed == {f"model.layers.{n}.self_attn.{p}_proj.weight" for n in (0, 1) for p in ("q", "k")}
-    near = found.model.layers[0].self_attn.q_proj.weight[:16]  # of the head with a window
+    near = found.model.layers[0].self_attn.q_proj.weight[:16]  # the windowed head
     assert torch.equal(near, before["model.layers.0.self_attn.q_proj.weight"][:16])
 
 
 def test_too_little_text_to_fit() -> None:
     model = tiny_model()
-    with pytest.raises(ValueError, match="`text` must be documents of 40 tokens"):
+    with pytest.raises(ValueError, match="`text` must be documents with two sequences of 40 tokens"):
         fit_far_heads(extended(model, LSSAR), model, [TEXT[:50]], SETTINGS)

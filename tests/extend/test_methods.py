@@ -1,4 +1,4 @@
-"""Methods by name: the same as transformers where it has them; losses and answers as plain calls give them."""
+"""Methods by name against transformers; losses and answers against plain calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = "window=20,sink=2,near=24,length=512"
 
 
 @pytest.mark.parametrize(("name", "rope"), [("yarn:factor=4,length=512", "yarn"), ("ntk:factor=3", "dynamic")])
-def test_rope_types_are_those_of_transformers(name: str, rope: str) -> None:
+def test_rope_types_match_transformers(name: str, rope: str) -> None:
     model = tiny_model(max_position_embeddings=128)
     found = apply_method(model, parse_method(name))
     factor = 4.0 if rope == "yarn" else 3.0
@@ -39,7 +39,7 @@ def test_rope_types_are_those_of_transformers(name: str, rope: str) -> None:
     assert ours == theirs
 
 
-def test_methods_as_they_are_written() -> None:
+def test_method_strings() -> None:
     model = tiny_model(max_position_embeddings=64)
     ours = extension_of(parse_method(f"heads:heads=2,{SMALL}"), model.config, RANKING)
     assert ours.far_heads == [[1], [0]]
@@ -64,12 +64,12 @@ def test_methods_as_they_are_written() -> None:
         ("selfextend:near=50,length=4096", "`near` must be below two thirds"),
     ],
 )
-def test_methods_that_are_not_there(name: str, message: str) -> None:
+def test_invalid_methods(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         extension_of(parse_method(name), tiny_model(max_position_embeddings=64).config, RANKING)
 
 
-def test_context_losses_are_of_the_same_tokens() -> None:
+def test_context_losses_match_plain_calls() -> None:
     model, rows = tiny_model(), [TEXT[:300], TEXT[60:360]]
     found = context_losses(model, rows, 120, targets=40)
     for row, loss in zip(rows, found, strict=True):
@@ -81,14 +81,14 @@ def test_context_losses_are_of_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["original", f"heads:heads=2,{SMALL}"])
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_answers_are_what_generate_gives(name: str, at_once: int) -> None:
+def test_answers_match_generate(name: str, at_once: int) -> None:
     model = apply_method(tiny_model(), parse_method(name), RANKING)
     hay = make_haystack(encode, TEXT, 390, "number", [0.2, 0.5, 0.8], 0)
-    for number, question in enumerate(hay.questions):  # the first's answer is what the model says
+    for number, question in enumerate(hay.questions):  # make the first answer what the model generates
         prompt = hay.ids + question.ids[: -question.answer]
-        said = model.generate(torch.tensor([prompt]), max_new_tokens=question.answer, do_sample=False)[0, len(prompt) :]
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=question.answer, do_sample=False)[0]
         if number == 0:
-            question.ids[-question.answer :] = said.tolist()
+            question.ids[-question.answer :] = ids[len(prompt) :].tolist()
     found, size = ask(model, hay, at_once)
     assert found == [True, False, False]
     tokens, width = len(hay.ids), 8

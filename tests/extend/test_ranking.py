@@ -1,4 +1,4 @@
-"""Scores of heads against finite differences and eager attention; needles lie where they are said to."""
+"""Head scores against finite differences and eager attention; positions of needles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = RankingSettings(prompts=1, length=260, window=20, sink=2, targets=30)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_needles_lie_where_they_are_said_to(form: str) -> None:
+def test_positions_of_needles(form: str) -> None:
     depths = [0.9, 0.1, 0.5]
     hay = make_haystack(encode, TEXT, 390, form, depths, seed=3)
     decoded = "".join(map(chr, hay.ids))
@@ -32,7 +32,7 @@ def test_needles_lie_where_they_are_said_to(form: str) -> None:
     assert make_haystack(encode, TEXT, 390, form, depths, seed=4).ids != hay.ids
 
 
-def test_haystacks_that_cannot_be_made() -> None:
+def test_haystacks_without_room() -> None:
     with pytest.raises(ValueError, match=r"`length` must be at least .* tokens, for 2 needles, got 90"):
         make_haystack(encode, TEXT, 90, "passkey", [0.1, 0.5], 0)
     with pytest.raises(ValueError, match=r"`filler` must be at least .* tokens of text, got 5"):
@@ -77,7 +77,7 @@ def test_scores_match_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None
     assert all(x.requires_grad for x in model.parameters())
 
 
-def test_best_is_the_best_place_of_three() -> None:
+def test_best_is_the_best_rank_of_three() -> None:
     found = Ranking(
         {
             "mass": [[9, 1], [5, 0]],
@@ -93,14 +93,14 @@ def test_best_is_the_best_place_of_three() -> None:
         found.order("other")
 
 
-def test_texts_that_cannot_rank() -> None:
+def test_unsuitable_texts() -> None:
     with pytest.raises(ValueError, match="`text` must be a document of at least 260 tokens"):
         rank_heads(tiny_model(), encode, [TEXT[:100]], SETTINGS)
-    with pytest.raises(ValueError, match="`ranking length` must be at most the trained 128"):
+    with pytest.raises(ValueError, match="`ranking length` must be at most the trained length, 128"):
         rank_heads(tiny_model(max_position_embeddings=128), encode, [TEXT], SETTINGS)
 
 
-def test_goes_on_where_it_stopped() -> None:
+def test_resumes_from_saved_scores() -> None:
     model, settings = tiny_model(), replace(SETTINGS, prompts=3)
     steps: list[list[Any]] = []
     whole = rank_heads(model, encode, [TEXT], settings, progress=lambda done: steps.append(list(done)))

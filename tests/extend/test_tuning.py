@@ -1,4 +1,4 @@
-"""Tuning of far heads on a tiny model: which weights move, towards what, and from where a stopped run goes on."""
+"""Tuning on a tiny model: which weights change, that the loss falls, and resuming a stopped run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from extend_cases import tiny_model
 
 from softplus_attention.extend import tuning
 from softplus_attention.extend.tuning import Tuner, TuneSettings, describe_tuning
@@ -22,10 +22,7 @@ SETTINGS = TuneSettings(minutes=1, short=64, long=128, trained=64, rate=3e-3)
 
 @pytest.fixture
 def original() -> Any:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3)).eval()
+    return tiny_model(vocab_size=50, max_position_embeddings=64).float()
 
 
 def documents(seed: int) -> list[list[int]]:
@@ -38,7 +35,7 @@ def extension(far: str = "group") -> Extension:
 
 
 @pytest.mark.parametrize(("far", "parts"), [("group", "far"), ("lssar", "far"), ("group", "all")])
-def test_moves_what_is_tuned(far: str, parts: str, original: Any) -> None:
+def test_changes_only_tuned_weights(far: str, parts: str, original: Any) -> None:
     before = copy.deepcopy(original.state_dict())
     model = extended(original, extension(far))
     untuned = copy.deepcopy(model.state_dict())
@@ -54,23 +51,23 @@ def test_moves_what_is_tuned(far: str, parts: str, original: Any) -> None:
     assert moved == (wanted if parts == "far" else {*untuned})
     if parts == "far":
         weight, old = model.state_dict()[f"{attention}.k_proj.weight"], untuned[f"{attention}.k_proj.weight"]
-        assert torch.equal(weight[:8], old[:8])  # of the head with a window
+        assert torch.equal(weight[:8], old[:8])  # the windowed head
         assert not (weight[8:] == old[8:]).any()
 
 
 def test_distils_the_original(original: Any) -> None:
-    """LSSAR in all heads and not fitted is far from it."""
+    """LSSAR in all heads, not fitted, starts far from the original."""
     model = extended(original, replace(extension("lssar"), far_heads=[[0, 1], [0, 1]]))
     tuner = Tuner(model, original, replace(SETTINGS, parts="all"))
-    before = tuner.held_back(documents(1))["short"]
+    before = tuner.held_out_losses(documents(1))["short"]
     for _ in range(30):
         tuner.step("short", documents(0))
-    assert tuner.held_back(documents(1))["short"] < 0.75 * before
+    assert tuner.held_out_losses(documents(1))["short"] < 0.75 * before
 
 
-def test_stopped_it_goes_on(original: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tuned(stop_at: int | None) -> Tuner:
-        # The rate falls with the time spent: of a thousand minutes these seconds are nothing.
+def test_resumes_after_an_interrupt(original: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_tuner(stop_at: int | None) -> Tuner:
+        # The rate falls with the time spent; these seconds are negligible in a thousand minutes.
         tuner = Tuner(extended(original, extension()), original, replace(SETTINGS, minutes=1000))
         step = tuner.step
 
@@ -86,8 +83,8 @@ def test_stopped_it_goes_on(original: Any, tmp_path: Path, monkeypatch: pytest.M
 
     path = tmp_path / "tuning.pt"
     with pytest.raises(KeyboardInterrupt):
-        tuned(2).run(documents(0), documents(1), path)
-    ends = [tuned(None), tuned(None)]
+        make_tuner(2).run(documents(0), documents(1), path)
+    ends = [make_tuner(None), make_tuner(None)]
     found = [
         tuner.run(documents(0), documents(1), place)
         for tuner, place in zip(ends, (path, tmp_path / "none"), strict=True)
@@ -100,8 +97,8 @@ def test_stopped_it_goes_on(original: Any, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("case", ["cut", "link", "shapes", "fifo"])
-def test_state_of_others(original: Any, case: str, tmp_path: Path) -> None:
-    """What cannot be read is one error, and a link is replaced, not followed."""
+def test_hostile_saved_state(original: Any, case: str, tmp_path: Path) -> None:
+    """An unreadable state is a one-line error, and a link is replaced, not followed."""
     path = tmp_path / "tuning.pt"
     tuner = Tuner(extended(original, extension()), original, SETTINGS)
     (tmp_path / "mine").write_text("mine")
@@ -120,11 +117,11 @@ def test_state_of_others(original: Any, case: str, tmp_path: Path) -> None:
         os.mkfifo(path)
     else:
         return
-    with pytest.raises(ValueError, match=r"tuning\.pt is not what tuning wrote .*: delete it"):
+    with pytest.raises(ValueError, match=r"tuning\.pt is not a saved tuning state .*: delete it"):
         Tuner(extended(original, extension()), original, SETTINGS).load(path)
 
 
-def test_keeps_the_untuned_where_no_better(original: Any, tmp_path: Path) -> None:
+def test_keeps_untuned_weights_if_not_better(original: Any, tmp_path: Path) -> None:
     model = extended(original, extension())
     untuned = copy.deepcopy(model.state_dict())
     tuner = Tuner(model, original, TuneSettings(0.02, 64, 128, 64, "all", rate=10.0))

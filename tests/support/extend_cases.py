@@ -1,4 +1,4 @@
-"""A model and a text that are small enough to be extended in a test."""
+"""A model and a text small enough to extend in a test."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ def tiny_model(**changes: Any) -> Any:
 
 
 def write_llama(place: Path) -> Path:
-    """A model of 256 tokens, and its tokenizer."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 256}
+    """Writes a model trained at 256 tokens and a byte tokenizer."""
     ends = {"pad_token_id": 256, "bos_token_id": 256, "eos_token_id": 256}
-    LlamaForCausalLM(LlamaConfig(**sizes, **ends)).save_pretrained(place)
+    sizes = {"vocab_size": 257, "max_position_embeddings": 256, "initializer_range": 0.02}
+    tiny_model(**sizes, **ends).float().save_pretrained(place)
     byte_tokenizer().save_pretrained(place)
     return place

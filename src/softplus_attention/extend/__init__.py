@@ -1,1 +1,1 @@
-"""Longer contexts for pretrained models: which key heads need them, what the others may forget, and what it costs."""
+"""Longer contexts for pretrained models: ranks key heads, extends the model, and measures loss, needles and cost."""

@@ -1,6 +1,6 @@
 """``softplus-attention extend``: ranks the heads of a pretrained model, writes the extended one, measures both.
 
-What is done is kept in ``extend.json`` of the output, from which the same request goes on.
+Progress is saved in ``extend.json`` of the output folder; the same request resumes from it.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ STATE, LOCK = "extend.json", ".lock"
 TUNING = "tuning.pt"
 FORMAT = "softplus-attention extension"
 MAX_STATE = 16 * untrusted.MIB
-LETTERS_PER_TOKEN = 8  # no fewer tokens come of so many letters of ordinary text, in any vocabulary that is met
+CHARACTERS_PER_TOKEN = 8  # upper bound for ordinary text, in any common vocabulary
 DECODE_STEPS = 16
 
 
 @dataclass(frozen=True)
 class Request:
-    """What decides the result; ``method`` names the rest of it."""
+    """Everything that determines the result."""
 
     model: str
     to: int
     method: Method
     name: str
-    budget: float | None  # share of the original's cache: heads as many as fit
+    budget: float | None  # fraction of the original's cache, if it determines the number of far heads
     text: tuple[str, ...]
     measure: tuple[int, ...]
     documents: int
@@ -68,8 +68,8 @@ class Request:
     tune: str = "far"
 
 
-class Reader:
-    """Text as tokens, and what the tokenizer puts before a text."""
+class TextEncoder:
+    """Encodes text without special tokens; ``start`` are the tokens that the tokenizer puts before a text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -84,22 +84,22 @@ class Reader:
 class Build:
     def __init__(self, request: Request, output: Path, device: torch.device) -> None:
         self.request, self.output, self.device = request, output, device
-        self.state = self.earlier()
+        self.state = self.load_state()
         self.model, tokenizer = load_source(request.model, request.dtype, device)
-        self.tokenizer, self.reader = tokenizer, Reader(tokenizer)
+        self.tokenizer, self.encoder = tokenizer, TextEncoder(tokenizer)
         self.trained = trained_length(self.model.config)
         self.targets = min([TARGETS, *(length // 2 for length in request.measure)])
         check_length(self.trained, request)
         check_settings(self.model.config, request.method)
 
-    def earlier(self) -> dict[str, Any]:
+    def load_state(self) -> dict[str, Any]:
         wanted = asdict(self.request)
         fresh = {"format": FORMAT, "complete": False, "request": wanted, "scores": [], "measured": {}}
         path = self.output / STATE
         if not path.is_file():
             names = [one.name for one in self.output.iterdir()] if self.output.is_dir() else []
             if self.output.is_file() or any(name != LOCK and not name.startswith(STATE) for name in names):
-                expected = "a folder that does not exist yet, or one that this command began"
+                expected = "a folder that does not exist yet, or one that this command has started"
                 fail("--output", expected, repr(str(self.output)))
             return fresh
         state = untrusted.read_json(path, MAX_STATE)
@@ -108,16 +108,16 @@ class Build:
         begun, wanted = state.get("request"), json.loads(json.dumps(wanted))
         if begun != wanted:
             if not state.get("scores") and not (self.output / "config.json").exists():
-                return fresh  # it ended before it had done anything
+                return fresh  # the earlier command stopped before it saved any result
             given = begun if isinstance(begun, dict) else {}
             other = ", ".join(key for key in wanted if given.get(key) != wanted[key])
-            expected = f"another folder: this one was begun with other options ({other})"
+            expected = f"another folder: this one was started with other options ({other})"
             fail("--output", expected, repr(str(self.output)))
         models = {"original", self.request.name}
         fits = is_scores(state.get("scores")) and is_measured(state.get("measured"), models)
         fits = fits and ("tuned" not in state or is_tuned(state["tuned"]))
         if not fits or not isinstance(state.get("complete"), bool):
-            fail("--output", f"a folder whose {STATE} this command wrote", f"{str(path)!r}, with other fields")
+            fail("--output", f"a folder whose {STATE} this command wrote", f"{str(path)!r} with invalid fields")
         return state
 
     def save(self) -> None:
@@ -127,20 +127,20 @@ class Build:
         self.output.mkdir(parents=True, exist_ok=True)
         try:
             with lock(self.output / LOCK):
-                self.state = self.earlier()
+                self.state = self.load_state()
                 if self.state["complete"]:
-                    print(f"complete already: {self.output}")
+                    print(f"already complete: {self.output}")
                     return
                 remove_temporary(self.output)
                 self.build()
-                (self.output / LOCK).unlink()  # the folder is a model now; who waits for it finds it complete
+                (self.output / LOCK).unlink()  # the folder is a complete model now
         except LockedError:
-            reason = f"another process writes {self.output}: wait for it, or choose another --output"
+            reason = f"another process is writing to {self.output}: wait for it, or choose another --output"
             raise RunStopped(reason) from None
 
     def build(self) -> None:
         begun = time.monotonic()
-        check_room(self.output, sum(x.nbytes for x in self.model.parameters()))
+        check_disk_space(self.output, sum(x.nbytes for x in self.model.parameters()))
         self.state |= {
             "commit": provenance.commit(),
             "versions": provenance.versions(),
@@ -151,7 +151,7 @@ class Build:
         self.save()
         method, ranking = self.request.method, None
         tuning = self.tuning() if self.request.minutes else None
-        held_back = self.held_back() if self.request.measure else []
+        held_out = self.held_out() if self.request.measure else []
         if method.kind == "heads" and method.heads != 0:
             method = self.with_heads(method)
             ranking = self.rank()
@@ -162,29 +162,29 @@ class Build:
         if method.kind == "heads":
             extension = extension_of(method, self.model.config, ranking)
             print(describe(extension))
-        if "tuned" in self.state:  # and stopped while it was measured
+        if "tuned" in self.state:  # resumed after tuning
             extended.load_state_dict(load_weights("model", str(self.output), "auto").state_dict(), assign=True)
             extended.to(self.device).tie_weights()
         else:
             self.write(extended, extension, ranking)
-            print(f"written: {self.output} after {format_duration(time.monotonic() - begun)}", flush=True)
+            print(f"written: {self.output} in {format_duration(time.monotonic() - begun)}", flush=True)
             if tuning is not None:
                 tuned = self.tune(extended, *tuning)
                 self.write(extended, extension, ranking, tuned)
                 (self.output / TUNING).unlink(missing_ok=True)
         if self.request.measure:
-            self.measure({"original": self.model, self.request.name: extended}, held_back)
+            self.measure({"original": self.model, self.request.name: extended}, held_out)
             print("\n".join(results_table(self.state["measured"])))
         self.state["complete"] = True
         write_card(self.output, self.request.model, extension, self.request.name, self.state)
         self.save()
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """Documents to rank by, and held-back ones to measure on."""
+        """Documents for ranking, fitting and tuning, and held-out ones to measure on."""
         if not self.request.text:
             return builtin_text()
         texts = [untrusted.read_option("--text", Path(name)) for name in self.request.text]
-        if len(texts) == 1:  # its first half, its second half
+        if len(texts) == 1:
             middle = len(texts[0]) // 2
             return [texts[0][:middle]], [texts[0][middle:]]
         return texts[::2], texts[1::2]
@@ -193,13 +193,14 @@ class Build:
         settings, config = self.request.ranking, self.model.config
         shape = (config.num_hidden_layers, config.num_key_value_heads)
         if any(torch.tensor(scores).shape != shape for one in self.state["scores"] for scores in one.values()):
-            fail("--output", f"a folder whose {STATE} has scores of {shape} layers and key heads", str(self.output))
+            expected = f"a folder whose {STATE} has scores for {shape[0]} layers of {shape[1]} key heads"
+            fail("--output", expected, str(self.output))
         bar = Progress("heads", settings.prompts, initial=len(self.state["scores"]), unit="prompt")
-        letters = settings.length * LETTERS_PER_TOKEN
+        characters = settings.length * CHARACTERS_PER_TOKEN
         texts = self.texts()[0]
-        texts = [text for text in texts if len(text) >= letters] or [max(texts, key=len)]
+        texts = [text for text in texts if len(text) >= characters] or [max(texts, key=len)]
         wanted = texts[:: max(1, len(texts) // settings.prompts)][: settings.prompts]
-        documents = [self.reader.encode(text[len(text) // 4 :][:letters]) for text in wanted]
+        documents = [self.encoder.encode(text[len(text) // 4 :][:characters]) for text in wanted]
 
         def keep(scores: list[Any]) -> None:
             self.state["scores"] = scores
@@ -209,10 +210,10 @@ class Build:
         with bar:
             found = rank_heads(
                 self.model,
-                self.reader.encode,
+                self.encoder.encode,
                 documents,
                 settings,
-                start=self.reader.start,
+                start=self.encoder.start,
                 done=self.state["scores"],
                 progress=keep,
             )
@@ -221,9 +222,9 @@ class Build:
     def apply(self, method: Method, ranking: Ranking | None) -> Any:
         if method.far != "lssar":
             return apply_method(self.model, method, ranking)
-        texts = self.texts()[0]  # fitted to an equal share of each document to rank by
-        letters = LETTERS_PER_TOKEN * (method.fit // len(texts) + FitSettings().length)
-        documents = [self.reader.encode(text[:letters]) for text in texts]
+        texts = self.texts()[0]  # an equal part of each document
+        characters = CHARACTERS_PER_TOKEN * (method.fit // len(texts) + FitSettings().length)
+        documents = [self.encoder.encode(text[:characters]) for text in texts]
         with Progress("fitting", unit="head") as bar:
 
             def show(done: int, total: int) -> None:
@@ -233,23 +234,23 @@ class Build:
             return apply_method(self.model, method, ranking, documents, show)
 
     def tuning(self) -> tuple[TuneSettings, list[list[int]], list[list[int]]]:
-        """How to tune, documents to tune on, and held-back ones."""
+        """The settings, documents to tune on, and held-out ones."""
         request, method = self.request, self.request.method
         short = min(self.trained, 2 * max(method.window, method.near))
         long = min(request.to, 2 * self.trained)
         settings = TuneSettings(request.minutes, short, long, self.trained, request.tune, seed=request.seed)
         documents = []
         for texts in self.texts():
-            encoded = [self.reader.encode(text[: long * LETTERS_PER_TOKEN]) for text in texts]
+            encoded = [self.encoder.encode(text[: long * CHARACTERS_PER_TOKEN]) for text in texts]
             documents.append([ids for ids in encoded if len(ids) >= long])
             if not documents[-1]:
-                fail("--text", f"documents of {long} tokens for --minutes, in both halves", max(map(len, encoded)))
+                fail("--text", f"documents of {long} tokens in both halves, for --minutes", max(map(len, encoded)))
         return settings, documents[0], documents[1]
 
     def tune(self, extended: Any, settings: TuneSettings, documents: Any, held: Any) -> dict[str, Any]:
         print(
-            f"tuning for {settings.minutes:g} minutes, by sequences of {settings.short:,} and of {settings.long:,} "
-            f"tokens; Ctrl-C keeps the untuned folder, and the same command goes on",
+            f"tuning for {settings.minutes:g} minutes on sequences of {settings.short:,} and {settings.long:,} tokens. "
+            f"Ctrl-C stops and keeps the untuned folder; run the same command to resume",
             flush=True,
         )
         found = Tuner(extended, self.model, settings).run(documents, held, self.output / TUNING)
@@ -257,14 +258,15 @@ class Build:
         return found
 
     def with_far(self, method: Method, ranking: Ranking | None) -> Method:
-        """The form with the least loss at twice the trained length, on text to rank by."""
+        """Chooses the far positions with the lowest loss at twice the trained length, on the ranking text."""
         if (chosen := self.state.get("far")) is None:
             length = min(2 * self.trained, self.request.to)
             texts = sorted(self.texts()[0], key=len, reverse=True)[: self.request.documents]
-            rows = [self.reader.encode(text[: length * LETTERS_PER_TOKEN]) for text in texts]
-            rows = [[*self.reader.start, *row[len(self.reader.start) - length :]] for row in rows if len(row) >= length]
+            rows = [self.encoder.encode(text[: length * CHARACTERS_PER_TOKEN]) for text in texts]
+            start = self.encoder.start
+            rows = [[*start, *row[len(start) - length :]] for row in rows if len(row) >= length]
             if not rows:
-                fail("--text", f"documents of {length} tokens for --far auto", "shorter ones")
+                fail("--text", f"documents of {length} tokens, for --far auto", "shorter ones")
             found, targets = {}, min(TARGETS, length // 2)
             for far in ("group", "clip", *(["lssar"] if method.fit else [])):
                 model = self.apply(replace(method, far=far), ranking)
@@ -276,7 +278,7 @@ class Build:
         return replace(method, far=chosen)
 
     def with_heads(self, method: Method) -> Method:
-        """The number of heads that the budget allows."""
+        """Sets the number of far heads that the budget allows."""
         if self.request.budget is None:
             return method
         config = self.model.config
@@ -288,7 +290,7 @@ class Build:
             least = (total * window + near + whole - window) / (total * whole)
             fail(
                 "--budget",
-                f"at least {math.ceil(100 * least)}% of the cache at {whole} tokens, one head",
+                f"at least {math.ceil(100 * least)}% of the cache at {whole} tokens, for one far head",
                 f"{self.request.budget:.0%}",
             )
         return replace(method, heads=min(count, total))
@@ -310,14 +312,14 @@ class Build:
         write_card(self.output, self.request.model, extension, self.request.name, self.state)
         self.save()
 
-    def held_back(self) -> list[list[int]]:
-        """Documents to measure on, the longest first."""
+    def held_out(self) -> list[list[int]]:
+        """Held-out documents, cut to the longest length to measure."""
         longest = max(self.request.measure)
-        documents = [self.reader.encode(text[: longest * LETTERS_PER_TOKEN]) for text in self.texts()[1]]
+        documents = [self.encoder.encode(text[: longest * CHARACTERS_PER_TOKEN]) for text in self.texts()[1]]
         rows = [ids[:longest] for ids in documents if len(ids) >= longest][: self.request.documents]
         if not rows:
             found = max(map(len, documents))
-            fail("--measure", f"lengths that the longest held-back document has, {found} tokens", longest)
+            fail("--measure", f"at most the {found} tokens of the longest held-out document", longest)
         return rows
 
     def measure(self, models: dict[str, Any], rows: Sequence[list[int]]) -> None:
@@ -337,14 +339,14 @@ class Build:
         def note(key: str, value: Any) -> None:
             own.setdefault(key, {})[str(length)] = value
 
-        start = self.reader.start
+        start = self.encoder.start
         cut = length - len(start)
         note(
             "loss", [round(context_losses(model, [[*start, *ids[-cut:]]], length, self.targets)[0], 5) for ids in rows]
         )
         form = next(iter(FORMS))
         try:
-            hay = make_haystack(self.reader.encode, rows[0], length, form, [0.1, 0.5, 0.9], self.request.seed, start)
+            hay = make_haystack(self.encoder.encode, rows[0], length, form, [0.1, 0.5, 0.9], self.request.seed, start)
         except ValueError as error:
             print(f"no needles at {length} tokens: {error}")
             hay = Haystack([*start, *rows[0][:cut]], [])
@@ -358,12 +360,12 @@ class Build:
 
 
 def is_scores(found: Any) -> bool:
-    """Of each prompt, by measure, for each layer the key heads' numbers: what ``rank_heads`` gives."""
+    """Whether it is a list of ``{measure: [layer][key head]}``, as ``rank_heads`` makes."""
     return has_form(found, [{str: [[float]]}]) and all(set(MEASURES) <= set(one) for one in found)
 
 
 def is_measured(found: Any, models: set[str]) -> bool:
-    """By model, by quantity, by length."""
+    """Whether it is ``{model: {quantity: {length: value}}}``."""
     forms: dict[str, Any] = {"loss": [float], "needles": [{str: Any}]}
     if not has_form(found, {str: {str: {str: Any}}}) or not set(found) <= models:
         return False
@@ -377,7 +379,7 @@ def is_measured(found: Any, models: set[str]) -> bool:
 
 
 def is_tuned(found: Any) -> bool:
-    """What ``Tuner.run`` gives."""
+    """Whether it is a result of ``Tuner.run``."""
     if not isinstance(found, dict) or not isinstance(found.get("kept"), bool):
         return False
     forms = {"steps": int, "seconds": float, "before": float, "after": float}
@@ -387,7 +389,7 @@ def is_tuned(found: Any) -> bool:
 
 
 def has_form(value: Any, form: Any) -> bool:
-    """``[float]`` is a list of numbers, ``{str: bool}`` an object of truth values."""
+    """In ``form``, ``[float]`` stands for a list of numbers, ``{str: bool}`` for a dictionary of booleans."""
     if isinstance(form, list):
         return isinstance(value, list) and all(has_form(one, form[0]) for one in value)
     if isinstance(form, dict):
@@ -396,39 +398,38 @@ def has_form(value: Any, form: Any) -> bool:
 
 
 def load_config(source: str) -> tuple[Any, str, dict[str, Any]]:
-    """The config, and what to load from: a folder, a name on the hub, or a GGUF file."""
+    """Returns the config, the folder or Hub name, and keyword arguments for loading a GGUF file from it."""
     from transformers import AutoConfig
 
-    words: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     place = source
     if source.endswith(".gguf"):
         if find_spec("gguf") is None:
-            expected = "a folder, or a GGUF file where the package gguf is installed (pip install gguf)"
+            expected = "a folder or Hub name unless the package gguf is installed (pip install gguf)"
             fail("model", expected, repr(source))
         if not Path(source).is_file():
-            fail("model", "a GGUF file that is there", repr(source))
-        words, place = {"gguf_file": Path(source).name}, str(Path(source).parent)
+            fail("model", "an existing GGUF file", repr(source))
+        kwargs, place = {"gguf_file": Path(source).name}, str(Path(source).parent)
     else:
         check_model_path("model", source, "config.json")
-    config = load(AutoConfig, "model", place, False, **words)
+    config = load(AutoConfig, "model", place, False, **kwargs)
     check_host(source, config)
-    if words:  # the layers are in the file itself
+    if kwargs:  # a GGUF file contains the layers itself
         check_layers(Path(source), config.to_dict(), tensors_in(Path(source)))
-    return config, place, words
+    return config, place, kwargs
 
 
 def load_source(source: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
     from transformers import AutoTokenizer
 
-    _, place, words = load_config(source)
-    dtype = "bfloat16" if words and dtype == "auto" else dtype  # more than a GGUF file's few bits hold
-    model: Any = load_weights("model", place, dtype, **words).to(device).eval()
+    _, place, kwargs = load_config(source)
+    dtype = "bfloat16" if kwargs and dtype == "auto" else dtype  # a GGUF file has fewer bits
+    model: Any = load_weights("model", place, dtype, **kwargs).to(device).eval()
     if getattr(model.config, "quantization_config", None) is not None:
-        if not words:
-            fail("model", "one whose weights are plain numbers", f"{source!r}, which is quantised")
-        del model.config.quantization_config  # they are plain numbers now
-    return model, load(AutoTokenizer, "model", place, False, **words) if words else load_tokenizer(place)
+        if not kwargs:
+            fail("model", "one without quantization", f"{source!r}, which is quantized")
+        del model.config.quantization_config  # the loaded weights are dequantized
+    return model, load(AutoTokenizer, "model", place, False, **kwargs) if kwargs else load_tokenizer(place)
 
 
 def check_host(source: str, config: Any) -> None:
@@ -437,11 +438,11 @@ def check_host(source: str, config: Any) -> None:
         return
     reason = f"which is of type {kind}"
     if getattr(config, "is_encoder_decoder", False):
-        reason = f"an encoder with its decoder ({kind})"
+        reason = f"an encoder-decoder model ({kind})"
     elif getattr(config, "alibi", False) or kind in ("bloom", "mpt"):
-        reason = f"which has ALiBi and no rotary positions ({kind})"
+        reason = f"which has ALiBi instead of rotary positions ({kind})"
     elif kind.startswith("softplus_extended_"):
-        reason = "which is extended already"
+        reason = "which is already extended"
     elif any("ForMaskedLM" in name for name in getattr(config, "architectures", None) or []):
         reason = f"an encoder ({kind})"
     fail("model", f"a causal language model of one of the types {', '.join(HOSTS)}", f"{source!r}, {reason}")
@@ -449,28 +450,28 @@ def check_host(source: str, config: Any) -> None:
 
 def check_length(trained: int, request: Request) -> None:
     if request.to <= trained:
-        fail("--to", f"above the {trained} tokens that the model was trained at", request.to)
+        fail("--to", f"above the trained length of {trained} tokens", request.to)
     method = request.method
     if method.kind == "heads":
         for name, value in (("--window", method.window), ("--near", method.near)):
             if value >= trained and not (
                 name == "--near" and (method.far not in ("clip", "group", "auto") or not method.heads)
             ):
-                fail(name, f"below the {trained} tokens that the model was trained at", value)
+                fail(name, f"below the trained length of {trained} tokens", value)
 
 
 def check_settings(config: Any, method: Method) -> None:
-    """Before the heads are ranked, which takes minutes."""
+    """Runs before the heads are ranked, which takes minutes."""
     if method.kind != "heads":
         return
     total = config.num_hidden_layers * config.num_key_value_heads
     if method.heads > total:
-        fail("--heads", f"at most {total}, the key heads of the model", method.heads)
+        fail("--heads", f"at most {total}, the number of key heads in the model", method.heads)
     form = "group" if method.far == "auto" else method.far
     extension_of(replace(method, heads=0, far=form), config, None).check(config)
 
 
-def check_room(output: Path, needed: int) -> None:
+def check_disk_space(output: Path, needed: int) -> None:
     place = next(folder for folder in (output.absolute(), *output.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:

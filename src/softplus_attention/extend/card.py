@@ -1,4 +1,4 @@
-"""What lies beside the weights of an extended model: the model card and the picture of its heads."""
+"""The model card of an extended model and the figure of its heads."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from softplus_attention.utils.files import clean_text, write_whole
 
 PICTURE = "heads"
 FORM_TEXT = {
-    "clip": "exact to a distance of {near:,}, beyond it all at that distance",
-    "group": "exact to a distance of {near:,}, beyond it distances divided by {group}",
-    "yarn": "YaRN by a factor of {factor:g}",
-    "rope": "as they were",
-    "lssar": "YaRN's by a factor of {factor:g}, and LSSAR, fitted, in place of softmax",
+    "clip": "exact to a distance of {near:,}, clipped to it beyond",
+    "group": "exact to a distance of {near:,}, divided by {group} beyond",
+    "yarn": "YaRN with a factor of {factor:g}",
+    "rope": "unchanged",
+    "lssar": "YaRN with a factor of {factor:g}; fitted LSSAR in place of softmax",
 }
 
 
 def heads_pictures(ranking: Ranking, extension: Extension) -> list[HeatMap]:
-    """The heads that see everything, and why."""
+    """Heat maps of the far heads and of the scores that chose them."""
     far = [[float(head in row) for row in extension.far_heads] for head in range(len(ranking.scores["mass"][0]))]
     panels = [("Key heads that see everything", "1: everything", far, 1.0)]
     for name, title, label in (
@@ -77,11 +77,11 @@ def describe(extension: Extension) -> str:
     far = sum(map(len, extension.far_heads))
     positions = FORM_TEXT[extension.far].format(near=extension.near, group=extension.group, factor=extension.factor)
     window = f"the last {extension.window:,} tokens and the first {extension.sink}"
-    return f"{far} key heads see everything (positions {positions}); the others see {window}."
+    return f"{far} key heads attend to all tokens (positions: {positions}). The others attend to {window}."
 
 
 def write_card(folder: Path, source: str, extension: Extension | None, method: str, report: Mapping[str, Any]) -> None:
-    """README.md of the folder."""
+    """Writes README.md into ``folder``."""
     name = clean_text(source)
     is_local = Path(source).exists()
     lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
@@ -90,33 +90,33 @@ def write_card(folder: Path, source: str, extension: Extension | None, method: s
     name = Path(name).name.removesuffix(".gguf") if is_local else name
     lines += [f"# {Path(name).name} for {report['to']:,} tokens", ""]
     if extension is None:
-        lines += [f"`{name}` with rotary positions scaled by {method}; the weights are unchanged."]
+        lines += [f"`{name}` with rotary positions scaled by {method}. The weights are unchanged."]
     else:
-        lines += [f"`{name}`, trained at {extension.trained:,} tokens, made to read {extension.length:,}."]
+        lines += [f"`{name}`, trained at {extension.trained:,} tokens and extended to {extension.length:,}."]
         lines += [describe(extension)]
         if tuned := report.get("tuned"):
             lines += [f"It was {describe_tuning(tuned)}."]
         elif extension.far != "lssar":
-            lines += ["The weights are unchanged, nothing was trained."]
+            lines += ["The weights are unchanged; nothing was trained."]
         lines += ["", f"![heads]({PICTURE}.png)"] if (folder / f"{PICTURE}.png").exists() else []
     needs = "  # pip install 'softplus-attention[huggingface]'" if extension is not None else ""
     code = ", trust_remote_code=True" if extension is not None else ""
-    lines += ["The licence is that of the original.", "", "```python"]
+    lines += ["The license is that of the original model.", "", "```python"]
     lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     lines += [f'model = AutoModelForCausalLM.from_pretrained("this folder"{code}){needs}']
     lines += ['tokenizer = AutoTokenizer.from_pretrained("this folder")', "```", ""]
     if report.get("measured"):
         lines += ["## Measured", "", *results_table(report["measured"]), ""]
         lines += [
-            f"Loss in nats a token, of the last {report['targets']:,} tokens of the same text by how much context"
+            f"Loss in nats per token, over the last {report['targets']:,} tokens of the same text, by context length."
         ]
-        lines += ["precedes them. `extend.json` has all numbers, the machine and the versions.", ""]
+        lines += ["`extend.json` has all numbers, the machine and the versions.", ""]
     if extension is not None:
         lines += [
             "## Limits",
             "",
-            "It is run by `generate` of transformers; vLLM and `generate_batch` have no such cache and refuse it.",
-            "The cache forgets what leaves the window: assisted decoding, which takes tokens back, raises an error.",
+            "Use `generate` of transformers. vLLM and `generate_batch` do not support this cache and raise an error.",
+            "The cache drops tokens that leave the window. Assisted decoding removes tokens, so it raises an error.",
             "",
         ]
     write_whole(folder / "README.md", "\n".join(lines))

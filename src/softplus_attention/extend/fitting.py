@@ -1,4 +1,4 @@
-"""LSSAR in far heads, fitted head by head: queries, keys and the power, to what the old head gave on the same input."""
+"""Fits LSSAR far heads one by one: queries, keys and the power, to the original head's output on the same input."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from softplus_attention.validation import fail
 @dataclass(frozen=True)
 class FitSettings:
     tokens: int = 15000
-    length: int = 512  # of a sequence
+    length: int = 512  # tokens per sequence
     steps: int | None = None  # None: in proportion to the tokens
-    batch: int = 4  # sequences of a step
+    batch: int = 4  # sequences per step
     rate: float = 2e-3
     power_rate: float = 2e-2
     seed: int = 0
@@ -33,7 +33,7 @@ class FitSettings:
 
 @dataclass(frozen=True)
 class FittedHead:
-    """Squared errors of the output on held-back sequences, relative to the old output."""
+    """Relative squared errors of the output on held-out sequences, before and after the fit."""
 
     layer: int
     head: int
@@ -42,11 +42,11 @@ class FittedHead:
 
 
 @contextmanager
-def inputs_of(layers: Sequence[Any], kept: dict[int, list[Tensor]]) -> Iterator[None]:
-    """What the attentions of ``layers`` are given."""
+def record_inputs(layers: Sequence[Any], kept: dict[int, list[Tensor]]) -> Iterator[None]:
+    """Appends the hidden states that each layer's attention receives to ``kept[layer]``."""
 
-    def keep(module: Any, given: Any, words: Any) -> None:
-        kept.setdefault(module.layer_idx, []).append(words["hidden_states"] if words else given[0])
+    def keep(module: Any, args: Any, kwargs: Any) -> None:
+        kept.setdefault(module.layer_idx, []).append(kwargs["hidden_states"] if kwargs else args[0])
 
     handles = [layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in layers]
     try:
@@ -56,14 +56,14 @@ def inputs_of(layers: Sequence[Any], kept: dict[int, list[Tensor]]) -> Iterator[
             handle.remove()
 
 
-def sequences(documents: Sequence[Sequence[int]], settings: FitSettings) -> Tensor:
-    """(sequences, length), as many as hold the tokens, an equal share of each document."""
+def cut_sequences(documents: Sequence[Sequence[int]], settings: FitSettings) -> Tensor:
+    """``settings.tokens`` tokens as (sequences, length), an equal number of sequences from each document."""
     length, count = settings.length, max(2, settings.tokens // settings.length)
     each = -(-count // len(documents))
     rows = [list(one[begin : begin + length]) for one in documents for begin in range(0, each * length, length)]
     rows = [row for row in rows if len(row) == length][:count]
     if len(rows) < 2:
-        fail("text", f"documents of {length} tokens, two sequences to fit heads to", f"{len(rows)}")
+        fail("text", f"documents with two sequences of {length} tokens, to fit heads to", f"{len(rows)}")
     return torch.tensor(rows)
 
 
@@ -74,11 +74,11 @@ def fit_far_heads(
     settings: FitSettings,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[FittedHead]:
-    """Changes the queries, keys and powers of the far heads of ``extended`` in place; those of ``original`` stay."""
-    rows = sequences(documents, settings).to(original.device)
+    """Changes the queries, keys and powers of the far heads of ``extended`` in place; ``original`` is not changed."""
+    rows = cut_sequences(documents, settings).to(original.device)
     chosen = [number for number, heads in enumerate(extended.model.extension.far_heads) if heads]
     kept: dict[int, list[Tensor]] = {}
-    with torch.no_grad(), inputs_of([original.model.layers[number] for number in chosen], kept):
+    with torch.no_grad(), record_inputs([original.model.layers[number] for number in chosen], kept):
         for row in rows:
             original.model(row[None], use_cache=False)
     found: list[FittedHead] = []
@@ -97,8 +97,8 @@ def fit_far_heads(
     return found
 
 
-def projected(attention: Any, x: Tensor, weights: tuple[Tensor, Tensor], rows: tuple[slice, slice]) -> list[Tensor]:
-    """q (B, G, T, D) and k (B, 1, T, D) of one key head, not yet rotated."""
+def project(attention: Any, x: Tensor, weights: tuple[Tensor, Tensor], rows: tuple[slice, slice]) -> list[Tensor]:
+    """q (B, G, T, D) and k (B, 1, T, D) of one key head before the rotation."""
     found = []
     for name, weight, part in zip(("q", "k"), weights, rows, strict=True):
         bias = getattr(attention, f"{name}_proj").bias
@@ -110,12 +110,12 @@ def projected(attention: Any, x: Tensor, weights: tuple[Tensor, Tensor], rows: t
 
 
 @torch.no_grad()
-def old_output(original: Any, attention: Any, x: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """What the old head gives (B, G, T, D), and its values (B, 1, T, D)."""
+def original_output(original: Any, attention: Any, x: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """The output of one key head of the original (B, G, T, D), and its values (B, 1, T, D)."""
     width, group = attention.head_dim, attention.num_key_value_groups
     rows = slice(head * group * width, (head + 1) * group * width), slice(head * width, (head + 1) * width)
     weights = attention.q_proj.weight[rows[0]].float(), attention.k_proj.weight[rows[1]].float()
-    q, k = projected(attention, x, weights, rows)
+    q, k = project(attention, x, weights, rows)
     bias = attention.v_proj.bias
     v = nn.functional.linear(
         x, attention.v_proj.weight[rows[1]].float(), None if bias is None else bias[rows[1]].float()
@@ -139,7 +139,7 @@ def fit_head(
     head, width, count = group.heads[place], new.head_dim, new.num_key_value_groups
     rows = slice(head * count * width, (head + 1) * count * width), slice(head * width, (head + 1) * width)
     powers = slice(place * count, (place + 1) * count)
-    target, values = old_output(original, old, inputs, head)
+    target, values = original_output(original, old, inputs, head)
     positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
     table = extended.model.far_positions.yarn(inputs, positions)
     weights = [x.weight[part].detach().float().clone() for x, part in zip((new.q_proj, new.k_proj), rows, strict=True)]
@@ -148,10 +148,10 @@ def fit_head(
         x.requires_grad_(True)
     groups = [{"params": weights, "lr": settings.rate}, {"params": [power], "lr": settings.power_rate}]
     optimizer = torch.optim.Adam(groups)
-    held = max(1, len(inputs) // 8)  # sequences, for the errors
+    held = max(1, len(inputs) // 8)  # held-out sequences
 
     def error(part: Tensor | slice) -> Tensor:
-        q, k = projected(new, inputs[part], (weights[0], weights[1]), rows)
+        q, k = project(new, inputs[part], (weights[0], weights[1]), rows)
         q, k = rotate(q, *table), rotate(k, *table)
         by_row = power_by_log(power, positions[None] + 1)
         out = softplus_attention(q, k, values[part], is_causal=True, enable_gqa=True, power=by_row)

@@ -1,4 +1,4 @@
-"""Ways to read beyond the trained length, without training: ours and those it is measured against.
+"""Methods that extend the context without training: ours and those it is compared with.
 
 A method is written ``NAME`` or ``NAME:setting=value,...``, such as ``heads:far=group,heads=24``.
 """
@@ -21,7 +21,7 @@ from softplus_attention.validation import did_you_mean, fail, fail_choice
 
 @dataclass(frozen=True)
 class Method:
-    """``heads`` -1 is all of them, ``group`` 0 the smallest power of two that keeps SelfExtend's rule."""
+    """``heads=-1`` means all heads, ``group=0`` the smallest power of two that satisfies SelfExtend's rule."""
 
     kind: str  # original, yarn, ntk or heads
     heads: int = -1
@@ -34,8 +34,8 @@ class Method:
     log_n: str = "none"
     level: bool = False
     ranking: str = "best"
-    fit: int = 15000  # tokens that LSSAR is fitted to
-    length: int = 65536  # that it is set up for
+    fit: int = 15000  # tokens of text to fit LSSAR to
+    length: int = 65536  # context length of the extended model
 
 
 METHODS = {
@@ -71,8 +71,8 @@ def parse_method(text: str) -> Method:
 
 
 def smallest_group(trained: int, length: int, near: int) -> int:
-    """SelfExtend's rule: the largest distance that is seen, near + (length - near) / group, is at most two thirds of
-    the trained length."""
+    """SelfExtend's rule: the largest relative position, near + (length - near) / group, is at most two thirds of the
+    trained length."""
     group = 1
     while near + (length - near) / group > trained * 2 / 3:
         group *= 2
@@ -82,7 +82,7 @@ def smallest_group(trained: int, length: int, near: int) -> int:
 
 
 def trained_length(config: Any) -> int:
-    """Of Llama 3.1 and later the length after its rotary frequencies were scaled, at which it was trained on."""
+    """For Llama 3.1 and later, the length after rope scaling, at which training continued."""
     return int(config.max_position_embeddings)
 
 
@@ -91,9 +91,9 @@ def extension_of(method: Method, config: Any, ranking: Ranking | None) -> Extens
     if method.heads in (-1, 0, layers * heads):
         far_heads = [list(range(heads)) if method.heads else [] for _ in range(layers)]
     elif not 0 < method.heads < layers * heads:
-        fail("heads", f"from 0 to {layers * heads}, the key heads of the model", method.heads)
+        fail("heads", f"from 0 to {layers * heads}, the number of key heads in the model", method.heads)
     elif ranking is None:
-        fail("ranking", f"given for {method.heads} of {layers * heads} heads", "none")
+        fail("ranking", f"given to choose {method.heads} of {layers * heads} heads", "none")
     else:
         far_heads = ranking.far_heads(method.heads, method.ranking)
     if method.far not in FORMS:
@@ -114,14 +114,14 @@ def extension_of(method: Method, config: Any, ranking: Ranking | None) -> Extens
 
 
 def scaled_rope(model: Any, kind: str, factor: float, length: int) -> Any:
-    """The same weights, shared, with the rotation of transformers' rope type ``kind`` in every head."""
+    """A model that shares the weights and uses transformers' rope type ``kind`` in every head."""
     config = copy.deepcopy(model.config)
     config.rope_parameters = {**config.rope_parameters, "rope_type": kind, "factor": factor}
     trained = trained_length(model.config)
     if kind == "yarn":
         config.rope_parameters["original_max_position_embeddings"] = trained
         config.max_position_embeddings = length
-    else:  # dynamic scaling begins where a text is longer than this
+    else:  # dynamic scaling starts beyond this length
         config.max_position_embeddings = trained
     with torch.device("meta"):
         found = type(model)(config)
@@ -139,8 +139,8 @@ def apply_method(
     documents: Sequence[Sequence[int]] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """A model of the same weights; the model itself is as it was. LSSAR is fitted to ``documents``, and ``progress`` is
-    given how many heads are and how many there are."""
+    """Returns an extended model that shares the weights of ``model``, which is not changed. LSSAR is fitted to
+    ``documents``; ``progress`` gets the number of fitted heads and their total."""
     if method.kind == "original":
         return model
     if method.kind in ("yarn", "ntk"):

@@ -1,4 +1,4 @@
-"""Needles in ordinary text: several in one haystack, each asked for by its own name."""
+"""Needles in ordinary text: one haystack holds several, each with a name that its question uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Form:
-    """The sentence that is hidden and the question, in which the answer comes last."""
+    """The hidden sentence, and a question that ends with the answer."""
 
     needle: str
     question: str
@@ -46,8 +46,8 @@ class Question:
     form: str
     depth: float
     ids: list[int]  # the question and its answer
-    answer: int  # tokens of the answer, the last of ids
-    span: tuple[int, int]  # of the needle's tokens in the haystack
+    answer: int  # number of answer tokens at the end of ids
+    span: tuple[int, int]  # first and end position of the needle in the haystack
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ def make_haystack(
     seed: int,
     start: Sequence[int] = (),
 ) -> Haystack:
-    """``start`` and text with a needle at each of ``depths``; with a question it is at most ``length`` tokens."""
+    """``start``, then text with a needle at each depth; at most ``length`` tokens together with any question."""
     if len(depths) > len(NAMES):
         fail("depths", f"at most {len(NAMES)}", len(depths))
-    chance = random.Random(f"{seed} {form} {length}")
+    rng = random.Random(f"{seed} {form} {length}")
     texts = FORMS[form]
-    names = chance.sample(NAMES, len(depths))
-    keys = [str(chance.randrange(10000, 100000)) for _ in depths]
+    names = rng.sample(NAMES, len(depths))
+    keys = [str(rng.randrange(10000, 100000)) for _ in depths]
     needles, asked = [], []
     for name, key in zip(names, keys, strict=True):
         needles.append(encode(texts.needle.format(name=name, key=key)))

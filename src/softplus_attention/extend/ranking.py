@@ -1,10 +1,12 @@
-"""Which key heads of a pretrained model need to see far, by four measures within its trained length.
+"""Ranks the key heads of a pretrained model by their need for distant tokens, on prompts within its trained length.
 
-- mass: attention of an answer's rows on the sentence that holds the answer;
-- needles: what the loss of the answer gains where the head sees everything, from the gradient of a gate between the
-  full and the window's output (the mean of all gates half open and all shut);
+Four measures score each head:
+
+- mass: attention from the answer's rows to the sentence that contains the answer;
+- needles: how much full attention in this head lowers the loss of the answer. It is the gradient with respect to a gate
+  between the outputs of full and windowed attention, averaged over all gates at 0.5 and all at 0;
 - text: the same for ordinary text;
-- beyond: attention of rows of ordinary text on keys that the window would drop.
+- beyond: attention from rows of ordinary text to keys that the window would drop.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from softplus_attention.validation import fail
 PROBE = "softplus-extension-probe"
 MEASURES = ("mass", "needles", "text", "beyond")
 BEST_OF = ("mass", "needles", "text")
-GATES = (0.5, 0.0)  # with open gates needles are found anyway and the gradient is noise
+GATES = (0.5, 0.0)  # with open gates the needles are found anyway, and the gradient is noise
 
 Head = tuple[int, int]
 Scores = list[list[float]]  # [layer][key head]
@@ -36,10 +38,10 @@ Scores = list[list[float]]  # [layer][key head]
 @dataclass(frozen=True)
 class RankingSettings:
     prompts: int = 6
-    length: int = 1536  # tokens of a prompt
-    window: int = 256  # of the gates: short, so that much lies beyond it
+    length: int = 1536  # tokens per prompt
+    window: int = 256  # of windowed attention; short, so that most keys lie beyond it
     sink: int = 4
-    targets: int = 512  # tokens whose loss is the text's
+    targets: int = 512  # last tokens of the text, whose loss is the "text" measure
     seed: int = 0
 
 
@@ -50,7 +52,7 @@ class Ranking:
     scores: dict[str, Scores] = field(default_factory=dict)
 
     def order(self, by: str = "best") -> list[Head]:
-        """All heads, those that most need to see far first. "best": each by its best place in three measures."""
+        """All heads, in the order of their need. "best" sorts by a head's best rank in the measures of ``BEST_OF``."""
         if by in self.scores:
             return ordered(self.scores[by])
         if by != "best":
@@ -59,7 +61,7 @@ class Ranking:
         return sorted(places[0], key=lambda head: sorted(place[head] for place in places))
 
     def far_heads(self, count: int, by: str = "best") -> list[list[int]]:
-        """For each layer its heads among the first ``count``."""
+        """The first ``count`` heads, grouped by layer."""
         chosen = self.order(by)[:count]
         layers = len(next(iter(self.scores.values())))
         return [sorted(head for layer, head in chosen if layer == number) for number in range(layers)]
@@ -71,8 +73,8 @@ def ordered(scores: Scores) -> list[Head]:
 
 
 @dataclass
-class Look:
-    """Rows of which the mass on some keys is wanted: ``hits`` (rows or 1, keys)."""
+class MassQuery:
+    """Asks for the attention mass from ``rows`` to the keys in ``hits``, a mask of (rows or 1, keys)."""
 
     rows: Tensor
     hits: Tensor
@@ -80,19 +82,19 @@ class Look:
 
 @dataclass
 class Probe:
-    """The attention of a forward pass that is looked into. ``gates`` (layers, key heads) blends full and window; None
-    is full."""
+    """Attention that records masses. ``gates`` (layers, key heads) blend windowed (0) and full (1) attention; None
+    means full."""
 
     reach: Reach
     gates: Tensor | None = None
-    looks: dict[str, Look] = field(default_factory=dict)
-    mass: dict[str, list[Tensor]] = field(default_factory=dict)  # of each layer, (key heads)
+    queries: dict[str, MassQuery] = field(default_factory=dict)
+    mass: dict[str, list[Tensor]] = field(default_factory=dict)  # per layer, (key heads)
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
         group = q.shape[1] // k.shape[1]
-        for name, look in self.looks.items():
-            self.mass.setdefault(name, []).append(mass_on(q, k, look, scaling))
-        needs_full = self.gates is None or bool(self.gates.any())  # behind shut gates no gradient passes
+        for name, query in self.queries.items():
+            self.mass.setdefault(name, []).append(attention_mass(q, k, query, scaling))
+        needs_full = self.gates is None or bool(self.gates.any())  # closed gates pass no gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and needs_full):
             out = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=True
@@ -105,35 +107,35 @@ class Probe:
 
 
 @torch.no_grad()
-def mass_on(q: Tensor, k: Tensor, look: Look, scaling: float) -> Tensor:
-    """(key heads): the mean mass on the keys that count, of the query head with the most."""
+def attention_mass(q: Tensor, k: Tensor, query: MassQuery, scaling: float) -> Tensor:
+    """(key heads): the mean mass on ``query.hits``, of the query head with the largest in each group."""
     group = q.shape[1] // k.shape[1]
     keys = torch.arange(k.shape[2], device=k.device)
-    scores = q[:, :, look.rows].float() @ k.float().repeat_interleave(group, 1).mT * scaling
-    scores = scores.masked_fill(keys > look.rows[:, None], float("-inf"))
-    mass = (scores.softmax(-1) * look.hits).sum(-1).mean((0, 2))
+    scores = q[:, :, query.rows].float() @ k.float().repeat_interleave(group, 1).mT * scaling
+    scores = scores.masked_fill(keys > query.rows[:, None], float("-inf"))
+    mass = (scores.softmax(-1) * query.hits).sum(-1).mean((0, 2))
     return mass.view(-1, group).amax(1).cpu()
 
 
 CURRENT: list[Probe] = []
 
 
-def probed(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **others: Any) -> Any:
-    return CURRENT[-1].attend(module, q, k, v, mask, scaling, **others)
+def probe_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any) -> Any:
+    return CURRENT[-1].attend(module, q, k, v, mask, scaling, **kwargs)
 
 
-def no_mask(*sizes: Any, **others: Any) -> None:
-    """Rows see all keys up to their own."""
+def no_mask(*sizes: Any, **kwargs: Any) -> None:
+    """``Probe.attend`` is causal and needs no mask."""
 
 
-AttentionInterface.register(PROBE, probed)
+AttentionInterface.register(PROBE, probe_attention)
 AttentionMaskInterface.register(PROBE, no_mask)
 
 
 @contextmanager
 def probing(model: Any, probe: Probe) -> Iterator[None]:
-    """The model's attention by ``probe``, its weights without gradients."""
-    before, needed = model.config._attn_implementation, [x.requires_grad for x in model.parameters()]
+    """Replaces the model's attention by ``probe`` and turns off gradients of the weights."""
+    before, flags = model.config._attn_implementation, [x.requires_grad for x in model.parameters()]
     model.set_attn_implementation(PROBE)
     model.requires_grad_(False)
     CURRENT.append(probe)
@@ -142,8 +144,8 @@ def probing(model: Any, probe: Probe) -> Iterator[None]:
     finally:
         CURRENT.pop()
         model.set_attn_implementation(before)
-        for x, one in zip(model.parameters(), needed, strict=True):
-            x.requires_grad_(one)
+        for x, flag in zip(model.parameters(), flags, strict=True):
+            x.requires_grad_(flag)
 
 
 def rank_heads(
@@ -156,45 +158,45 @@ def rank_heads(
     done: Sequence[dict[str, Scores]] = (),
     progress: Callable[[list[dict[str, Scores]]], None] | None = None,
 ) -> Ranking:
-    """``documents`` are tokens of ordinary text, of which prompts are cut, ``start`` before each. ``progress`` is given
-    the scores of each prompt so far, from which a later call goes on as ``done``."""
+    """Cuts prompts from ``documents``, tokens of ordinary text, and puts ``start`` before each. ``progress`` gets the
+    scores of all prompts so far; a later call resumes from them as ``done``."""
     length, trained = settings.length, model.config.max_position_embeddings
     if length > trained:
-        fail("ranking length", f"at most the trained {trained}", length)
+        fail("ranking length", f"at most the trained length, {trained}", length)
     texts = [list(one) for one in documents if len(one) >= length]
     if not texts:
-        fail("text", f"a document of at least {length} tokens, to rank heads by", max(map(len, documents), default=0))
+        fail("text", f"a document of at least {length} tokens, to rank heads", max(map(len, documents), default=0))
     found, forms = list(done), list(FORMS)
     for number in range(len(found), settings.prompts):
         text = texts[number % len(texts)]
         begin = random.Random(f"{settings.seed} {number}").randrange(len(text) - length + 1)
-        # The last of the text is left without needles, so that each lies beyond the window.
+        # The end of the text gets no needle, so that each needle lies beyond the window.
         depth = (number + 0.5) / settings.prompts * (1 - 1.5 * settings.window / length)
         stretch, form = text[begin : begin + length], forms[number % len(forms)]
         hay = make_haystack(encode, stretch, length, form, [depth], settings.seed + number, start)
-        looks: dict[str, list[Tensor]] = {}
-        for name, scores in look_into(model, hay, settings):
-            looks.setdefault(name, []).append(scores.float())
-        found.append({name: torch.stack(scores).mean(0).tolist() for name, scores in looks.items()})
+        by_measure: dict[str, list[Tensor]] = {}
+        for name, scores in score_prompt(model, hay, settings):
+            by_measure.setdefault(name, []).append(scores.float())
+        found.append({name: torch.stack(scores).mean(0).tolist() for name, scores in by_measure.items()})
         if progress is not None:
             progress(found)
     return Ranking({name: torch.tensor([one[name] for one in found]).mean(0).tolist() for name in MEASURES})
 
 
-def look_into(model: Any, hay: Haystack, settings: RankingSettings) -> Iterator[tuple[str, Tensor]]:
-    """(layers, key heads) by each measure."""
+def score_prompt(model: Any, hay: Haystack, settings: RankingSettings) -> Iterator[tuple[str, Tensor]]:
+    """Yields (measure, scores of (layers, key heads)); a gate measure comes once for each value of ``GATES``."""
     layers, heads, device = model.config.num_hidden_layers, model.config.num_key_value_heads, model.device
     reach, question = Reach(settings.window, settings.sink), hay.questions[0]
     ids = torch.tensor([hay.ids + question.ids], device=device)
     end = ids.shape[1] - 1
     answer = torch.arange(end - question.answer, end, device=device)
     text = torch.arange(len(hay.ids) - settings.targets, len(hay.ids) - 1, device=device)
-    keys, some = torch.arange(end + 1, device=device), text[:: max(1, len(text) // 64)]
-    looks = {
-        "mass": Look(answer, (keys >= question.span[0]) & (keys < question.span[1])),
-        "beyond": Look(some, (keys <= some[:, None] - reach.near) & (keys >= reach.most_far)),
+    keys, sample = torch.arange(end + 1, device=device), text[:: max(1, len(text) // 64)]
+    queries = {
+        "mass": MassQuery(answer, (keys >= question.span[0]) & (keys < question.span[1])),
+        "beyond": MassQuery(sample, (keys <= sample[:, None] - reach.near) & (keys >= reach.most_far)),
     }
-    probe = Probe(reach, looks=looks)
+    probe = Probe(reach, queries=queries)
     with probing(model, probe), torch.no_grad():
         model(ids, use_cache=False, logits_to_keep=1)
     for name, rows in probe.mass.items():

@@ -1,8 +1,8 @@
-"""``--minutes``: the far heads, or all weights, tuned for a given time after the untuned folder is written.
+"""``--minutes``: tunes the far heads, or all weights, for a given time after the untuned folder is written.
 
-Two kinds of steps share the time: short sequences, against the original's logits (KL divergence), and sequences longer
-than the trained length, against the text beyond that length (cross entropy). The result is kept only if it is better
-on held-back text.
+Two kinds of steps share the time. Short steps use sequences within the trained length and minimize the KL divergence
+from the original's logits. Long steps minimize the cross entropy of the text beyond the trained length. The result is
+kept only if it is better on held-out text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from softplus_attention.utils.files import replacing
 from softplus_attention.utils.progress import Progress, format_duration
 from softplus_attention.utils.untrusted import open_regular
 
-ROWS = 512  # of a sequence, whose logits are made
+ROWS = 512  # rows of a sequence whose logits are computed
 SAVE_SECONDS = 300.0
 KINDS = ("short", "long")
 
@@ -29,10 +29,10 @@ KINDS = ("short", "long")
 @dataclass(frozen=True)
 class TuneSettings:
     minutes: float
-    short: int  # tokens, within the trained length
+    short: int  # tokens per sequence, within the trained length
     long: int
     trained: int
-    parts: str = "far"  # or all
+    parts: str = "far"  # or "all"
     rate: float = 1e-4
     seed: int = 0
 
@@ -42,7 +42,7 @@ class Tuner:
 
     def __init__(self, extended: Any, original: Any, settings: TuneSettings) -> None:
         self.extended, self.original, self.settings = extended, original, settings
-        self.weights = own_weights(extended, settings.parts)
+        self.weights = unshare_tuned_weights(extended, settings.parts)
         self.untuned = [x.detach().clone() for x in self.weights]
         self.masters = [x.detach().float().clone() for x in self.weights]  # small steps are lost in bfloat16
         self.optimizer = torch.optim.AdamW(self.masters, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -50,27 +50,27 @@ class Tuner:
         self.spent = dict.fromkeys(KINDS, 0.0)
 
     def loss(self, kind: str, ids: Tensor, rows: Tensor) -> Tensor:
-        """Of the logits of ``rows``, in nats a token."""
-        words = {"use_cache": False, "logits_to_keep": rows}
-        logits = self.extended(ids, **words).logits[0].float()
+        """The loss over the logits of ``rows``, in nats per token."""
+        kwargs = {"use_cache": False, "logits_to_keep": rows}
+        logits = self.extended(ids, **kwargs).logits[0].float()
         if kind == "long":
             return nn.functional.cross_entropy(logits, ids[0, rows + 1])
         with torch.no_grad():
-            wanted = self.original(ids, **words).logits[0].float().log_softmax(-1)
-        return nn.functional.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+            expected = self.original(ids, **kwargs).logits[0].float().log_softmax(-1)
+        return nn.functional.kl_div(logits.log_softmax(-1), expected, reduction="batchmean", log_target=True)
 
     def sample(self, kind: str, documents: Sequence[Sequence[int]], key: str) -> tuple[Tensor, Tensor]:
-        """Tokens (1, T) of a document, and the rows whose logits count: beyond the trained length in long ones."""
-        chance, settings = random.Random(f"{settings_key(self.settings)} {kind} {key}"), self.settings
+        """Tokens (1, T) of a document, and the rows in the loss: in a long sequence those beyond the trained length."""
+        rng, settings = random.Random(f"{settings_key(self.settings)} {kind} {key}"), self.settings
         length, first = (settings.short, 0) if kind == "short" else (settings.long, settings.trained)
-        text = documents[chance.randrange(len(documents))]
-        begin = chance.randrange(len(text) - length + 1)
-        rows = sorted(chance.sample(range(first, length - 1), min(ROWS, length - 1 - first)))
+        text = documents[rng.randrange(len(documents))]
+        begin = rng.randrange(len(text) - length + 1)
+        rows = sorted(rng.sample(range(first, length - 1), min(ROWS, length - 1 - first)))
         device = self.extended.device
         return torch.tensor([list(text[begin : begin + length])], device=device), torch.tensor(rows, device=device)
 
     @torch.no_grad()
-    def held_back(self, documents: Sequence[Sequence[int]]) -> dict[str, float]:
+    def held_out_losses(self, documents: Sequence[Sequence[int]]) -> dict[str, float]:
         return {kind: self.loss(kind, *self.sample(kind, documents, "held back")).item() for kind in KINDS}
 
     def step(self, kind: str, documents: Sequence[Sequence[int]]) -> None:
@@ -84,17 +84,17 @@ class Tuner:
             master.grad, weight.grad = weight.grad.float(), None
         nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
-        self.put(self.masters)
+        self.set_weights(self.masters)
         self.steps[kind] += 1
         self.spent[kind] += time.monotonic() - begun
 
     @torch.no_grad()
-    def put(self, values: Sequence[Tensor]) -> None:
+    def set_weights(self, values: Sequence[Tensor]) -> None:
         for weight, value in zip(self.weights, values, strict=True):
             weight.copy_(value)
 
     def next_kind(self) -> str | None:
-        """The one that has had less time, if its next step still fits."""
+        """The kind that has used less time, of those whose next step still fits."""
         left = 60 * self.settings.minutes - sum(self.spent.values())
         each = {kind: self.spent[kind] / self.steps[kind] for kind in KINDS if self.steps[kind]}
         if "short" in each:
@@ -114,24 +114,24 @@ class Tuner:
             shapes = [x.shape for x in self.masters]
             states = [[x.shape for x in state.values() if x.dim()] for state in found["optimizer"]["state"].values()]
             if [x.shape for x in found["masters"]] != shapes or any({*own} - {*shapes} for own in states):
-                raise ValueError("its weights have other shapes")
+                raise ValueError("the weights have other shapes")
             before = {kind: float(found["before"][kind]) for kind in KINDS}
             self.steps = {kind: int(found["steps"][kind]) for kind in KINDS}
             self.spent = {kind: float(found["spent"][kind]) for kind in KINDS}
             self.optimizer.load_state_dict(found["optimizer"])
-        except Exception as error:  # whatever a made-up file brings about
+        except Exception as error:  # a malformed file can raise anything
             reason = " ".join(str(error).split())[:200]
-            raise ValueError(f"{path} is not what tuning wrote ({reason}): delete it to tune from the start") from None
+            raise ValueError(f"{path} is not a saved tuning state ({reason}): delete it to restart tuning") from None
         with torch.no_grad():
             for master, value in zip(self.masters, found["masters"], strict=True):
                 master.copy_(value)
-        self.put(self.masters)
+        self.set_weights(self.masters)
         return before
 
     def run(self, documents: Sequence[Sequence[int]], held: Sequence[Sequence[int]], path: Path) -> dict[str, Any]:
-        """``path`` keeps the state of a run that is stopped."""
-        before = self.load(path) if path.exists() else self.held_back(held)
-        needed = [x.requires_grad for x in self.extended.parameters()]
+        """Tunes until the time is used. An interrupted run saves its state at ``path`` and resumes from it."""
+        before = self.load(path) if path.exists() else self.held_out_losses(held)
+        flags = [x.requires_grad for x in self.extended.parameters()]
         self.extended.requires_grad_(False)
         for weight in self.weights:
             weight.requires_grad_(True)
@@ -153,12 +153,12 @@ class Tuner:
         finally:
             self.extended.gradient_checkpointing_disable()
             self.extended.eval()
-            for x, one in zip(self.extended.parameters(), needed, strict=True):
-                x.requires_grad_(one)
-        after = self.held_back(held)
+            for x, flag in zip(self.extended.parameters(), flags, strict=True):
+                x.requires_grad_(flag)
+        after = self.held_out_losses(held)
         is_kept = sum(after.values()) < sum(before.values())
         if not is_kept:
-            self.put(self.untuned)
+            self.set_weights(self.untuned)
         return {"steps": self.steps, "seconds": self.spent, "before": before, "after": after, "kept": is_kept}
 
 
@@ -166,9 +166,9 @@ def settings_key(settings: TuneSettings) -> str:
     return f"{settings.seed} {settings.short} {settings.long}"
 
 
-def own_weights(extended: Any, parts: str) -> list[nn.Parameter]:
-    """Copies, in the model, of the weights that are tuned; it shares the others. Of queries and keys the rows of the
-    far heads have gradients, those of the other heads none."""
+def unshare_tuned_weights(extended: Any, parts: str) -> list[nn.Parameter]:
+    """Replaces the weights to tune by copies, which the original does not share. Gradients of query and key projections
+    are zero for the rows of other than far heads."""
     if parts == "all":
         for module in extended.modules():
             for name, weight in module.named_parameters(recurse=False):
@@ -196,10 +196,10 @@ def own_weights(extended: Any, parts: str) -> list[nn.Parameter]:
 def describe_tuning(done: dict[str, Any]) -> str:
     steps, before, after = done["steps"], done["before"], done["after"]
     text = (
-        f"tuned by {steps['short']} short and {steps['long']} long steps: divergence from the original "
+        f"tuned with {steps['short']} short and {steps['long']} long steps: divergence from the original "
         f"{before['short']:.4f} -> {after['short']:.4f}, loss beyond the trained length "
-        f"{before['long']:.4f} -> {after['long']:.4f} (held-back text)"
+        f"{before['long']:.4f} -> {after['long']:.4f} (held-out text)"
     )
     if not steps["long"]:
-        text += f"; no long step fitted, a short one takes {format_duration(done['seconds']['short'])}"
-    return text if done["kept"] else f"{text}; no better: the untuned weights are kept"
+        text += f"; there was no time for a long step, the short ones took {format_duration(done['seconds']['short'])}"
+    return text if done["kept"] else f"{text}; no improvement, so the untuned weights are kept"
