@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,7 @@ def test_unsupported_models(folder: Path, tmp_path: Path) -> None:
     assert "config.json" in refused("extend", tmp_path / "taken", "--to", 512, "--output", tmp_path / "out")
 
 
+@pytest.mark.skipif(find_spec("gguf") is not None, reason="gguf is installed")
 def test_gguf_without_its_package(tmp_path: Path) -> None:
     found = refused("extend", tmp_path / "x.gguf", "--to", 512, "--output", tmp_path / "out")
     assert "the package gguf is installed (pip install gguf)" in found
