@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several processes, each test in real processes over gloo."""
+"""Attention over a sequence that is sharded over several processes, in real processes over gloo."""
 
 from functools import cache
 
@@ -19,7 +19,7 @@ PROCESSES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_equal_to_one_process(processes: int) -> None:
+def test_matches_one_process(processes: int) -> None:
     errors = run(processes)["attention"]
     assert len(errors) >= 40
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
@@ -40,15 +40,15 @@ def test_dtensors_in_every_sharding(processes: int) -> None:
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_bytes_are_those_of_the_formula(processes: int) -> None:
-    """By the kernel's count of each connection. gloo adds up by an all-reduce, which brings twice what NCCL's does."""
+def test_received_bytes_match_the_formula(processes: int) -> None:
+    """Counted by the operating system per connection. The all-reduce of gloo receives twice as much as NCCL's."""
     found = run(processes)["bytes"]
     assert found["gather"] == pytest.approx([1, 2], abs=0.01)
     assert found["ulysses"] == pytest.approx([1, 1], abs=0.01)
 
 
-def test_transfers_behind_attention() -> None:
-    """Of the second half of the heads forward, of the last one backward."""
+def test_transfers_overlap_attention() -> None:
+    """Forward, the transfer of the second half of the heads overlaps; backward, that of the half computed first."""
     events = run(2)["events"]
     assert events[:6] == ["begin", "begin", "wait", "attend", "wait", "attend"]
     assert events[6:] == ["attend back", "begin", "attend back", "begin", "wait", "wait"]
@@ -63,25 +63,19 @@ def test_bfloat16_is_within_the_yardstick(processes: int) -> None:
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_plans_of_torch(processes: int) -> None:
-    """Exact, or refused: a load balancer leaves no trace in the tensors."""
+    """Exact, or an error: the order of a load balancer is not visible in the tensors."""
     found = run(processes)["plans"]
     assert found.pop("SDPA, balanced").startswith("softplus_attention: torch's context parallel has put the tokens")
     assert len(found) == 2
     assert max(found.values()) < 1e-12
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
-    refused = run(2)["refused"]
-    expected = [
-        "divisible by the 2 processes",
-        "rows that the record gives",
-        "slopes of other heads",
-        "one of",
-        "exactly one of",
-    ]
-    expected += ["rising from 0", "its document", "of 40 tokens"]
-    for said, words in zip(refused, expected, strict=True):
-        assert words in said
+def test_invalid_calls_raise() -> None:
+    errors = run(2)["refused"]
+    expected = ["divisible by the 2 processes", "rows that the record gives", "slopes of other heads", "one of"]
+    expected += ["exactly one of", "rising from 0", "its document", "of 40 tokens"]
+    for error, text in zip(errors, expected, strict=True):
+        assert text in error
 
 
 LENGTHS = {
@@ -93,7 +87,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("processes", [2, 8, 64])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_work_is_dealt_evenly(name: str, processes: int) -> None:
+def test_work_is_balanced(name: str, processes: int) -> None:
     lengths = torch.tensor(LENGTHS[name])
     starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)[None]
     table = deal(starts, processes)
@@ -102,10 +96,12 @@ def test_work_is_dealt_evenly(name: str, processes: int) -> None:
     assert work.max() <= 1.03 * work.float().mean()
     assert table.shape[1] <= 1.1 * starts.shape[1] / processes + 128
     rising = torch.where(table >= 0, table, starts.shape[1])
-    assert (rising.diff(dim=1) >= 0).all(), "rows in order, so that the kernels skip what no row of a block sees"
+    assert (rising.diff(dim=1) >= 0).all(), (
+        "rows must be in order, so that kernels can skip keys that no row of a block sees"
+    )
 
 
-def test_without_processes_it_says_torchrun() -> None:
+def test_without_processes_names_torchrun() -> None:
     from softplus_attention.distributed import context_parallel
 
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Models over a sequence that lies on several processes, and with their heads divided: real processes over gloo."""
+"""Models with a sharded sequence or with sharded heads, in real processes over gloo."""
 
 import pytest
 from several import together
@@ -11,14 +11,14 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_gradients_of_a_sharded_sequence(found: dict) -> None:
-    """Of every parameter, in float64; a learned power is float32 in its module, so its parts are rounded there."""
+    """Every parameter, in float64. A learned power is float32 in its module, so its gradients are rounded."""
     assert len(found["sequences"]) == 16
     for name, error in found["sequences"].items():
         assert error < (1e-6 if "GPT" in name else 1e-12), name
 
 
-def test_targets_on_some_processes_alone(found: dict) -> None:
-    """The mean is over all targets, not of means."""
+def test_targets_on_few_processes(found: dict) -> None:
+    """The loss is the mean over all targets, not a mean of the processes' means."""
     assert found["few targets"] < 1e-6
 
 
@@ -28,15 +28,15 @@ def test_losses_of_sharded_sequences(found: dict) -> None:
         assert error < 1e-6, name  # losses are float32
 
 
-def test_all_agree_on_what_fits(found: dict) -> None:
-    """Or some would wait for the others."""
-    *told, fitting = found["no room"]
-    assert len({*told}) == 1
-    assert f"on each of {found['processes']} processes, and" in told[0]
+def test_processes_agree_on_what_fits(found: dict) -> None:
+    """Otherwise some processes would wait for the others forever."""
+    *messages, fitting = found["no room"]
+    assert len({*messages}) == 1
+    assert f"on each of {found['processes']} processes, and" in messages[0]
     assert fitting == 16384 // 4096
 
 
-def test_divided_heads_give_the_same(found: dict) -> None:
+def test_sharded_heads_match_one_process(found: dict) -> None:
     models = {name: one for name, one in found["heads"].items() if name != "refused"}
     assert len(models) == 4
     for name, one in models.items():
@@ -46,32 +46,32 @@ def test_divided_heads_give_the_same(found: dict) -> None:
         assert one["share"] < 1.05 / found["processes"], name
 
 
-def test_heads_that_cannot_be_divided(found: dict) -> None:
+def test_heads_that_cannot_be_sharded(found: dict) -> None:
     assert "`tp_size` must be a divisor of `num_key_value_heads`, 1" in found["heads"]["refused"]
 
 
-def test_module_with_divided_heads(found: dict) -> None:
+def test_module_with_sharded_heads(found: dict) -> None:
     module = found["module"]
     assert ["`num_kv_heads` must be a multiple" in module["refused"][0], "ALiBi" in module["refused"][1]] == [True] * 2
     assert len(module) == 4
     assert max(module[power] for power in ("learned", "learned-log", "15")) < 1e-12
 
 
-def test_no_cache_and_no_weights(found: dict) -> None:
+def test_cache_and_weights_raise(found: dict) -> None:
     cache, weights = "use_cache=False", "output_attentions must be False"
-    for said, words in zip(found["refused"], [cache, weights] * 2, strict=True):
-        assert words in said
+    for error, text in zip(found["refused"], [cache, weights] * 2, strict=True):
+        assert text in error
 
 
-def test_what_sees_one_process_alone_raises(found: dict) -> None:
-    """An attention that does not look at the record."""
-    words = {"module": "context_parallel_attention", "loss by length": "in each of 3 layers"}
+def test_local_attention_raises(found: dict) -> None:
+    """Attention that ignores the record would see the tokens of one process only."""
+    expected = {"module": "context_parallel_attention", "loss by length": "in each of 3 layers"}
     assert found["one process"].keys() == {"softmax", "module", "nothing", "loss by length"}
-    for name, said in found["one process"].items():
-        assert words.get(name, "needs an attention of softplus_attention") in said, name
+    for name, error in found["one process"].items():
+        assert expected.get(name, "needs an attention of softplus_attention") in error, name
 
 
 def test_context_parallel_of_transformers_raises(found: dict) -> None:
     assert set(found["trainer"]) == {"SoftplusGPT", "Llama"}
-    for name, said in found["trainer"].items():
-        assert "inside torch's context_parallel each rank would attend to its own part" in said, name
+    for name, error in found["trainer"].items():
+        assert "inside torch's context_parallel each rank would attend to its own part" in error, name

@@ -1,4 +1,4 @@
-"""``train`` with the sequence or the heads of each layer divided over processes: the losses of one process."""
+"""``train`` with the sequence or the heads sharded over processes gives the losses of one process."""
 
 import contextlib
 import json
@@ -51,14 +51,14 @@ def test_heads_on_two_processes(run: Run, alone: Run) -> None:
     assert_same(run.finish(processes=2, tensor_parallel=2), alone)
 
 
-def test_a_lost_process_is_one_line(run: Run) -> None:
-    """The others say what to do, and do not wait."""
+def test_lost_process_is_a_one_line_error(run: Run) -> None:
+    """The other process says what to do, and does not wait."""
     run.start(processes=2, context_parallel=2)
     assert run.wait_until(lambda: run.last_step() >= 2)
     run.processes[1].kill()
     assert run.processes[0].wait(30) == 1
-    (said,) = [line for line in run.words().splitlines() if line.startswith("softplus-attention: ")]
-    assert "another process was killed or cannot be reached" in said
+    (error,) = [line for line in run.words().splitlines() if line.startswith("softplus-attention: ")]
+    assert "another process was killed or cannot be reached" in error
     assert "Traceback" not in run.words()
     run.finish(processes=2, context_parallel=2)
     assert len(run.losses()) == STEPS
@@ -66,11 +66,11 @@ def test_a_lost_process_is_one_line(run: Run) -> None:
 
 class TestEvaluate:
     def evaluate(self, measure: str, model: Path, data: Path, output: Path, processes: int) -> list[Process]:
-        words = ["evaluate", measure, model, "--data", data, "--lengths", "1,2", "--output", output, "--device", "cpu"]
+        args = ["evaluate", measure, model, "--data", data, "--lengths", "1,2", "--output", output, "--device", "cpu"]
         port, log = free_port(), output.with_suffix(".log")
         log.write_text("")
         places = [place_of(rank, processes, port) if processes > 1 else {} for rank in range(processes)]
-        return [Process.start(*words, log=log, environment=place) for place in places]
+        return [Process.start(*args, log=log, environment=place) for place in places]
 
     def results(self, model: Path, data: Path, output: Path, processes: int) -> dict[str, Any]:
         running = self.evaluate("lengths", model, data, output, processes)
@@ -86,14 +86,14 @@ class TestEvaluate:
         assert [entry["length"] for entry in two["results"]["lengths"]] == [61, 122]
         for a, b in zip(one["results"]["lengths"], two["results"]["lengths"], strict=True):
             assert b["loss"] == pytest.approx(a["loss"], abs=1e-5)
-            assert b["by_text"] == pytest.approx(a["by_text"], abs=2e-5)  # of five digits
+            assert b["by_text"] == pytest.approx(a["by_text"], abs=2e-5)  # rounded to five digits
             assert (a["control"] is None) == (b["control"] is None)
             if a["control"]:
                 assert b["control"]["gain"] == pytest.approx(a["control"]["gain"], abs=1e-5)
         again = self.results(alone.output / "model", data, tmp_path / "2", 2)
         assert again["results"] == two["results"]
 
-    def test_other_measures_run_alone(self, alone: Run, data: Path, tmp_path: Path) -> None:
+    def test_other_measures_need_one_process(self, alone: Run, data: Path, tmp_path: Path) -> None:
         running = self.evaluate("inside", alone.output / "model", data, tmp_path / "out", 2)
         assert [process.wait() for process in running] == [2, 2]
         assert "`evaluate inside` runs in one process: start it without torchrun" in running[0].text
@@ -101,7 +101,7 @@ class TestEvaluate:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [
         {"processes": 4, "context_parallel": 2},
         {"processes": 4, "context_parallel": 2, "parallel": "fsdp"},
@@ -112,14 +112,14 @@ class TestEvaluate:
     ],
     ids=str,
 )
-def test_more_processes(run: Run, alone: Run, words: dict) -> None:
-    assert_same(run.finish(**words), alone)
+def test_more_processes(run: Run, alone: Run, options: dict) -> None:
+    assert_same(run.finish(**options), alone)
 
 
 @pytest.mark.slow
 def test_documents_on_two_processes(data: Path, tmp_path: Path) -> None:
-    """At the learning rate of the other tests, 0.01, rounding grows past 1e-5 in this model: one process with other
-    micro batches differs from itself by 5e-5. At 0.001 both differences stay below 2e-6."""
+    """With the learning rate of the other tests, 0.01, rounding errors in this model exceed 1e-5: one process with
+    other micro batches differs by 5e-5. At 0.001 both differences stay below 2e-6."""
     settings = {**SETTINGS, "data": data, "document_mask": True, "window": 9, "global_every": 2, "learning_rate": 1e-3}
     alone = Run(tmp_path / "alone", settings).finish()
     assert_same(Run(tmp_path / "run", settings).finish(processes=2, context_parallel=2), alone)
@@ -136,7 +136,7 @@ def test_documents_on_two_processes(data: Path, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_goes_on_with_other_processes(run: Run, alone: Run, first: dict, then: dict) -> None:
+def test_resumes_with_other_processes(run: Run, alone: Run, first: dict, then: dict) -> None:
     run.start(**first)
     assert run.kill_when(lambda: (run.output / "checkpoint-10").exists())
     run.finish(**then)
@@ -145,7 +145,7 @@ def test_goes_on_with_other_processes(run: Run, alone: Run, first: dict, then: d
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         ({"context_parallel": 2}, "a divisor of the number of processes that torchrun starts (1), got 2"),
         ({"tensor_parallel": 3}, "`--tensor-parallel` must be a divisor of the 4 heads, got 3"),
@@ -155,37 +155,29 @@ def test_goes_on_with_other_processes(run: Run, alone: Run, first: dict, then: d
         ({"context_parallel": 2, "compile": True}, "`--compile` must be "),
     ],
 )
-def test_what_cannot_be_is_refused(run: Run, words: dict, said: str) -> None:
-    run.start(**words)
+def test_invalid_options(run: Run, options: dict, message: str) -> None:
+    run.start(**options)
     assert run.wait() == 2
-    assert said in run.words()
+    assert message in run.words()
     assert "Traceback" not in run.words()
 
 
 def killed_under_torchrun(run: Run, kills: int, seed: int) -> int:
-    """torchrun starts all processes again when one dies: one is killed after another at a random moment of the run."""
-    chance = random.Random(seed)
+    """Kills a random process ``kills`` times at random moments; torchrun restarts all processes each time."""
+    rng = random.Random(seed)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [
-        "--max-restarts",
-        str(kills + 2),
-        "--monitor-interval",
-        "0.1",
-        "-m",
-        "softplus_attention.cli",
-        "train",
-    ]
+    command += ["--max-restarts", str(kills + 2), "--monitor-interval", "0.1", "-m", "softplus_attention.cli", "train"]
     command += run.arguments([], context_parallel=2)
     killed, environment = 0, os.environ | {"OMP_NUM_THREADS": "1"}
     with run.log.open("w") as log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as launcher:
         while launcher.poll() is None and killed < kills:
-            wanted = len(run.losses()) + chance.randint(1, 3) if run.output.exists() else 1
+            wanted = len(run.losses()) + rng.randint(1, 3) if run.output.exists() else 1
             before = set(workers(launcher.pid))
             while launcher.poll() is None and (not run.output.exists() or len(run.losses()) < min(wanted, STEPS - 1)):
                 time.sleep(0.02)
             alive = workers(launcher.pid)
             if launcher.poll() is None and alive:
-                os.kill(chance.choice(alive), signal.SIGKILL)
+                os.kill(rng.choice(alive), signal.SIGKILL)
                 killed += 1
             while launcher.poll() is None and before & set(workers(launcher.pid)):
                 time.sleep(0.02)
@@ -194,7 +186,7 @@ def killed_under_torchrun(run: Run, kills: int, seed: int) -> int:
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes that torchrun started."""
+    """IDs of the processes that torchrun has started."""
     with contextlib.suppress(FileNotFoundError):
         children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
         return [int(child) for child in children if is_worker(int(child))]
@@ -209,7 +201,7 @@ def is_worker(process: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 10])
-def test_killed_processes_start_again(run: Run, data: Path, tmp_path: Path, kills: int) -> None:
+def test_torchrun_restarts_killed_processes(run: Run, data: Path, tmp_path: Path, kills: int) -> None:
     settings = {**SETTINGS, "data": data, "save_every": 2}
     whole = Run(tmp_path / "whole", settings).finish(processes=2, context_parallel=2)
     run.settings |= {"save_every": 2}

@@ -1,4 +1,4 @@
-"""Runs a function in several processes over gloo, forked from the server of ``commands``."""
+"""Runs a function in several processes over gloo, forked from the fork server of ``commands``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def place_of(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def together(program: str, processes: int, *arguments: Any, seconds: float = 300) -> Any:
-    """Runs ``main(*arguments)`` of a module in this folder on all processes; returns the result of rank 0 as JSON."""
+    """Runs ``main(*arguments)`` of module ``program`` in all processes; returns rank 0's result, passed as JSON."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         log, answer = Path(folder, "log"), Path(folder, "answer.json")

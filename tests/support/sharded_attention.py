@@ -1,8 +1,8 @@
-"""Attention over a sharded sequence against one process: ``main`` returns the errors. On a GPU that two processes share
+"""Attention over a sharded sequence against one process; ``main`` returns the errors.
 
     PYTHONPATH=src:tests/support torchrun --nproc-per-node 2 tests/support/sharded_attention.py cuda 2000
 
-prints how far bfloat16 is from what the yardstick allows (1), with the kernels of that GPU.
+prints the bfloat16 errors of two processes that share a GPU, as fractions of the error that the yardstick allows.
 """
 
 import os
@@ -44,7 +44,7 @@ CASES = [  # length, heads, key heads, window, documents, causal
     (50, 12, 12, None, [0, 20, 50], False),
     (61, 12, 2, 4, None, True),  # row 8 sees four equal keys
     (5, 12, 2, None, None, True),
-    (3, 12, 3, None, [0, 0, 1, 1, 3], True),  # fewer tokens than processes, documents of none
+    (3, 12, 3, None, [0, 0, 1, 1, 3], True),  # fewer tokens than processes, empty documents
     (1, 12, 1, None, None, True),
 ]
 
@@ -55,7 +55,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(error)
 
 
-def parameters_of(name: str, kind: str, heads: int, length: int) -> dict[str, torch.Tensor]:
+def make_parameters(name: str, kind: str, heads: int, length: int) -> dict[str, torch.Tensor]:
     if kind == "per head":
         return {"power": torch.linspace(1.5, 15, heads, dtype=torch.float64)}
     if kind == "per log":
@@ -72,7 +72,7 @@ def compare(name: str, kind: str, mode: str, case: tuple) -> float:
     if length > 9:
         whole[1][:, :, 5:9] = whole[1][:, :, 5:6]
     grad = torch.randn(2, heads, length, WIDTH, dtype=torch.float64)
-    learned = parameters_of(name, kind, heads, length)
+    learned = make_parameters(name, kind, heads, length)
     cu = torch.tensor(bounds or [0, length])
     starts = cu[torch.bucketize(torch.arange(length), cu, right=True) - 1].int()
     ends = cu[torch.bucketize(torch.arange(length), cu, right=True)].int()
@@ -89,7 +89,7 @@ def compare(name: str, kind: str, mode: str, case: tuple) -> float:
 
     if bounds is None:
         record = context_parallel(length, mode=mode)
-    elif length % 2:  # both ways to name documents
+    elif length % 2:  # test both ways to pass documents
         record = context_parallel(cu_seqlens=cu, mode=mode)
     else:
         document = cu[torch.bucketize(torch.arange(length), cu, right=True) - 1]
@@ -134,7 +134,7 @@ def decode_errors() -> dict[str, float]:
                 options |= {"window": window, "enable_gqa": True}
                 wanted = softplus_attention_decode(q, k, v, seqlens, **options)
                 found[f"window {window}, power {name}, offset {offset}"] = relative(got, wanted)
-    # Out of order and uneven; all keys on the first process, the others have none. A sequence of no keys gives 0.
+    # Keys in random order and uneven parts, or all keys on the first process. A sequence without keys gives 0.
     rank, world = dist.get_rank(), dist.get_world_size()
     order = torch.randperm(length)
     cuts = [0, *(length * (i + 1) ** 3 // world**3 for i in range(world))]
@@ -153,7 +153,7 @@ def decode_errors() -> dict[str, float]:
 
 
 def dtensor_errors() -> dict[str, float]:
-    """The op called with DTensors, in every sharding, against the op itself; with gradients."""
+    """The op with DTensors in every sharding against the op with plain tensors, with gradients."""
     world = dist.get_world_size()
     meshes = {"": init_device_mesh("cpu", (world,))}
     if world == 4:
@@ -225,20 +225,20 @@ def dtensor_errors() -> dict[str, float]:
 
 
 def received() -> int:
-    """Bytes that came in over this process's connections, as the kernel counts them."""
+    """Bytes received over this process's connections, as counted by the operating system."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             with socket.socket(fileno=os.dup(int(name))) as one:
                 info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                 total += struct.unpack_from("Q", info, 128)[0]  # tcpi_bytes_received
-        except OSError:  # no connection
+        except OSError:  # not a connection
             continue
     return total
 
 
 def count_received() -> dict[str, list[float]]:
-    """What a layer brings in from other processes, forward and backward, in parts of what the formula says."""
+    """Bytes that a layer receives, forward and backward, as fractions of what the formula predicts."""
     heads, kv_heads, length = 12, 2, 3000
     found = {}
 
@@ -254,13 +254,13 @@ def count_received() -> dict[str, list[float]]:
         out = context_parallel_attention(q, k, v, record, window=16)
         forward = settled()
         out.sum().backward()
-        said = bytes_of_a_layer(mode, record.processes, 1, record.rows, heads, kv_heads, WIDTH, 4)
-        found[mode] = [(forward - before) / said["forward"], (settled() - forward) / said["backward"]]
+        predicted = bytes_of_a_layer(mode, record.processes, 1, record.rows, heads, kv_heads, WIDTH, 4)
+        found[mode] = [(forward - before) / predicted["forward"], (settled() - forward) / predicted["backward"]]
     return found
 
 
 def yardstick(device: str, width: int, length: int) -> dict[str, float]:
-    """bfloat16 over all processes: its error against float64, in parts of what the low-precision reference may have."""
+    """Error of bfloat16 over all processes against float64, as a fraction of what the bfloat16 reference allows."""
     found = {}
     torch.manual_seed(1)
     heads, world = 12, dist.get_world_size()
@@ -289,29 +289,29 @@ def yardstick(device: str, width: int, length: int) -> dict[str, float]:
 
 
 def order_of_events() -> list[str]:
-    """Of a layer, forward and backward: transfers begun and awaited, and the attention of each half of the heads."""
+    """The order in which a layer starts and awaits transfers and computes each half of the heads."""
     events: list[str] = []
 
-    def told(name: str, run):
-        def call(*words, **more):
+    def record_event(name: str, run):
+        def call(*args, **kwargs):
             events.append(name)
-            return run(*words, **more)
+            return run(*args, **kwargs)
 
         return call
 
-    plain = Attention.attend
+    original = Attention.attend
 
-    def attend(self, *words, **more):
+    def attend(self, *args, **kwargs):
         events.append("attend")
-        out = plain(self, *words, **more)
+        out = original(self, *args, **kwargs)
         out.register_hook(lambda _: events.append("attend back"))
         return out
 
     record = context_parallel(64)
     q, k, v = (torch.randn(1, h, record.rows, WIDTH).requires_grad_() for h in (4, 2, 2))
     with (
-        mock.patch.object(Gathering, "begin", told("begin", Gathering.begin)),
-        mock.patch.object(Gathering, "wait", told("wait", Gathering.wait)),
+        mock.patch.object(Gathering, "begin", record_event("begin", Gathering.begin)),
+        mock.patch.object(Gathering, "wait", record_event("wait", Gathering.wait)),
         mock.patch.object(Attention, "attend", attend),
     ):
         context_parallel_attention(q, k, v, record).sum().backward()
@@ -320,12 +320,12 @@ def order_of_events() -> list[str]:
 
 class Core(torch.nn.Module):
     def forward(self, query, key, value, start=None, end=None):
-        words = {"is_causal": True} if start is None else {"key_start": start, "key_end": end}
-        return softplus_attention(query, key, value, enable_gqa=True, **words)
+        kwargs = {"is_causal": True} if start is None else {"key_start": start, "key_end": end}
+        return softplus_attention(query, key, value, enable_gqa=True, **kwargs)
 
 
 def torch_plans() -> dict[str, object]:
-    """A module of ours under the plans of torch's own context parallel."""
+    """A module with our op under the plans of torch's own context parallel."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh, length = init_device_mesh("cpu", (world,)), 12 * world
     torch.manual_seed(0)
@@ -341,7 +341,7 @@ def torch_plans() -> dict[str, object]:
             core = parallelize_module(Core(), mesh, _ContextParallel(seq_dim=2, attention_type=kind))
             name = f"{kind.name}, {'in order' if balancer is None else 'balanced'}"
             if kind is kinds.FLEX and balancer is not None:
-                continue  # keys come in the balancer's order: the module has to undo it
+                continue  # keys come in the balancer's order, which the module would have to undo
             try:
                 out = core(*mine, *()) if kind is kinds.FLEX else core(*mine[:3])
                 out = out.to_local() if isinstance(out, DTensor) else out
@@ -369,7 +369,7 @@ def refusals() -> list[str]:
     for attempt in tries:
         try:
             attempt()
-            found.append("nothing was refused")
+            found.append("no error")
         except ValueError as error:
             found.append(str(error))
     return found
@@ -405,7 +405,7 @@ def main() -> dict[str, object]:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for size in (64, 128):
-        told = yardstick(sys.argv[1], width=size, length=int(sys.argv[2]))
+        fractions = yardstick(sys.argv[1], width=size, length=int(sys.argv[2]))
         if dist.get_rank() == 0:
-            print(size, *(f"{name}: {value:.2f}" for name, value in told.items()), sep="\n  ")
+            print(size, *(f"{name}: {value:.2f}" for name, value in fractions.items()), sep="\n  ")
     dist.destroy_process_group()

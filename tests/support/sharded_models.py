@@ -1,4 +1,4 @@
-"""Whole models over a sharded sequence, or with their heads divided, against one process."""
+"""Whole models over a sharded sequence, or with sharded heads, against one process."""
 
 import copy
 import os
@@ -35,7 +35,7 @@ def softplus_gpt(**changes: Any) -> PreTrainedModel:
     config = SoftplusGPTConfig(**SIZES, window=16, global_every=2, **HEADS | changes)
     model = SoftplusGPTForCausalLM(config)
     for name, parameter in model.named_parameters():
-        if "raw_power" in name:  # no two heads alike
+        if "raw_power" in name:  # so that all heads differ
             parameter.data += torch.arange(float(HEADS["num_attention_heads"])) / 2
     return model
 
@@ -62,7 +62,7 @@ def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def sharded_sequences(mode: str) -> dict[str, float]:
-    """Loss and every gradient of a sequence that lies on all processes."""
+    """Errors of every gradient for a sequence sharded over all processes."""
     found = {}
     for name, build in MODELS.items():
         for packed in (False, True):
@@ -95,7 +95,7 @@ def sharded_sequences(mode: str) -> dict[str, float]:
 
 
 def batch_with_few_targets() -> float:
-    """``shard_batch``: nearly all targets lie on one process, and none on some."""
+    """``shard_batch`` with nearly all targets on one process, and none on some."""
     torch.manual_seed(0)
     model = softplus_gpt(power="learned").double()
     twin, tokens = copy.deepcopy(model), torch.randint(0, 64, (2, 70))
@@ -115,7 +115,7 @@ def batch_with_few_targets() -> float:
 
 
 def losses_by_length() -> dict[str, float]:
-    """The curve of a model whose sequences lie on all processes, against that of one process."""
+    """Loss by length with sequences sharded over all processes, against one process."""
     found = {}
     for name in ("SoftplusGPT", "Mistral with a window"):
         torch.manual_seed(0)
@@ -128,10 +128,10 @@ def losses_by_length() -> dict[str, float]:
 
 
 def trainer_of_transformers() -> dict[str, str]:
-    """transformers' own Trainer with its context parallel, whose check of the attention DDP hides the model from."""
+    """Errors of transformers' Trainer with its context parallel, whose own check of the attention DDP bypasses."""
     from accelerate.parallelism_config import ParallelismConfig
 
-    ParallelismConfig._validate_accelerator = lambda *_: None  # it asks for GPUs
+    ParallelismConfig._validate_accelerator = lambda *_: None  # it requires GPUs
     found = {}
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (8, 48))]
     for name in ("SoftplusGPT", "Llama"):
@@ -154,21 +154,21 @@ def trainer_of_transformers() -> dict[str, str]:
 
 
 def no_room_on_one_process() -> list[Any]:
-    """What each process is told where the memory of the last one does not suffice, and where it does."""
+    """What each process gets if the last one has too little memory, and the result if memory suffices."""
     room = 10**5 if dist.get_rank() == dist.get_world_size() - 1 else 10**12
-    told: list[Any] = [None] * dist.get_world_size()
+    results: list[Any] = [None] * dist.get_world_size()
     with mock.patch("softplus_attention.evaluation.memory.free_bytes", return_value=room):
         try:
             found: Any = sequences_at_once(softplus_gpt(), 4096, group=dist.group.WORLD)
         except TooLongError as error:
             found = str(error)
-    dist.all_gather_object(told, found)
+    dist.all_gather_object(results, found)
     with mock.patch("softplus_attention.evaluation.memory.free_bytes", return_value=10**5 * room):
-        return [*told, sequences_at_once(softplus_gpt(), 4096, group=dist.group.WORLD)]
+        return [*results, sequences_at_once(softplus_gpt(), 4096, group=dist.group.WORLD)]
 
 
-def divided_heads(folder: str) -> dict[str, Any]:
-    """Tensor parallel as ``from_pretrained`` does it: logits, gradients, generation; numbers held by each process."""
+def sharded_heads(folder: str) -> dict[str, Any]:
+    """Tensor parallel by ``from_pretrained``: errors of logits and gradients, generation, share of the parameters."""
     found: dict[str, Any] = {}
     processes = dist.get_world_size()
     heads = {"num_attention_heads": 6, "num_key_value_heads": 6 if processes == 3 else 2}
@@ -187,16 +187,16 @@ def divided_heads(folder: str) -> dict[str, Any]:
         dist.barrier()
         model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64).eval()
         config = DistributedConfig(tp_size=processes)
-        divided = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, distributed_config=config).eval()
-        assert type(divided) is type(model)
+        parallel = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, distributed_config=config).eval()
+        assert type(parallel) is type(model)
         tokens = torch.randint(0, 64, (2, 40))
-        wanted, got = (one(input_ids=tokens, labels=tokens) for one in (model, divided))
+        wanted, got = (one(input_ids=tokens, labels=tokens) for one in (model, parallel))
         wanted.loss.backward()
         got.loss.backward()
-        whole = {key: getattr(one, "full_tensor", lambda one=one: one)() for key, one in gradients(divided).items()}
+        whole = {key: getattr(one, "full_tensor", lambda one=one: one)() for key, one in gradients(parallel).items()}
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        texts = [one.generate(tokens[:1, :20], **options).tolist() for one in (model, divided)]
-        here = sum((getattr(one, "to_local", lambda one=one: one)()).numel() for one in divided.parameters())
+        texts = [one.generate(tokens[:1, :20], **options).tolist() for one in (model, parallel)]
+        here = sum((getattr(one, "to_local", lambda one=one: one)()).numel() for one in parallel.parameters())
         found[name] = {
             "logits": float((got.logits - wanted.logits).detach().abs().max()),
             "gradients": largest_error(whole, gradients(model)),
@@ -216,8 +216,8 @@ def divided_heads(folder: str) -> dict[str, Any]:
     return found
 
 
-def module_with_divided_heads() -> dict[str, Any]:
-    """``parallelize_heads`` of a module of ours: output and every gradient."""
+def module_with_sharded_heads() -> dict[str, Any]:
+    """``parallelize_heads`` on our module: output and every gradient."""
     processes = dist.get_world_size()
     mesh = init_device_mesh("cpu", (processes,))
     found: dict[str, Any] = {}
@@ -226,12 +226,12 @@ def module_with_divided_heads() -> dict[str, Any]:
         one = SoftplusAttention(48, 6, num_kv_heads=3 if processes == 3 else 2, power=power, bias=True).double()
         if isinstance(power, str):
             one.raw_parameter.data += torch.arange(6.0) / 2
-        divided, x = copy.deepcopy(one), torch.randn(2, 20, 48, dtype=torch.float64)
-        parallelize_heads(divided, mesh)
-        wanted, got = one(x), divided(x)
+        parallel, x = copy.deepcopy(one), torch.randn(2, 20, 48, dtype=torch.float64)
+        parallelize_heads(parallel, mesh)
+        wanted, got = one(x), parallel(x)
         wanted.square().sum().backward()
         got.square().sum().backward()
-        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(divided).items()}
+        whole = {name: getattr(x, "full_tensor", lambda x=x: x)() for name, x in gradients(parallel).items()}
         found[str(power)] = max(largest_error({"": got}, {"": wanted}), largest_error(whole, gradients(one)))
     found["refused"] = []
     for bad in (SoftplusAttention(48, 6, num_kv_heads=1), SoftplusAttention(48, 6, attention="softmax-alibi")):
@@ -258,8 +258,8 @@ def refusals() -> list[str]:
     return found
 
 
-def seen_by_one_process() -> dict[str, str]:
-    """Inside ``sharded``: what would attend to its own rows alone."""
+def local_attention() -> dict[str, str]:
+    """Errors of attention inside ``sharded`` that would see only the rows of its own process."""
     record = context_parallel(32)
     tokens = record.shard(torch.randint(0, 64, (1, 32)), 1)
     softmax = LlamaForCausalLM(LlamaConfig(**SIZES, **HEADS, intermediate_size=64))
@@ -294,9 +294,9 @@ def main(folder: str) -> dict[str, Any]:
     found["few targets"] = batch_with_few_targets()
     found["lengths"] = losses_by_length()
     found["no room"] = no_room_on_one_process()
-    found["heads"] = divided_heads(folder)
-    found["module"] = module_with_divided_heads()
+    found["heads"] = sharded_heads(folder)
+    found["module"] = module_with_sharded_heads()
     found["refused"] = refusals()
-    found["one process"] = seen_by_one_process()
+    found["one process"] = local_attention()
     found["trainer"] = trainer_of_transformers()
     return found
