@@ -1,11 +1,11 @@
-"""An extended model beside the original with torch's SDPA: bytes of the cache, prefill, peak memory and decode.
+"""Compares an extended model with the original on torch's SDPA: cache size, prefill, peak memory and decode.
 
     python benchmarks/extend.py --model DIR --ranking results/extend/ranking.json --output results/extend/cpu.json
 
-Decode steps are timed on caches that hold random keys and values, the models in turn, so that 64K needs no prefill.
-Each prefill runs in a process of its own, whose peak memory is taken. With one thread all times are processor time,
-which other work on the machine changes little. Rows are written as they come; the same command goes on. ``--layers N``
-prefills N of the layers, with their share of far heads, where all of them would take too long.
+Decode steps alternate between the models and use caches of random keys and values, so that 64K needs no prefill. Each
+prefill runs in its own process, to measure its peak memory. With one thread all times are processor time, which other
+work on the machine changes little. Rows are saved as they are measured; run the same command to resume. ``--layers N``
+prefills only N layers, with their share of the far heads, for cases where all layers would take too long.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranking", required=True, type=Path)
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--methods", nargs="+", default=["original", "heads:far=group,near=2048"])
-    parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 16384, 65536], help="of decode")
+    parser.add_argument("--lengths", nargs="*", type=int, default=[4096, 16384, 65536], help="cache lengths for decode")
     parser.add_argument("--prefill", nargs="*", type=int, default=[4096, 16384, 32768, 65536])
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--layers", type=int, help="of prefill (default: all)")
+    parser.add_argument("--layers", type=int, help="number of layers for prefill (default: all)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -111,7 +111,7 @@ def memory(name: str) -> int:
 def measure_prefill(options: argparse.Namespace) -> None:
     model, (length,) = load(options, options.child), options.lengths
     model(torch.arange(64)[None])
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of the memory starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
     before = memory("VmRSS")
     ids = torch.randint(1000, (1, length), generator=torch.Generator().manual_seed(0))
     begun = now(options)
@@ -124,7 +124,7 @@ def measure_prefill(options: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def filled_cache(model: Any, length: int) -> Any:
-    """A cache as after a prefill of ``length`` tokens."""
+    """A cache of random keys and values, as after a prefill of ``length`` tokens."""
     config, dtype = model.config, model.dtype
     torch.manual_seed(0)
 
@@ -140,7 +140,7 @@ def filled_cache(model: Any, length: int) -> Any:
     for layer, decoder in zip(own.layers, model.model.layers, strict=True):
         for group, *buffers in zip(decoder.self_attn.groups, layer.near, layer.far, strict=True):
             for buffer in buffers:
-                if buffer is not None:  # an empty one is false
+                if buffer is not None:  # an empty buffer is false
                     buffer.append(keys(len(group.heads), length), keys(len(group.heads), length))
     return own
 

@@ -1,11 +1,11 @@
-"""Methods of reading beyond the trained length, beside each other: loss of fixed tokens by context, and needles.
+"""Compares methods that extend the context: loss of fixed tokens by context length, needles, cache and speed.
 
     python experiments/extend/measure.py --model DIR --text DIR --ranking FILE --output DIR \
         --methods original yarn:factor=4 heads:heads=12 --lengths 2048 8192 16384
 
-``--text`` holds .txt files named KIND--NAME.txt; the loss is of the last 1,024 tokens of the longest of ``--lengths``
-that a document has, and needles are hidden in the same documents. ``--output``/measure.json grows as results come; the
-same command goes on where it stopped. Methods: softplus_attention.extend.methods.
+``--text`` is a folder of files KIND--NAME.txt. Each document is cut to the longest of ``--lengths`` that it has. The
+loss is that of its last 1,024 tokens; needles are hidden in the same documents. Each result is saved in
+``--output``/measure.json; run the same command to resume. Methods: softplus_attention.extend.methods.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
         method = parse_method(name)
         own = found["methods"].setdefault(name, {"loss": {}, "needles": {}, "cache_bytes": {}, "seconds": {}})
         to_fit: list[list[int]] = []
-        if method.far == "lssar":  # the package's own text, of which nothing is held back
+        if method.far == "lssar":  # fitted on the package's own text, which is not measured on
             works = [text for text in builtin_text()[0] if len(text) > 100_000]
             to_fit = [encode(text[20_000 : 20_000 + 8 * method.fit // len(works) + 4096]) for text in works]
         changed = apply_method(model, method, ranking, to_fit)
@@ -69,7 +69,7 @@ def main() -> None:
                 if not asked[kind] or str(length) in own.setdefault(kind, {}):
                     continue
                 if options.time_limit and time.monotonic() - begun > options.time_limit:
-                    print(f"stopped at --time-limit {options.time_limit} s; the same command goes on", flush=True)
+                    print(f"stopped at --time-limit {options.time_limit} s; run the same command to resume", flush=True)
                     table(found, lengths)
                     return
                 started = time.monotonic()
@@ -86,26 +86,33 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder of a pretrained model")
-    parser.add_argument("--text", required=True, type=Path, help="a folder of held-back documents")
-    parser.add_argument("--ranking", type=Path, help="of heads, as experiments/extend/rank.py writes it")
+    parser.add_argument("--model", required=True, help="folder of a pretrained model")
+    parser.add_argument("--text", required=True, type=Path, help="folder of held-out documents")
+    parser.add_argument("--ranking", type=Path, help="head ranking, written by experiments/extend/rank.py")
     parser.add_argument("--methods", required=True, nargs="+")
     parser.add_argument("--lengths", required=True, nargs="+", type=int)
-    parser.add_argument("--documents", type=int, help="at most so many (default: all)")
-    parser.add_argument("--haystacks", type=int, default=12, help="at each length")
-    parser.add_argument("--needles", type=int, default=2, help="in each haystack, each asked for")
+    parser.add_argument("--documents", type=int, help="largest number of documents (default: all)")
+    parser.add_argument("--haystacks", type=int, default=12, help="number of haystacks at each length")
+    parser.add_argument("--needles", type=int, default=2, help="needles per haystack; each has a question")
     parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--speed", nargs="*", type=int, default=[], help="of --lengths: prefill and decode are timed")
+    parser.add_argument(
+        "--speed", nargs="*", type=int, default=[], help="those of --lengths at which to time prefill and decode"
+    )
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batch-tokens", type=int, default=0, help="(default: 131,072 on a GPU, one row on a CPU)")
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        default=0,
+        help="tokens per batch for losses (default: 131,072 on a GPU, one row on a CPU)",
+    )
     parser.add_argument("--time-limit", type=float, default=0, help="seconds")
     return parser.parse_args()
 
 
 def read_documents(folder: Path, encode: Any, lengths: list[int], most: int | None) -> list[tuple[str, str, list[int]]]:
-    """(name, kind, tokens), cut to the longest length that each has; the longest first."""
+    """(name, kind, tokens) of each document, cut to the longest of ``lengths`` that it has, longest first."""
     found = []
     for path in sorted(folder.glob("*.txt")):
         ids = encode(path.read_text(encoding="utf-8")[: 8 * lengths[-1]])

@@ -1,4 +1,4 @@
-"""Scores of every key head by each measure of softplus_attention.extend.ranking, on the package's own text.
+"""Scores every key head by each measure of softplus_attention.extend.ranking, on the package's own text.
 
 python experiments/extend/rank.py --model DIR --output ranking.json [--prompts 8 --length 1536 --window 256]
 """
