@@ -25,10 +25,10 @@ FORM_TEXT = {
 def heads_pictures(ranking: Ranking, extension: Extension) -> list[HeatMap]:
     """Heat maps of the far heads and of the scores that chose them."""
     far = [[float(head in row) for row in extension.far_heads] for head in range(len(ranking.scores["mass"][0]))]
-    panels = [("Key heads that see everything", "1: everything", far, 1.0)]
+    panels = [("Far heads: they attend to all tokens", "1: far", far, 1.0)]
     for name, title, label in (
-        ("mass", "Attention of an answer on the sentence that holds it", "mass"),
-        ("text", "What the loss of ordinary text gains by the head", "nats"),
+        ("mass", "Attention from an answer to the sentence that contains it", "mass"),
+        ("text", "Loss reduction on ordinary text by full attention", "nats"),
     ):
         values = [list(row) for row in zip(*ranking.scores[name], strict=True)]
         panels.append((title, label, values, max(max(row) for row in values) or 1.0))

@@ -39,7 +39,7 @@ Scores = list[list[float]]  # [layer][key head]
 class RankingSettings:
     prompts: int = 6
     length: int = 1536  # tokens per prompt
-    window: int = 256  # of windowed attention; short, so that most keys lie beyond it
+    window: int = 256  # tokens; short, so that most keys lie beyond it
     sink: int = 4
     targets: int = 512  # last tokens of the text, whose loss is the "text" measure
     seed: int = 0

@@ -167,8 +167,8 @@ def settings_key(settings: TuneSettings) -> str:
 
 
 def unshare_tuned_weights(extended: Any, parts: str) -> list[nn.Parameter]:
-    """Replaces the weights to tune by copies, which the original does not share. Gradients of query and key projections
-    are zero for the rows of other than far heads."""
+    """Replaces the weights to tune by copies that the original does not share. The gradients of query and key
+    projections are zero for rows of heads that are not far heads."""
     if parts == "all":
         for module in extended.modules():
             for name, weight in module.named_parameters(recurse=False):
