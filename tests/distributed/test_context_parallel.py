@@ -19,23 +19,11 @@ PROCESSES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
-def test_matches_one_process(processes: int) -> None:
-    errors = run(processes)["attention"]
-    assert len(errors) >= 40
-    assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
-
-
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_decode_over_a_sharded_cache(processes: int) -> None:
-    errors = run(processes)["decode"]
-    assert len(errors) == 19
-    assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
-
-
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_dtensors_in_every_sharding(processes: int) -> None:
-    errors = run(processes)["dtensor"]
-    assert len(errors) == (185 if processes == 4 else 35)
+@pytest.mark.parametrize("part", ["attention", "decode", "dtensor"])
+def test_matches_one_process(part: str, processes: int) -> None:
+    errors = run(processes)[part]
+    count = {"attention": 40, "decode": 19, "dtensor": 185 if processes == 4 else 35}[part]
+    assert len(errors) == count or (part == "attention" and len(errors) > count)  # the catalogue may grow
     assert {name: error for name, error in errors.items() if not error < 1e-12} == {}
 
 

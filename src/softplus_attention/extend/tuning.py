@@ -61,7 +61,8 @@ class Tuner:
 
     def sample(self, kind: str, documents: Sequence[Sequence[int]], key: str) -> tuple[Tensor, Tensor]:
         """Tokens (1, T) of a document, and the rows in the loss: in a long sequence those beyond the trained length."""
-        rng, settings = random.Random(f"{settings_key(self.settings)} {kind} {key}"), self.settings
+        settings = self.settings
+        rng = random.Random(f"{settings.seed} {settings.short} {settings.long} {kind} {key}")
         length, first = (settings.short, 0) if kind == "short" else (settings.long, settings.trained)
         text = documents[rng.randrange(len(documents))]
         begin = rng.randrange(len(text) - length + 1)
@@ -160,10 +161,6 @@ class Tuner:
         if not is_kept:
             self.set_weights(self.untuned)
         return {"steps": self.steps, "seconds": self.spent, "before": before, "after": after, "kept": is_kept}
-
-
-def settings_key(settings: TuneSettings) -> str:
-    return f"{settings.seed} {settings.short} {settings.long}"
 
 
 def unshare_tuned_weights(extended: Any, parts: str) -> list[nn.Parameter]:
