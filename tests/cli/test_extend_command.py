@@ -100,9 +100,12 @@ def test_number_of_heads_from_a_budget(folder: Path, tmp_path: Path) -> None:
     few = refused("extend", folder / "llama", *args, "--output", tmp_path / "out", "--budget", "2%")
     assert "`--budget` must be at least 27% of the cache at 4096 tokens, for one far head, got 2%" in few
     # No result was saved, so the folder can be used again.
-    done = run("extend", folder / "llama", *args, "--output", tmp_path / "out", "--budget", "60%")
+    clip = ("--far", "clip", "--near", 64)
+    done = run("extend", folder / "llama", *args, "--output", tmp_path / "out", "--budget", "60%", *clip)
     assert "2 key heads attend to all tokens" in done.text
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    extension = Extension.from_config(model.config)
+    assert (extension.far, extension.level, extension.log_n) == ("clip", True, "far")
     cache = ExtendedCache(model.config)
     with torch.no_grad():
         model(torch.zeros(1, 4000, dtype=torch.long), past_key_values=cache)

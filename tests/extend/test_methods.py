@@ -8,7 +8,14 @@ from extend_cases import TEXT, encode, tiny_model
 from transformers import LlamaForCausalLM
 
 from softplus_attention.extend.measuring import ask, cache_bytes, context_losses
-from softplus_attention.extend.methods import METHODS, apply_method, extension_of, parse_method, smallest_group
+from softplus_attention.extend.methods import (
+    METHODS,
+    apply_method,
+    extension_of,
+    parse_method,
+    smallest_group,
+    with_far_positions,
+)
 from softplus_attention.extend.needles import make_haystack
 from softplus_attention.extend.ranking import Ranking
 
@@ -37,6 +44,12 @@ def test_rope_types_match_transformers(name: str, rope: str) -> None:
         assert (found(ids).logits - model(ids).logits).abs().max() > 0.1
     ours, theirs = (x.model.layers[0].mlp.up_proj.weight.data_ptr() for x in (found, model))
     assert ours == theirs
+
+
+def test_far_positions_of_the_command() -> None:
+    clip = with_far_positions(METHODS["heads"], "clip")
+    assert (clip.far, clip.level, clip.log_n) == ("clip", True, "far")
+    assert with_far_positions(clip, "group") == parse_method("heads:far=group")
 
 
 def test_method_strings() -> None:

@@ -146,6 +146,7 @@ def run(options: argparse.Namespace) -> int:
     heads, budget = heads_and_budget(options)
     from softplus_attention.extend.build import Build, Request
     from softplus_attention.extend.methods import METHODS as KINDS
+    from softplus_attention.extend.methods import with_far_positions
     from softplus_attention.extend.ranking import RankingSettings
     from softplus_attention.huggingface.loading import silence_transformers
     from softplus_attention.utils.device import check_device, resolve_device
@@ -156,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
     given = {"window": options.window or min(WINDOW, trained // 4), "sink": options.sink, "length": options.to}
     given["near"] = options.near or min(NEAR, trained // 4)
     if options.method == "heads":
-        given |= {"heads": heads, "far": options.far, "fit": options.fit, "factor": max(1.0, options.to / trained)}
+        given |= {"heads": heads, "fit": options.fit, "factor": max(1.0, options.to / trained)}
         if options.far == "clip" and not options.near:
             given["near"] = min(NEAR_CLIP, trained // 2)
     if options.method == "selfextend":
@@ -164,11 +165,14 @@ def run(options: argparse.Namespace) -> int:
     if options.method == "yarn":
         given["factor"] = options.to / trained
 
+    method = replace(KINDS[options.method], **given)
+    if options.method == "heads":
+        method = with_far_positions(method, options.far)
     length = min(PROMPT, trained)
     request = Request(
         model=options.model,
         to=options.to,
-        method=replace(KINDS[options.method], **given),
+        method=method,
         name=options.method,
         budget=budget if options.method == "heads" else None,
         text=tuple(options.text),

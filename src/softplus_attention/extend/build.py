@@ -21,7 +21,13 @@ from softplus_attention.data.builtin import builtin_text
 from softplus_attention.extend.card import PICTURE, describe, heads_pictures, results_table, write_card
 from softplus_attention.extend.fitting import FitSettings
 from softplus_attention.extend.measuring import TARGETS, ask, context_losses, time_decode
-from softplus_attention.extend.methods import Method, apply_method, extension_of, trained_length
+from softplus_attention.extend.methods import (
+    Method,
+    apply_method,
+    extension_of,
+    trained_length,
+    with_far_positions,
+)
 from softplus_attention.extend.needles import FORMS, Haystack, make_haystack
 from softplus_attention.extend.ranking import MEASURES, Ranking, RankingSettings, rank_heads
 from softplus_attention.extend.tuning import KINDS, Tuner, TuneSettings, describe_tuning
@@ -269,13 +275,13 @@ class Build:
                 fail("--text", f"documents of {length} tokens, for --far auto", "shorter ones")
             found, targets = {}, min(TARGETS, length // 2)
             for far in ("group", "clip", *(["lssar"] if method.fit else [])):
-                model = self.apply(replace(method, far=far), ranking)
+                model = self.apply(with_far_positions(method, far), ranking)
                 found[far] = sum(context_losses(model, [row], length, targets)[0] for row in rows) / len(rows)
                 print(f"far {far}: loss {found[far]:.4f} at {length} tokens", flush=True)
             chosen = self.state["far"] = min(found, key=found.__getitem__)
             self.state["far_losses"] = found
             self.save()
-        return replace(method, far=chosen)
+        return with_far_positions(method, chosen)
 
     def with_heads(self, method: Method) -> Method:
         """Sets the number of far heads that the budget allows."""

@@ -76,6 +76,8 @@ def cell(key: str, value: Any) -> str:
 def describe(extension: Extension) -> str:
     far = sum(map(len, extension.far_heads))
     positions = FORM_TEXT[extension.far].format(near=extension.near, group=extension.group, factor=extension.factor)
+    if extension.level:
+        positions += f"; with log N, and no more weight in total than {extension.trained - extension.near:,} tokens"
     window = f"the last {extension.window:,} tokens and the first {extension.sink}"
     return f"{far} key heads attend to all tokens (positions: {positions}). The others attend to {window}."
 

@@ -81,6 +81,13 @@ def smallest_group(trained: int, length: int, near: int) -> int:
     return group
 
 
+def with_far_positions(method: Method, far: str) -> Method:
+    """As `extend` sets them up. With "clip", log N on the far keys finds what is diluted among them, and their common
+    weight is levelled, without which the loss rises: 3.390 in place of 3.441 at 64K, and as many needles."""
+    is_clip = far == "clip"
+    return replace(method, far=far, level=is_clip, log_n="far" if is_clip else "none")
+
+
 def trained_length(config: Any) -> int:
     """For Llama 3.1 and later, the length after rope scaling, at which training continued."""
     return int(config.max_position_embeddings)
