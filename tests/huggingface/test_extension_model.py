@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from softplus_attention.huggingface.extension.cache import ExtendedCache
+from softplus_attention.huggingface.extension.cache import PAST, ExtendedCache
 from softplus_attention.huggingface.extension.modeling import CLASSES, HOSTS, extended
 from softplus_attention.huggingface.extension.settings import Extension
 
@@ -236,6 +237,31 @@ def test_crop() -> None:
     assert cache.get_seq_length() == cache.nbytes == 0
 
 
+@pytest.mark.parametrize("before", [0, 5, 30], ids=lambda n: f"after {n}")
+def test_crop_beyond_the_window(before: int) -> None:
+    """Tokens are added and removed many times, also before and while the larger ring fills."""
+    model, ids = extended(host_model(), BASE), tokens(1, 700)
+    cache = ExtendedCache(model.config)
+    whole = logits(model, ids)
+    chance = random.Random(before)
+    with torch.no_grad():
+        if before:
+            model(ids[:, :before], past_key_values=cache)
+        cache.activate_past_recording()
+        end = before
+        while end < 700:
+            count = min(700 - end, chance.choice([1, 1, 2, 7, 21, 60]))
+            close(model(ids[:, end : end + count], past_key_values=cache).logits, whole[:, end : end + count])
+            end += count
+            removed = chance.choice([0, 0, 1, min(count, 20)])
+            cache.crop(-removed)
+            end -= removed
+        assert cache.get_seq_length() == 700
+        cache.crop(-PAST)
+        with pytest.raises(ValueError, match="`crop` must be 0 once older keys"):
+            cache.crop(-1)
+
+
 def test_training_reaches_every_weight() -> None:
     model = extended(host_model(), BASE).train()
     ids = tokens(2, 40)
@@ -259,12 +285,21 @@ def test_unsupported_in_forward(case: str) -> None:
         extended(host_model(), BASE)(tokens(1, 9), **options)
 
 
+@pytest.mark.parametrize("assistant", ["extended", "host", "prompt lookup"])
+def test_assisted_generation(assistant: str) -> None:
+    """Candidates are removed from rings that have dropped older keys: the tokens of plain greedy decoding."""
+    model = extended(host_model(), BASE)
+    other = extended(host_model(), replace(BASE, window=7)) if assistant == "extended" else host_model()
+    options = {"prompt_lookup_num_tokens": 5} if assistant == "prompt lookup" else {"assistant_model": other}
+    kwargs: dict[str, Any] = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    ids = tokens(1, 30).repeat(1, 2)
+    assert torch.equal(model.generate(ids, **kwargs, **options), model.generate(ids, **kwargs))
+
+
 def test_unsupported_in_generate() -> None:
     model = extended(host_model(), BASE)
     with pytest.raises(ValueError, match="`cache_implementation` must be None"):
         model.generate(tokens(1, 9), cache_implementation="static", max_new_tokens=2)
-    with pytest.raises(ValueError, match="assisted generation"):
-        model.generate(tokens(1, 9), assistant_model=host_model(), max_new_tokens=2)
     with pytest.raises(ValueError, match="`attn_implementation` must be None"):
         model.set_attn_implementation("flash_attention_2")
 

@@ -12,13 +12,16 @@ from softplus_attention import validation as check
 from softplus_attention.huggingface.extension.attention import EVERYTHING, Reach
 
 MIN_SPARE, SPARE_SHARE = 64, 16  # a buffer grows by a sixteenth of its tokens, by 64 at least
+PAST = 256  # older positions that a ring keeps if its last tokens may be removed
 
 
 class KeyBuffer:
-    """Keys and values (B, H, capacity, D) of the last ``limit`` positions; position p is stored at p % limit."""
+    """Keys and values (B, H, capacity, D) of the positions ``oldest`` to ``end``, at most the last ``limit`` ones.
+    Position p is stored at p % limit. Rows see the last ``window`` positions."""
 
-    def __init__(self, limit: int = EVERYTHING) -> None:
-        self.limit, self.end = limit, 0
+    def __init__(self, window: int = EVERYTHING) -> None:
+        self.window = self.limit = window
+        self.oldest = self.end = 0
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -37,7 +40,7 @@ class KeyBuffer:
             held[:, :, begin : begin + first] = new[:, :, :first]
             if first < kept:
                 held[:, :, : kept - first] = new[:, :, first:]
-        self.end = total
+        self.oldest, self.end = max(self.oldest, total - self.limit), total
 
     def reserve(self, tokens: int, keys: Tensor, values: Tensor) -> None:
         if self.keys is not None and self.keys.shape[2] >= tokens:
@@ -51,6 +54,13 @@ class KeyBuffer:
             grown.append(larger)
         self.keys, self.values = grown
 
+    def seen(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last ``window`` positions, in any order."""
+        if self.limit == self.window:
+            return self.raw()
+        keys, values = self.ordered()
+        return keys[:, :, -self.window :], values[:, :, -self.window :]
+
     def raw(self) -> tuple[Tensor, Tensor]:
         """All keys and values, in storage order."""
         assert self.keys is not None
@@ -61,12 +71,29 @@ class KeyBuffer:
         """All keys and values, by position."""
         keys, values = self.raw()
         start = self.end % self.limit
-        if self.end <= self.limit or start == 0:
-            return keys, values
-        return keys.roll(-start, 2), values.roll(-start, 2)
+        if self.end > self.limit and start:
+            keys, values = keys.roll(-start, 2), values.roll(-start, 2)
+        stored = self.end - self.oldest  # fewer than there are slots after tokens were removed
+        return keys[:, :, -stored:], values[:, :, -stored:]
+
+    def can_crop(self, tokens: int) -> bool:
+        return self.oldest == 0 or self.end - tokens - self.window >= self.oldest
 
     def crop(self, tokens: int) -> None:
         self.end -= tokens
+
+    def keep_past(self) -> None:
+        """From now on the last ``PAST`` tokens can be removed."""
+        if self.limit != self.window or self.window == EVERYTHING:
+            return
+        if self.keys is None:
+            self.limit += PAST
+            return
+        (keys, values), end, oldest = self.ordered(), self.end, self.oldest
+        self.limit += PAST
+        self.keys, self.values, self.end = None, None, oldest
+        self.append(keys, values)
+        assert self.end == end
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.keys is not None and self.values is not None:
@@ -79,6 +106,12 @@ class KeyBuffer:
 
 class SinkBuffer(KeyBuffer):
     """Keys and values of the first ``limit`` tokens of each sequence."""
+
+    def can_crop(self, tokens: int) -> bool:
+        return True
+
+    def keep_past(self) -> None:
+        pass
 
     def append(self, keys: Tensor, values: Tensor, starts: Sequence[int] | None = None) -> None:
         if self.keys is None:
@@ -136,16 +169,20 @@ class ExtendedLayer(CacheLayerMixin):
         raise ValueError("past_key_values: an ExtendedCache works only with an extended model")
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, which is impossible once a ring has dropped older ones."""
+        """Remove the last tokens. Once a ring has dropped keys, this needs ``activate_past_recording`` beforehand."""
         if tokens_to_remove > 0:
             check.fail("crop", "a negative number, the tokens to remove", tokens_to_remove)
         tokens = min(-tokens_to_remove, self.get_seq_length())
-        full = [buffer for buffer in self.near if buffer.end > buffer.limit]
+        full = [buffer.window for buffer in self.buffers if not buffer.can_crop(tokens)]
         if tokens and full:
-            window = min(buffer.limit for buffer in full)
-            check.fail("crop", f"0 once older keys than the window of {window} tokens are dropped", tokens_to_remove)
+            expected = f"0 once older keys than the window of {min(full)} tokens are dropped"
+            check.fail("crop", f"{expected} (at most -{PAST} after activate_past_recording)", tokens_to_remove)
         for buffer in self.buffers:
             buffer.crop(tokens)
+
+    def activate_past_recording(self) -> None:
+        for buffer in self.buffers:
+            buffer.keep_past()
 
     def reset(self) -> None:
         self.clear()
@@ -181,12 +218,6 @@ class ExtendedCache(Cache):
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
-
-    def activate_past_recording(self) -> None:
-        raise ValueError(
-            "past_key_values: assisted generation removes tokens from the cache, but an extended model drops keys "
-            "that leave its window; use a model without extension"
-        )
 
 
 def reaches_of(extension: Any, far_heads: Sequence[int], heads: int) -> list[Reach]:

@@ -214,7 +214,7 @@ def attend_group(
             near_k, near_v = (torch.cat(pair, 2) for pair in zip(near_buffer.ordered(), new, strict=True))
         near_buffer.append(*new)
         if is_step:
-            near_k, near_v = near_buffer.raw()
+            near_k, near_v = near_buffer.seen()
     far_buffer = None if layer is None else layer.far[number]
     if isinstance(far_buffer, SinkBuffer):
         far_buffer.append(far_k, far_v, starts)
@@ -387,7 +387,7 @@ class ExtendedForCausalLM(NoTensorParallel):
             check.fail("cache_implementation", "None: an extended model uses an ExtendedCache", repr(kind))
         if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = ExtendedCache(self.config)
-            if args and str(getattr(args[0], "value", args[0])) == "assisted_generation":
+            if generation_config.is_assistant:
                 model_kwargs["past_key_values"].activate_past_recording()
 
 
