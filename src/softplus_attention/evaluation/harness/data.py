@@ -82,16 +82,16 @@ class LocalData:
 
 
 def describe_file(path: Path) -> dict[str, str]:
-    """Path and sha256, so that results of changed data are not reused."""
-    return {"path": str(path), "sha256": sha256(path)}
+    """The end of its path, which names no private folder, and its sha256: results of changed data are not reused."""
+    return {"path": "/".join(path.parts[-3:]), "sha256": sha256(path)}
 
 
 def describe_folder(folder: Path) -> dict[str, str]:
-    """Path and hash of a folder of YAML files and the modules they import."""
+    """Name and hash of a folder of YAML files and the modules they import."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml", ".py")):
         digest.update(str(path.relative_to(folder)).encode() + bytes.fromhex(sha256(path)))
-    return {"path": str(folder), "sha256": digest.hexdigest()}
+    return {"path": folder.name, "sha256": digest.hexdigest()}
 
 
 def local_data(
