@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ NAMES = {
     "duo": "DuoAttention's split, 24 heads unchanged",
     "duo:heads=all": "original model, our cache",
 }
-OURS = ("heads", "heads:far=group,near=2048")
+OURS = ("heads:level=yes,log_n=far", "heads:far=group,near=2048")
 SHORT = ("original", "yarn:factor=4", "yarn:factor=8", "selfextend", "rerope", "window", *reversed(OURS))
 KINDS = ("novel", "essay", "scripture", "manual")
 
@@ -97,11 +98,11 @@ def short_table(methods: dict[str, dict[str, Any]], files: list[dict[str, Any]],
     columns = [[format_method(method) for method in SHORT]]
     for length in (2048, 16384, 65536):
         columns.append([mean_cell(methods[method]["loss"].get(str(length), [])[:long]) for method in SHORT])
-    for length in (8192, 16384, 65536):
+    for length in (8192, 16384, 32768):
         columns.append([found_cell(asked.get(method, {}).get(str(length), [])) for method in SHORT])
     columns.append([cache_share(methods, method) for method in SHORT])
     losses = [f"loss at {length}K" for length in (2, 16, 64)]
-    return table(["", *losses, "found at 8K, %", "at 16K, %", "at 64K, %", "cache at 64K"], columns)
+    return table(["", *losses, "found at 8K, %", "at 16K, %", "at 32K, %", "cache at 64K"], columns)
 
 
 def readme_table(methods: dict[str, dict[str, Any]], cost: dict[str, Any], long: int) -> str:
@@ -151,6 +152,27 @@ def kinds_table(methods: dict[str, dict[str, Any]], documents: list[dict[str, An
         by_kind = {kind: [x for x, one in zip(losses, documents, strict=True) if one["kind"] == kind] for kind in KINDS}
         columns.append([mean_cell(by_kind[kind]) for kind in KINDS])
     return table(["loss at 32K", *map(format_method, chosen)], columns)
+
+
+def tasks_table(paths: Iterable[Path], models: Sequence[str], names: Sequence[str]) -> str:
+    """Accuracy on short tasks, in percent with standard errors, of each of ``models``."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted(paths):
+        result = read_results(path, "softplus-attention evaluate downstream")
+        rows = {row["task"]: row for row in result["results"]["tasks"] if row["metric"] == "acc"}
+        found.setdefault(result["model"]["name"], {}).update(rows)
+    columns: list[list[str]] = [[], [], [], *([] for _ in models)]
+    for task, row in found[models[0]].items():
+        if task.startswith("mmlu_"):
+            continue
+        parts = [one["samples"] or 0 for name, one in found[models[0]].items() if name.startswith(f"{task}_")]
+        columns[0].append(task)
+        columns[1].append(f"{row['samples'] or sum(parts):,}")
+        columns[2].append(f"{100 * row['chance']:.0f}")
+        for column, model in zip(columns[3:], models, strict=True):
+            own = found[model][task]
+            column.append(f"{100 * own['value']:.1f} ± {100 * own['standard_error']:.1f}")
+    return table(["accuracy, %", "questions", "chance", *names], columns)
 
 
 def read_cost(path: Path) -> dict[str, Any]:
@@ -212,5 +234,9 @@ def make_tables(results: Path) -> dict[str, str]:
         "extend-needles": needles_table(files),
         "extend-kinds": kinds_table(methods, documents, ["yarn:factor=4", "selfextend", "rerope", "heads", best]),
         "extend-cost": cost_table(cost),
+        "extend-tasks": tasks_table(
+            folder.glob("downstream--*.json"), ("smollm2", "extended"), ("original model", "extended")
+        ),
+        "tasks-bytes": tasks_table([results / "downstream--bytes-2.7m.json"], ["bytes-2.7m"], ["bytes-2.7m"]),
         "extend-gpu": gpu_table(folder / "speed-h200.json"),
     }
