@@ -73,8 +73,8 @@ class KeyBuffer:
         start = self.end % self.limit
         if self.end > self.limit and start:
             keys, values = keys.roll(-start, 2), values.roll(-start, 2)
-        stored = self.end - self.oldest  # fewer than there are slots after tokens were removed
-        return keys[:, :, -stored:], values[:, :, -stored:]
+        first = keys.shape[2] - (self.end - self.oldest)  # slots before it are of removed tokens
+        return keys[:, :, first:], values[:, :, first:]
 
     def can_crop(self, tokens: int) -> bool:
         return self.oldest == 0 or self.end - tokens - self.window >= self.oldest
