@@ -40,6 +40,7 @@ def format_method(method: str) -> str:
         heads = settings.pop("heads", "12")
         parts = [f"{heads} far heads, {'LSSAR' if far == 'lssar' else far}"]
     text = {"near": "exact to {}", "window": "window {}", "fit": "fitted to {} tokens", "factor": "YaRN {}"}
+    text["ranking"] = "ranked by {} alone"
     for key, value in settings.items():
         if key == "level":
             parts.append("levelled")
